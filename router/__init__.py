@@ -1,0 +1,1 @@
+"""A router over a fleet of language-model workers, one process per model."""

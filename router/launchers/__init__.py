@@ -1,0 +1,127 @@
+"""The seam between the fleet, which decides, and machines, which run programs.
+
+A launcher is the only thing that touches a machine. It knows processes, sockets and drivers, and nothing of leases,
+plans or presets' meaning. There is one implementation for this machine and one fake for the schedule tests.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from aiohttp import ClientSession
+
+from router.errors import RouterError
+from router.ledger import Bytes, DeviceId, Reading
+from worker import contract
+
+Cause = Literal["crashed", "oom", "load_failed", "load_timeout", "stalled", "download_failed"]
+
+
+class WorkerLost(RouterError):
+    """A worker process, of any verb, ended without being asked to. `message` is for a person."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: Cause,
+        exit: int | None = None,
+        memory: Literal["", "device", "host"] = "",
+    ):
+        super().__init__(message)
+        self.message = message
+        self.cause: Cause = cause
+        self.exit = exit
+        """Exit code, negative for a signal; None if it was killed by us (stall, time-out)."""
+        self.memory = memory
+        """Which memory ran out, if one did."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the same attempt would fail the same way again."""
+        return self.exit in contract.FINAL_EXITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """How a model's worker processes are to be run."""
+
+    model: str
+    """The model's id, for logs and records."""
+    worker: str
+    """The worker's own id, unique in the router's life, for logs, records and the socket's name."""
+    python: str = ""
+    """Another interpreter; empty: the router's own."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Beside the launcher's allow-list."""
+    start_timeout: float = 240.0
+    """Seconds without load progress."""
+    stop_timeout: float = 10.0
+    """Seconds from SIGTERM to SIGKILL."""
+    stall_timeout: float = 120.0
+    """Seconds without a pulse, or with work but without a step."""
+
+
+Listen = Callable[[contract.Event], None]
+"""Called on the event loop with each event of a process as it comes; must not block or raise."""
+
+
+class WorkerProcess(Protocol):
+    """A worker that is ready."""
+
+    @property
+    def session(self) -> ClientSession:
+        """Reaches this worker's socket, whatever host a URL names; closed with the worker."""
+
+    @property
+    def url(self) -> str:
+        """Scheme and authority to put before a path."""
+
+    @property
+    def token(self) -> str:
+        """Bearer token of this worker."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def measured(self) -> Bytes:
+        """Peak bytes by device, as the worker last said."""
+
+    @property
+    def ready(self) -> contract.Ready: ...
+
+    async def lost(self) -> WorkerLost:
+        """Returns once the process has ended by itself, fell silent or stalled. Cancelling stops nothing."""
+
+
+class Launcher(Protocol):
+    """Everything a router does to one machine or more."""
+
+    def readings(self) -> Sequence[Reading]:
+        """The latest reading of every device that this router may use, HOST included; never blocks."""
+
+    async def refresh(self) -> Sequence[Reading]:
+        """Read all devices now; returns once that is done (bounded by a second)."""
+
+    async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
+        """Folder of the complete snapshot. Raises WorkerLost; cancelling kills the process, partial files stay."""
+
+    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+        """Raises WorkerLost; cancelling kills the process."""
+
+    def serve(
+        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+    ) -> AbstractAsyncContextManager[WorkerProcess]:
+        """Run a worker on the devices of `place` (in the order of its shards) for the length of the block.
+
+        Entering returns once the worker is ready, or raises WorkerLost. Leaving returns once the process is reaped
+        and the driver has settled (two readings agree; bounded), and cannot be cancelled half-way. `command.devices`,
+        `listen`, `leashed` and `spawner` are filled in by the launcher.
+        """
+
+
+__all__ = [
+    "Cause", "DeviceId", "Launcher", "Listen", "Program", "WorkerLost", "WorkerProcess",
+]  # fmt: skip

@@ -1,0 +1,313 @@
+"""The contract between router and worker: argv, events, exit codes, engine traits.
+
+A worker is a program. Whatever its engine and however it was born, the router speaks to it in exactly these words:
+options on the command line, one JSON object a line on stdout, an exit code, and HTTP on the address it was given.
+Law: standard library only, and no import of anything else in this project; both sides import this module.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+VERBS = ("download", "estimate", "serve")
+MAX_EVENT_BYTES = 1 << 20
+"""A longer line on a worker's stdout is skipped by the router."""
+
+
+class Exit(IntEnum):
+    """Why a worker ended, as far as it could say. Any other code, or a signal, is a crash."""
+
+    OK = 0
+    USAGE = 2
+    UNUSABLE = 3
+    """Config, files, architecture, untrusted code, 401/403/404 of a hub: it would fail the same way again."""
+    DEVICE_MEMORY = 4
+    POISONED = 5
+    """A sticky device error: nothing in this process can use the device any more."""
+    HOST_MEMORY = 6
+    ORPHANED = 7
+    NETWORK = 8
+    DISK_FULL = 9
+    DAMAGED = 10
+    """Downloaded content failed its check; one clean refetch may help."""
+
+
+FINAL_EXITS = frozenset({Exit.USAGE, Exit.UNUSABLE})
+"""No retry until the preset or the snapshot changes, somebody loads explicitly, or ten minutes have passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """Fetch one model's files and say where they are. The only verb that may use the network."""
+
+    repo: str = ""
+    """`org/name` on the hub; empty with `demo`."""
+    revision: str = "main"
+    demo: str = ""
+    """Name of a built-in random-weight model to make instead of fetching one."""
+    target: str = ""
+    """Folder below which a `demo` model is made."""
+    cache: str = ""
+    """Hub cache folder; empty: the hub library's own default."""
+    leashed: bool = False
+    spawner: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What decides a model's memory and its answers: shared by `estimate` and `serve`."""
+
+    snapshot: str
+    """Folder with config.json, tokenizer and safetensors files."""
+    tokenizer: str = ""
+    """Folder of another tokenizer; empty: the snapshot's own."""
+    task: str = "auto"
+    """auto, generate or embed."""
+    devices: tuple[str, ...] = ("cpu",)
+    """By shard, in the worker's own numbering: `cpu`, `cuda:0`. The router hides all other devices."""
+    dtype: str = "auto"
+    """auto, float32, float16, bfloat16. auto: the checkpoint's; float16 becomes float32 on the CPU."""
+    quantization: str = "auto"
+    load_format: str = "auto"
+    """auto, safetensors or dummy (random weights)."""
+    trust_remote_code: bool = False
+    config_override: str = ""
+    """JSON object merged into config.json."""
+    attention: str = "auto"
+    """auto, eager or sdpa."""
+    ctx_size: int = 0
+    """Tokens per request, prompt and answer together; 0: the model's maximum."""
+    parallel: int = 4
+    """Sequences in one step."""
+    prefill_chunk: int = 512
+    """Prompt tokens of one sequence in one step."""
+    threads: int = 1
+    """torch threads of this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(ModelOptions):
+    """Say what `serve` with the same options would occupy, without reading weights."""
+
+    leashed: bool = False
+    spawner: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ModelOptions):
+    """Load a model, offline, and answer HTTP for it."""
+
+    listen: str
+    """`unix:PATH` or `tcp:HOST:PORT`; port 0: any."""
+    name: str = ""
+    """The model's id, as reported where a request names none."""
+    reserved: str = ""
+    """JSON object: bytes by device name that the router has set aside; empty: no promise to keep."""
+    max_input_tokens: int = 0
+    """Longest prompt; 0: ctx_size - 1."""
+    n_predict: int = -1
+    """New tokens where a request states no maximum; -1: to the end of the context."""
+    queue_size: int = 1000
+    """Requests that may wait for a place in the batch."""
+    max_logprobs: int = 20
+    seed: int = -1
+    """Where a request has none; -1: another one each time."""
+    sampling: str = ""
+    """JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...)."""
+    pooling: str = ""
+    """none, mean, cls, last; empty: the model's own."""
+    embd_normalize: int = 2
+    chat_template: str = ""
+    """Jinja text; empty: the tokenizer's."""
+    chat_template_kwargs: str = ""
+    """JSON object handed to the template."""
+    strict_fields: bool = False
+    leashed: bool = False
+    spawner: int = 0
+
+
+Command = Download | Estimate | Serve
+_COMMANDS: dict[str, type[Any]] = {"download": Download, "estimate": Estimate, "serve": Serve}
+
+
+def to_argv(command: Command) -> list[str]:
+    """The verb and options that `from_argv` turns back into an equal command; defaults are left out."""
+    argv = [type(command).__name__.lower()]
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if value == field.default:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, tuple):
+            argv.append(f"{flag}={','.join(value)}")
+        else:
+            argv.append(f"{flag}={value}")
+    return argv
+
+
+def from_argv(argv: Sequence[str]) -> Command:
+    """The command that `argv` (verb first) spells, as `--key=value` or `--key value`.
+
+    Raises ValueError with a message for a person if verb, option or value is unknown.
+    """
+    if not argv or argv[0] not in _COMMANDS:
+        known = ", ".join(VERBS)
+        raise ValueError(f"unknown verb {argv[0] if argv else ''!r}; one of: {known}")
+    kind = _COMMANDS[argv[0]]
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    words = list(argv[1:])
+    while words:
+        word = words.pop(0)
+        name, has_value, text = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--no-") and hints.get(name[3:]) is bool:
+            values[name[3:]] = False
+            continue
+        if not word.startswith("--") or name not in fields:
+            raise ValueError(f"{argv[0]}: unknown option {word!r}")
+        if hints[name] is bool:
+            values[name] = True
+            continue
+        if not has_value:
+            if not words:
+                raise ValueError(f"{argv[0]}: option {word!r} needs a value")
+            text = words.pop(0)
+        try:
+            values[name] = _convert(hints[name], text)
+        except ValueError:
+            raise ValueError(f"{argv[0]}: {word!r} needs a number") from None
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in values
+    ]
+    if missing:
+        raise ValueError(f"{argv[0]}: missing {', '.join(missing)}")
+    command: Command = kind(**values)
+    return command
+
+
+def _convert(hint: Any, text: str) -> Any:
+    if hint is int:
+        return int(text)
+    if isinstance(hint, types.GenericAlias):
+        return tuple(part for part in text.split(",") if part)
+    return text
+
+
+# Events: what a worker says on stdout, one JSON object a line, `event` naming the kind.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Work goes on; `done` of `total` (0: unknown). Stages: download (bytes), start, weights (bytes), warmup."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downloaded:
+    """The snapshot is complete and verified."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimated:
+    """Bytes by shard, in the order of `ModelOptions.devices`; `host`: bytes of host memory beside the shards."""
+
+    weights: list[int]
+    context: list[int]
+    compute: list[int]
+    runtime: list[int]
+    host: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name."""
+
+    address: str
+    measured: dict[str, int]
+    capabilities: list[str] = dataclasses.field(default_factory=list)
+    """Of chat, completion, embedding."""
+    n_ctx: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request has ended. `id` is its X-Request-Id."""
+
+    id: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    outcome: str = "ok"
+    """ok, cancelled or error."""
+    ttft: float = 0.0
+    """Seconds from arrival at the worker to the first token; 0.0: there was none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """Each second, from the engine's own loop. `steps` counts up; `measured` holds peak bytes by device name."""
+
+    steps: int
+    running: int
+    waiting: int
+    measured: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Said once before an exit with a code other than 0: the cause, for a person, in one line."""
+
+    message: str
+
+
+Event = Progress | Downloaded | Estimated | Ready | Request | Pulse | Failed
+_EVENTS: dict[str, type[Any]] = {
+    kind.__name__.lower(): kind for kind in (Progress, Downloaded, Estimated, Ready, Request, Pulse, Failed)
+}
+
+
+def encode(event: Event) -> bytes:
+    """One line, ending in a newline."""
+    body = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Event | None:
+    """The event in `line`; None if it is none that this version knows (such lines are logged and skipped)."""
+    try:
+        body = json.loads(line)
+        kind = _EVENTS[body.pop("event")]
+        known = {field.name for field in dataclasses.fields(kind)}
+        event: Event = kind(**{key: value for key, value in body.items() if key in known})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return event
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What the router must know of an engine."""
+
+    forks: bool
+    """May be born by fork from a process that has its imports done."""
+    quiet: bool
+    """Measures its device while it starts, so no other load may run there meanwhile."""
+
+
+ENGINES = {"transformers": EngineTraits(forks=True, quiet=False)}

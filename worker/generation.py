@@ -1,0 +1,144 @@
+"""What faces and engines share: Generation, Sampling, Delta, Engine.
+
+A face turns JSON of one API into a `Generation` and `Delta`s back into JSON; an engine turns one into the other and
+knows no API. Law: PURE, values only; no torch, no I/O.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one sequence picks its tokens. The defaults are neutral: each step of the pipeline does nothing."""
+
+    temperature: float = 1.0
+    """0.0: greedy, whatever else is set."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the smallest likeliest set whose probabilities reach p (Holtzman et al. 2020)."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p x the likeliest one (Nguyen et al. 2024)."""
+    repetition_penalty: float = 1.0
+    """Divide positive, multiply negative logits of tokens seen (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from every token of the answer so far (OpenAI)."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the answer so far (OpenAI)."""
+    repeat_last_n: int = -1
+    """Tokens that the three penalties look back at; -1: all, 0: none."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to logits by token id."""
+    seed: int | None = None
+    """The same seed gives the same text, whatever else is in the batch. None: another one each time."""
+    min_tokens: int = 0
+    """No end of sequence before so many new tokens."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many alternatives to report beside each chosen token (0: none); None: no logprobs at all. They are of the
+    unmodified distribution: softmax of the raw logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One request: a prompt of token ids and how to go on from it."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    """New tokens at most; None: to the end of the context. An engine caps it to the room left."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it."""
+    n: int = 1
+    """Choices; choice i > 0 of a seeded request uses seed + i."""
+    sampling: Sampling = Sampling()
+    prompt_logprobs: bool = False
+    """Report the logprobs of the prompt's own tokens as well (the first one has none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's probability. `piece` are its bytes alone, which may be part of a character."""
+
+    token: int
+    piece: bytes
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What is new on one choice. Concatenated `text` is the whole answer; characters are never cut."""
+
+    index: int = 0
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `tokens`, if asked for."""
+    finish: Finish | None = None
+    """Set on the last delta of this choice."""
+    stop: str | None = None
+    """The stop string that ended it."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """On the first delta, if asked for: one for each prompt token."""
+    timings: "Timings | None" = None
+    """On the last delta of each choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Counts of tokens and seconds of one choice."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_seconds: float
+    """From submission to the first step that carried a token of it."""
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What an engine is doing; counters only rise."""
+
+    steps: int
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    """What computes tokens or vectors for one model."""
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Of `completion` and `embedding`; `chat` is added where there is a chat template."""
+
+    @property
+    def ctx_size(self) -> int:
+        """Tokens that prompt and answer of one request may have together."""
+
+    @property
+    def occupancy(self) -> Occupancy: ...
+
+    @property
+    def measured(self) -> dict[str, int]:
+        """Peak bytes by device name (`cpu`: resident bytes of this process)."""
+
+    def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices, in the order they arise; ends after the last choice's `finish`.
+
+        Closing the generator cancels: within one step the sequences are gone from the batch. A reader that is slow
+        never holds up the step loop. Raises ContextExceeded, InvalidValue (a token id outside the vocabulary),
+        QueueFull before the first delta; SequenceFailed at any time.
+        """
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """One vector per prompt of token ids; raises ContextExceeded, UnsupportedByModel. Cancelling drops it."""
+
+    async def close(self) -> None:
+        """Stop the step loop; whatever runs ends with Draining."""

@@ -1,0 +1,126 @@
+"""Every face's paths: who answers them, where the model's name stands, what they need, how their errors look.
+
+One table, read by the router (to find the model and to forward) and by the worker (to bind handlers).
+Law: standard library only; both sides import this module.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Face(Enum):
+    """One API dialect."""
+
+    OPENAI = "openai"
+    LLAMA_SERVER = "llama_server"
+    ADMIN = "admin"
+
+
+class Plane(Enum):
+    """Who may ask: anybody; whoever has a key, once keys exist; whoever has an admin key, once one exists."""
+
+    PUBLIC = "public"
+    USER = "user"
+    ADMIN = "admin"
+
+
+class Loads(Enum):
+    """What a request for an unloaded model does when it does not say `autoload` itself."""
+
+    FOLLOWS = "follows"
+    """Follows the model's `autoload` key, then --models-autoload."""
+    ON_DEMAND = "on demand"
+    """Loads only with an explicit autoload=true."""
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path of the API. Routes with `worker` are forwarded byte for byte to the worker of the request's model."""
+
+    method: str
+    path: str
+    face: Face
+    name: str
+    """What the handler is called, and the `endpoint` label of metrics."""
+    worker: bool
+    plane: Plane = Plane.USER
+    loads: Loads = Loads.NEVER
+    streams: bool = False
+    """Answers server-sent events when the body says `stream: true`."""
+
+
+def _both(method: str, path: str, face: Face, name: str, *, worker: bool, **rest: Any) -> tuple[Route, Route]:
+    """The path with and without `/v1`."""
+    return (
+        Route(method, "/v1" + path, face, name, worker, **rest),
+        Route(method, path, face, name, worker, **rest),
+    )
+
+
+_O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
+
+ROUTES: tuple[Route, ...] = (
+    *_both("POST", "/chat/completions", _O, "chat", worker=True, loads=Loads.FOLLOWS, streams=True),
+    Route("POST", "/v1/completions", _O, "completions", True, loads=Loads.FOLLOWS, streams=True),
+    Route("POST", "/v1/embeddings", _O, "embeddings", True, loads=Loads.FOLLOWS),
+    Route("GET", "/v1/models", _O, "models", False),
+    Route("GET", "/v1/models/{id}", _O, "model", False),
+    Route("GET", "/models", _L, "models", False),
+    Route("GET", "/models/sse", _L, "models_sse", False),
+    Route("GET", "/models/{id}", _L, "model", False),
+    Route("POST", "/models/load", _L, "load", False, Plane.ADMIN),
+    Route("POST", "/models/unload", _L, "unload", False, Plane.ADMIN),
+    *_both("GET", "/health", _L, "health", worker=False, plane=Plane.PUBLIC),
+    Route("GET", "/ready", _L, "ready", False, Plane.PUBLIC),
+    Route("GET", "/metrics", _L, "metrics", False),
+    Route("GET", "/props", _L, "props", False),
+    Route("POST", "/tokenize", _L, "tokenize", True, loads=Loads.FOLLOWS),
+    Route("POST", "/detokenize", _L, "detokenize", True, loads=Loads.FOLLOWS),
+    Route("POST", "/apply-template", _L, "apply_template", True, loads=Loads.FOLLOWS),
+    Route("GET", "/router/state", _A, "state", False, Plane.ADMIN),
+    Route("GET", "/router/plan", _A, "plan", False, Plane.ADMIN),
+    Route("GET", "/router/events", _A, "events", False, Plane.ADMIN),
+    Route("POST", "/router/reload", _A, "reload", False, Plane.ADMIN),
+    Route("GET", "/", _A, "index", False, Plane.PUBLIC),
+)
+
+
+def error_body(
+    face: Face,
+    *,
+    status: int,
+    type: str,
+    reason: str,
+    message: str,
+    param: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The JSON body of an error in `face`'s dialect."""
+    del face  # every face of this table speaks llama-server's error object, which OpenAI's clients read too
+    error = {"code": status, "message": message, "type": type, "param": param, "reason": reason}
+    return {"error": {**error, **(extra or {})}}
+
+
+def error_frame(
+    face: Face, *, status: int, type: str, reason: str, message: str, param: str | None = None
+) -> bytes:
+    """The bytes that tell a client in mid-stream that its answer will not be complete."""
+    body = error_body(face, status=status, type=type, reason=reason, message=message, param=param)
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+TOKEN_HEADER = "Authorization"
+"""Carries `Bearer <token of this worker>`; the client's own credentials never reach a worker."""
+REQUEST_ID_HEADER = "X-Request-Id"
+IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
+REQUEST_HEADERS = ("Content-Type", "Accept", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
+"""What the router hands on of a request's headers; all others stay behind."""
+RESPONSE_HEADERS = (
+    "Content-Type", "Content-Length", "Cache-Control", "X-Accel-Buffering", "X-Ignored-Fields", "X-Should-Retry",
+    "Retry-After",
+)  # fmt: skip
+"""What it hands on of an answer's."""
