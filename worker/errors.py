@@ -1,19 +1,19 @@
 """What can go wrong in a worker, each with its HTTP status and symbolic reason, or with its exit code.
 
-    WorkerError
-    ├── RequestError            an answer with a status; the worker lives on
-    │   ├── InvalidJson         400 invalid_json
-    │   ├── InvalidValue        400 invalid_value          (param)
-    │   ├── UnsupportedField    400 unsupported_parameter  (param)
-    │   ├── UnknownField        400 unknown_parameter      (param)
-    │   ├── ContextExceeded     400 context_length_exceeded
-    │   ├── Unauthorized        401 invalid_api_key
-    │   ├── NotFound            404 not_found
-    │   ├── QueueFull           429 queue_full
-    │   ├── SequenceFailed      500 internal               (one sequence; its neighbours go on)
-    │   ├── UnsupportedByModel  501 unsupported_by_model
-    │   └── Draining            503 draining
-    └── StartError              ends the process with an exit code of `contract.Exit`
+WorkerError
+├── RequestError            an answer with a status; the worker lives on
+│   ├── InvalidJson         400 invalid_json
+│   ├── InvalidValue        400 invalid_value          (param)
+│   ├── UnsupportedField    400 unsupported_parameter  (param)
+│   ├── UnknownField        400 unknown_parameter      (param)
+│   ├── ContextExceeded     400 context_length_exceeded
+│   ├── Unauthorized        401 invalid_api_key
+│   ├── NotFound            404 not_found
+│   ├── QueueFull           429 queue_full
+│   ├── SequenceFailed      500 internal               (one sequence; its neighbours go on)
+│   ├── UnsupportedByModel  501 unsupported_by_model
+│   └── Draining            503 draining
+└── StartError              ends the process with an exit code of `contract.Exit`
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,9 @@ class RequestError(WorkerError):
     type = "server_error"
     reason = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None, extra: Mapping[str, Any] | None = None):
+    def __init__(
+        self, message: str, *, param: str | None = None, extra: Mapping[str, Any] | None = None
+    ):
         super().__init__(message)
         self.message = message
         self.param = param

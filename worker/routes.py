@@ -53,7 +53,9 @@ class Route:
     """Answers server-sent events when the body says `stream: true`."""
 
 
-def _both(method: str, path: str, face: Face, name: str, *, worker: bool, **rest: Any) -> tuple[Route, Route]:
+def _both(
+    method: str, path: str, face: Face, name: str, *, worker: bool, **rest: Any
+) -> tuple[Route, Route]:
     """The path with and without `/v1`."""
     return (
         Route(method, "/v1" + path, face, name, worker, **rest),
@@ -110,14 +112,23 @@ def error_frame(
 ) -> bytes:
     """The bytes that tell a client in mid-stream that its answer will not be complete."""
     body = error_body(face, status=status, type=type, reason=reason, message=message, param=param)
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return (
+        b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )
 
 
 TOKEN_HEADER = "Authorization"
 """Carries `Bearer <token of this worker>`; the client's own credentials never reach a worker."""
 REQUEST_ID_HEADER = "X-Request-Id"
 IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
-REQUEST_HEADERS = ("Content-Type", "Accept", "X-Request-Id", "traceparent", "tracestate", "User-Agent")
+REQUEST_HEADERS = (
+    "Content-Type",
+    "Accept",
+    "X-Request-Id",
+    "traceparent",
+    "tracestate",
+    "User-Agent",
+)
 """What the router hands on of a request's headers; all others stay behind."""
 RESPONSE_HEADERS = (
     "Content-Type", "Content-Length", "Cache-Control", "X-Accel-Buffering", "X-Ignored-Fields", "X-Should-Retry",
