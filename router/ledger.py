@@ -20,7 +20,7 @@ class DeviceId(NamedTuple):
     """One device of one machine; index >= 0 is an accelerator."""
 
     node: str
-    index: int
+    index: int  # type: ignore[assignment]  # a device is never searched like a tuple
 
     def __str__(self) -> str:
         name = {HOST: "cpu", SLOTS: "slots"}.get(self.index, f"cuda:{self.index}")

@@ -278,8 +278,7 @@ class Failed:
 
 Event = Progress | Downloaded | Estimated | Ready | Request | Pulse | Failed
 _EVENTS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind
-    for kind in (Progress, Downloaded, Estimated, Ready, Request, Pulse, Failed)
+    kind.__name__.lower(): kind for kind in (Progress, Downloaded, Estimated, Ready, Request, Pulse, Failed)
 }
 
 

@@ -33,9 +33,7 @@ class RequestError(WorkerError):
     type = "server_error"
     reason = "internal"
 
-    def __init__(
-        self, message: str, *, param: str | None = None, extra: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, message: str, *, param: str | None = None, extra: Mapping[str, Any] | None = None):
         super().__init__(message)
         self.message = message
         self.param = param

@@ -53,9 +53,7 @@ class Route:
     """Answers server-sent events when the body says `stream: true`."""
 
 
-def _both(
-    method: str, path: str, face: Face, name: str, *, worker: bool, **rest: Any
-) -> tuple[Route, Route]:
+def _both(method: str, path: str, face: Face, name: str, *, worker: bool, **rest: Any) -> tuple[Route, Route]:
     """The path with and without `/v1`."""
     return (
         Route(method, "/v1" + path, face, name, worker, **rest),
@@ -107,14 +105,10 @@ def error_body(
     return {"error": {**error, **(extra or {})}}
 
 
-def error_frame(
-    face: Face, *, status: int, type: str, reason: str, message: str, param: str | None = None
-) -> bytes:
+def error_frame(face: Face, *, status: int, type: str, reason: str, message: str, param: str | None = None) -> bytes:
     """The bytes that tell a client in mid-stream that its answer will not be complete."""
     body = error_body(face, status=status, type=type, reason=reason, message=message, param=param)
-    return (
-        b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 TOKEN_HEADER = "Authorization"
