@@ -1,0 +1,157 @@
+"""Tiny random-weight snapshots of real architectures, made in a fraction of a second, offline, the same each time.
+
+`make("llama", folder)` writes config.json, model.safetensors, generation_config.json and a byte-level BPE tokenizer
+with the special tokens `<s>` and `</s>` and a chat template. The weights are drawn wide enough that greedy text is varied.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS = "<s>", "</s>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CORPUS = (
+    "The quick brown fox jumps over the lazy dog while the small cat sleeps in the warm sun near the old stone house. ",
+    "Every morning the baker opens his shop, and every evening the children walk home along the river. ",
+    "A router leases a worker to a request; the worker computes tokens and hands them back one by one. ",
+    "Die Katze schläft auf dem Dach, während der Hund im Garten läuft. Übermäßige Größe schadet nicht. ",
+    "Les élèves étudient à l'école près de la forêt où coule une rivière. ¿Dónde está la niña pequeña? ",
+    "Быстрая лиса прыгает через ленивую собаку. 敏捷的棕色狐狸跳过懒狗。 素早い茶色の狐が跳ぶ。 🦊🐶🏠 ",
+    'def add(a: int, b: int) -> int:\n    return a + b\n\nprint(add(1, 2))  # 3\n{"name": "value", "list": [1, 2]}\n',
+)
+VOCAB_SIZE = 512
+"""Upper bound of the tokenizer's vocabulary, special tokens included."""
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
+_BERT = {key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
+
+# family: (configuration class, model class, its settings). A family name is what callers say, not always a model_type.
+_FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _SMALL),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_SMALL, "vocab_size": VOCAB_SIZE + 8}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_SMALL, "head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_SMALL, "sliding_window": 8}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**_SMALL, "head_dim": 16, "tie_word_embeddings": False}),
+    "phi": ("PhiConfig", "PhiForCausalLM", _BERT),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**_SMALL, "sliding_window": None}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _SMALL),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _BERT),
+    "bert-embed": ("BertConfig", "BertModel", _BERT),
+    "llama-embed": ("LlamaConfig", "LlamaModel", _SMALL),
+}
+FAMILIES = tuple(_FAMILIES)
+_ADDS_BOS = {"llama", "mistral", "gemma", "llama-embed"}
+
+
+def make(family: str, folder: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
+    """Write a snapshot of `family` (one of FAMILIES) into `folder`, made if missing, and return it.
+
+    `config_overrides` go into the configuration by name (`num_hidden_layers=1`); `dtype="bfloat16"` also sets the type
+    of the stored weights. `bert-embed` and `llama-embed` have the layout of sentence-transformers: mean pooling, then
+    L2 normalisation. The same arguments write the same weights.
+    """
+    config_name, model_name, settings = _FAMILIES[family]
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(family)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    dtype = getattr(torch, str(config_overrides.pop("dtype", "float32")).removeprefix("torch."))
+    merged = {"vocab_size": len(tokenizer), **ids, **settings, **config_overrides}
+    config = getattr(transformers, config_name)(**merged)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_name)(config)
+        _spread(model)
+    with _no_progress_bar():
+        model.to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if family.endswith("-embed"):
+        _write_sentence_transformers(folder, model.config.hidden_size)
+    return folder
+
+
+def make_tokenizer(family: str = "llama") -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on CORPUS; some families put `<s>` first, bert-embed also `</s>` last."""
+    fast = Tokenizer.from_str(_trained())
+    if family == "bert-embed":
+        specials = [(token, fast.token_to_id(token)) for token in (BOS, EOS)]
+        fast.post_processor = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=specials)
+    elif family in _ADDS_BOS:
+        specials = [(BOS, fast.token_to_id(BOS))]
+        fast.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=specials)
+    build: Any = transformers.PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer: transformers.PreTrainedTokenizerFast = build(
+        tokenizer_object=fast, bos_token=BOS, eos_token=EOS, chat_template=CHAT_TEMPLATE
+    )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    logging: Any = transformers.utils.logging  # untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@functools.cache
+def _trained() -> str:
+    """The tokenizer as JSON. All 256 bytes are tokens, so any text can be said."""
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    fast.train_from_iterator(CORPUS, trainer)
+    return fast.to_str()
+
+
+def _spread(model: torch.nn.Module) -> None:
+    """Draw biases and norms as well, so that leaving one out changes the text."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                shift = torch.randn_like(parameter) * 0.1
+                parameter.add_(shift) if "norm" in name or "ln_" in name else parameter.copy_(shift)
+
+
+def _write_sentence_transformers(folder: Path, width: int) -> None:
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds)
+    ]
+    for path, _ in kinds[1:]:
+        (folder / path).mkdir(exist_ok=True)
+    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256, "do_lower_case": False}))
