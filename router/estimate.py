@@ -1,0 +1,286 @@
+"""Checkpoint and preset to a static estimate: bytes by shard, in milliseconds and without torch.
+
+    weights   parameters as they will sit in memory, whatever dtype the files have
+    context   the cache pool, which the engine makes at load for `parallel` sequences of `ctx_size` tokens
+    compute   the largest live set of one prefill chunk or one decode step, beyond those two
+    runtime   the process itself on main memory; the device's context and libraries on an accelerator
+
+Law: PURE. A figure here is never below the truth: what is not known exactly rounds up, and what is not known at all
+raises `UnknownArchitecture` (the way out is the key `required-memory`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router.errors import RouterError
+from router.presets import Preset
+from worker import contract
+
+MIB = 1 << 20
+
+RUNTIME_HOST = 420 * MIB
+"""Resident bytes of a worker process on main memory, its imports done and no model loaded."""
+
+RUNTIME_DEVICE = 512 * MIB
+"""Device context, libraries and workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
+
+RUNTIME_DEVICE_HOST = 1536 * MIB
+"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries, pinned buffers. A guess."""
+
+AUTO_CTX = 8192
+"""Tokens that a preset without ctx-size gets at most."""
+
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class EstimateError(RouterError):
+    """No estimate can be made; `message` is for a person and names the way out."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+
+class UnknownCheckpoint(EstimateError):
+    """The folder holds no checkpoint that can be read: a file is missing, damaged, or not what it claims to be."""
+
+
+class UnknownArchitecture(EstimateError):
+    """The checkpoint does not state what its memory depends on."""
+
+
+class ContextTooLarge(EstimateError):
+    """The preset asks for more tokens than the model has positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Tensors of one stored dtype."""
+
+    elements: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The facts of a snapshot that its memory and its description depend on. 0 and "" mean: not stated."""
+
+    identity: str = ""
+    """Hash of file names, sizes and config: the same for the same snapshot wherever it lies."""
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    """Elements of one head's key; the config's when given, else hidden / heads."""
+    value_dim: int = 0
+    """Elements of one head's value; differs from `head_dim` with multi-head latent attention."""
+    intermediate: int = 0
+    """Width of the MLP; of all experts that one token visits together."""
+    vocab_size: int = 0
+    max_positions: int = 0
+    """Longest sequence that the model was made for; 0: the config states none (ALiBi, state-space models)."""
+    windows: tuple[int, ...] = ()
+    """By layer: tokens that its attention looks back at; 0: all."""
+    state_layers: int = 0
+    """Layers that keep a state of constant size in place of keys and values (state-space, linear attention)."""
+    state_elements: int = 0
+    """Elements of that state, of one layer for one sequence."""
+    tied: bool = False
+    """The output head is the input embedding."""
+    dtype: str = ""
+    """Of the config, else of most stored bytes, as torch names it."""
+    tensors: Mapping[str, Tally] = field(default_factory=dict)
+    """What will be loaded, by dtype as stored (torch's names); a stored copy of a tied head is not among it."""
+    params: int = 0
+    """Parameters of the model; packed quantised ones are counted unpacked."""
+    file_bytes: int = 0
+    """Of the safetensors files."""
+    quantization: str = ""
+    """Method that the config states: gptq, awq, fp8, ..."""
+    capabilities: tuple[str, ...] = ()
+    """Of chat, completion, embedding, as far as the files tell."""
+    chat_template: bool = False
+    vocab_type: str = ""
+    """Of bpe, wpm, spm, ugm, char, as far as the files tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes that a model will occupy, by shard and segment, and on main memory beside its shards."""
+
+    weights: tuple[int, ...]
+    context: tuple[int, ...]
+    compute: tuple[int, ...]
+    runtime: tuple[int, ...]
+    host: int = 0
+    """Bytes of main memory beside the shards; 0 for a model whose shard is main memory."""
+    source: Literal["static", "exact", "learned", "preset"] = "static"
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """All segments together, by shard."""
+        return tuple(map(sum, zip(self.weights, self.context, self.compute, self.runtime, strict=True)))
+
+    @property
+    def total(self) -> int:
+        """All shards and main memory together."""
+        return sum(self.shards) + self.host
+
+    @property
+    def sure(self) -> bool:
+        """Whether somebody may be evicted or refused on it."""
+        return self.source != "static"
+
+
+def exact(said: contract.Estimated, preset: Preset) -> Estimate:
+    """What `worker estimate` said, with the preset's `reserved-memory` on top."""
+    runtime = tuple(each + preset.reserved_memory for each in said.runtime)
+    return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, said.host, "exact")
+
+
+def effective_ctx(facts: Checkpoint, preset: Preset) -> int:
+    """Tokens per request that a worker of `preset` is started with.
+
+    Raises ContextTooLarge if the preset asks for more than the model has, and UnknownArchitecture if it asks for the
+    model's maximum and the model states none.
+    """
+    most = facts.max_positions
+    if preset.ctx_size == -1:
+        return min(most, AUTO_CTX) if most else AUTO_CTX
+    if preset.ctx_size == 0:
+        if not most:
+            raise UnknownArchitecture(f"{preset.id}: config.json states no longest sequence; set ctx-size in tokens")
+        return most
+    if most and preset.ctx_size > most:
+        raise ContextTooLarge(
+            f"{preset.id}: ctx-size {preset.ctx_size} is more than the model's maximum of {most} tokens;"
+            f" set it to {most} or less, or 0 for the maximum"
+        )
+    return preset.ctx_size
+
+
+def estimate(
+    facts: Checkpoint,
+    preset: Preset,
+    *,
+    shards: int = 1,
+    on_host: bool,
+    runtime: int | None = None,
+) -> Estimate:
+    """What a worker of `preset` will occupy on `shards` devices, or on main memory (`on_host`, one shard).
+
+    `runtime` is what a process with nothing loaded occupies on each shard, in bytes; None: the constants above.
+    `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
+    """
+    if runtime is None:
+        runtime = RUNTIME_HOST if on_host else RUNTIME_DEVICE
+    beside = 0 if on_host else RUNTIME_DEVICE_HOST
+    extra = preset.reserved_memory
+    required = _required(preset, shards=shards, on_host=on_host)
+    if required is not None:
+        none = (0,) * shards
+        host = 0 if on_host else preset.required_memory.get("cpu", beside)
+        return Estimate(tuple(each + extra for each in required), none, none, none, host, "preset")
+    tokens = effective_ctx(facts, preset)
+    return Estimate(
+        weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
+        context=_split(context_bytes(facts, preset, tokens, on_host=on_host), shards),
+        compute=(compute_bytes(facts, preset, tokens, on_host=on_host),) * shards,
+        runtime=(runtime + extra,) * shards,
+        host=beside,
+    )
+
+
+def compute_dtype(facts: Checkpoint, preset: Preset, *, on_host: bool) -> str:
+    """The dtype that the model will compute in, as torch names it. float16 becomes float32 on main memory."""
+    wanted = facts.dtype if preset.dtype == "auto" else preset.dtype
+    if wanted not in DTYPE_BYTES or wanted == "float64":
+        wanted = "float32"
+    return "float32" if wanted == "float16" and on_host and preset.dtype == "auto" else wanted
+
+
+def embeds(facts: Checkpoint, preset: Preset) -> bool:
+    """Whether the worker will embed rather than generate."""
+    return preset.task == "embed" or (preset.task == "auto" and "completion" not in facts.capabilities)
+
+
+def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
+    """Bytes of all tensors as they will sit in memory.
+
+    Plain floating-point tensors take the dtype that the model computes in; packed integers, and 8-bit floats of a
+    checkpoint quantised that way, stay as they are stored.
+    """
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    packed = bool(facts.quantization)
+    total = 0
+    for dtype, tally in facts.tensors.items():
+        is_plain = dtype in DTYPE_BYTES or (dtype.startswith("float8") and not packed)
+        total += tally.elements * each if is_plain else tally.bytes
+    return total
+
+
+def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
+    """Bytes of the pool of keys and values for `parallel` sequences of `tokens` tokens each.
+
+    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3). The
+    engine caps no layer at its window. A state layer costs the same whatever the length. An embedder has no pool.
+    Raises UnknownArchitecture if the layers are unstated.
+    """
+    if embeds(facts, preset):
+        return 0
+    attending = facts.layers - facts.state_layers
+    if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
+        raise UnknownArchitecture(
+            f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its layers, key-value"
+            " heads and head size; set required-memory in MiB"
+        )
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    per_token = attending * facts.kv_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
+    state = facts.state_layers * facts.state_elements
+    return preset.parallel * (tokens * per_token + state) * each
+
+
+def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
+    """Bytes of the largest live set of one step: a chunk of one prompt, or one token of each of `parallel` rows."""
+    if not facts.hidden:
+        raise UnknownArchitecture(
+            f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its hidden size;"
+            " set required-memory in MiB"
+        )
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    rows = preset.parallel
+    chunk = min(preset.prefill_chunk, tokens)
+    width = facts.heads * facts.head_dim
+    spread = facts.heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
+    hidden = 4 * facts.hidden * each + 2 * facts.hidden * 4
+    mlp = 3 * facts.intermediate * each
+    attention = 4 * width * each
+    prefill = chunk * (hidden + max(mlp, attention + tokens * 4)) + tokens * spread * each
+    decode = rows * (hidden + max(mlp, attention + tokens * 4) + tokens * spread * each)
+    logits = rows * facts.vocab_size * 32
+    return max(prefill, decode) + logits
+
+
+def _split(total: int, shards: int) -> tuple[int, ...]:
+    """`total` bytes over `shards` devices, rounded up."""
+    return (-(-total // shards),) * shards
+
+
+def _required(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:
+    """What the preset itself says that each shard needs; None if it does not say so for all of them."""
+    said = preset.required_memory
+    if not said:
+        return None
+    if on_host:
+        names = ["cpu"]
+    elif preset.device:
+        names = list(preset.device[:shards])
+    else:
+        names = [name for name in said if name not in ("", "cpu")][:shards]
+    names += [""] * (shards - len(names))
+    values = [said.get(name, said.get("")) for name in names]
+    return None if None in values else tuple(value for value in values if value is not None)
