@@ -175,6 +175,9 @@ def from_argv(argv: Sequence[str]) -> Command:
         if not word.startswith("--") or name not in fields:
             raise ValueError(f"{argv[0]}: unknown option {word!r}")
         if hints[name] is bool:
+            if has_value:
+                flag = name.replace("_", "-")
+                raise ValueError(f"{argv[0]}: {word!r} takes no value; say --{flag} or --no-{flag}")
             values[name] = True
             continue
         if not has_value:

@@ -1,0 +1,195 @@
+"""The leash, with real processes: whoever dies first, nothing is left behind.
+
+Each child is a few lines that take the leash first and then do what the test is about.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.children import TOKEN, Child, await_end, python
+from worker import contract, leash
+from worker.contract import Exit
+
+STDIN = f"{TOKEN}\n".encode()
+TAKE = "import os, sys\nfrom worker import leash\ntied = leash.take(leashed=True, spawner=int(sys.argv[1]))\n"
+SAY_PID = "from worker import contract\ntied.say(contract.Progress(stage='pid', done=os.getpid()))\n"
+WAIT = "import threading\nthreading.Event().wait()\n"
+WAIT_IN_C = "import ctypes\nwhile True: ctypes.PyDLL(None).pause()\n"  # PyDLL: the interpreter lock stays held
+
+
+def leashed(code: str, *, spawner: int | None = None, stdin: bytes = STDIN, pass_fds: Sequence[int] = ()) -> Child:
+    argv = python("-c", TAKE + code, str(os.getpid() if spawner is None else spawner))
+    return Child(argv, stdin=stdin, pass_fds=pass_fds)
+
+
+@contextlib.contextmanager
+def spawned_by_another(code: str) -> Iterator[tuple[Child, int]]:
+    """A spawner, and the pid of its leashed child, which runs `code`. The child's stdin stays open whatever happens to
+    the spawner, so that only the parent's death itself can end it."""
+    reader, writer = os.pipe()
+    os.write(writer, STDIN)
+    program = (
+        "import os, subprocess, sys, threading\n"
+        f"code = {TAKE + SAY_PID + code!r}\n"
+        f"subprocess.Popen([sys.executable, '-P', '-c', code, str(os.getpid())], stdin={reader})\n"
+        "threading.Event().wait()\n"
+    )
+    pid = 0
+    try:
+        with Child(python("-c", program), pass_fds=[reader]) as spawner:
+            pid = spawner.event(contract.Progress).done
+            yield spawner, pid
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_worker_dies_with_its_spawner() -> None:
+    with spawned_by_another(WAIT) as (spawner, pid):
+        spawner.signal(signal.SIGKILL)
+        await_end(pid, timeout=1.0)
+
+
+def test_a_worker_dies_with_its_spawner_even_while_c_code_holds_the_interpreter() -> None:
+    with spawned_by_another(WAIT_IN_C) as (spawner, pid):
+        spawner.signal(signal.SIGKILL)
+        await_end(pid, timeout=1.0)
+
+
+def test_the_end_of_stdin_ends_a_worker_as_orphaned() -> None:
+    with leashed(SAY_PID + WAIT) as child:
+        child.event(contract.Progress)
+        child.close_stdin()
+        assert child.exit() == Exit.ORPHANED
+
+
+def test_words_after_the_token_change_nothing() -> None:
+    with leashed(SAY_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
+        child.event(contract.Progress)
+        child.close_stdin()
+        assert child.exit() == Exit.ORPHANED
+
+
+def test_a_worker_of_another_parent_ends_as_orphaned() -> None:
+    with leashed(WAIT, spawner=os.getppid()) as child:
+        assert child.exit() == Exit.ORPHANED
+
+
+def test_stdin_that_ends_before_the_token_ends_the_worker() -> None:
+    with leashed(WAIT, stdin=b"half a tok") as child:
+        child.close_stdin()
+        assert child.exit() == Exit.ORPHANED
+
+
+def test_the_token_is_the_first_line_of_stdin() -> None:
+    with leashed("from worker import contract\ntied.say(contract.Failed(message=tied.token))\n") as child:
+        assert child.event(contract.Failed).message == TOKEN
+        assert child.exit() == 0
+
+
+def test_no_library_can_speak_on_the_event_channel() -> None:
+    code = (
+        "print('from print', flush=True); os.write(1, b'from C\\n'); os.system('echo from a child; cat')\n"
+        "from worker import contract\ntied.say(contract.Failed(message='ours'))\n"
+    )
+    with leashed(code) as child:
+        assert child.events() == [contract.Failed(message="ours")]
+        assert child.exit() == 0
+        assert child.log.split("\n")[:3] == ["from print", "from C", "from a child"]
+
+
+def test_a_leashed_process_volunteers_for_the_oom_killer_and_leaves_no_core() -> None:
+    code = (
+        "import ctypes\nfrom worker import contract\n"
+        "score = int(open('/proc/self/oom_score_adj').read())\n"
+        "read = ctypes.CDLL(None).prctl\n"
+        "tied.say(contract.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
+    )
+    before = int(Path("/proc/self/oom_score_adj").read_text())
+    with leashed(code) as child:
+        said = child.event(contract.Progress)
+        assert said.done == min(1000, before + leash.OOM_SCORE)
+        assert said.stage == "0 1", "PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS"
+
+
+def test_resident_memory_of_a_leashed_process_stays_readable() -> None:
+    code = (
+        "from worker import contract\n"
+        "own = [line for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
+        "pages = int(open('/proc/self/statm').read().split()[1])\n"
+        "tied.say(contract.Progress(stage=own[0], done=pages))\n" + WAIT
+    )
+    with leashed(code) as child:
+        said = child.event(contract.Progress)
+        assert said.done > 0
+        assert said.stage.startswith("VmHWM")
+        assert int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) > 0
+
+
+def test_a_full_pipe_drops_pulses_and_delays_everything_else() -> None:
+    pulses = 20_000  # about 1.5 MB, many times the pipe's size
+    reader, writer = os.pipe()
+    code = (
+        "from worker import contract\n"
+        f"for step in range({pulses}):\n"
+        "    tied.say(contract.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
+        f"os.close({writer})\n"
+        "tied.say(contract.Failed(message='x' * 300_000))\n"
+        "tied.say(contract.Failed(message='the end'))\n"
+    )
+    with leashed(code, pass_fds=[writer]) as child:
+        os.close(writer)
+        assert os.read(reader, 1) == b"", "end of file: all pulses are said, though nobody has read one"
+        os.close(reader)
+        events = child.events()  # each one decodes: no line is cut
+        assert child.exit() == 0
+    steps = [event.steps for event in events if isinstance(event, contract.Pulse)]
+    assert 0 < len(steps) < pulses
+    assert steps == list(range(len(steps))), "the pipe was full from there on"
+    assert [len(event.message) for event in events if isinstance(event, contract.Failed)] == [300_000, 7]
+
+
+def test_lines_of_many_threads_stay_whole() -> None:
+    code = (
+        "import threading\nfrom worker import contract\n"
+        "def speak(name):\n"
+        "    for step in range(50): tied.say(contract.Progress(stage=name * 3000, done=step))\n"
+        "threads = [threading.Thread(target=speak, args=(name,)) for name in 'abcd']\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+    )
+    with leashed(code) as child:
+        events = child.events()
+        assert child.exit() == 0
+    said = [(event.stage[0], event.done) for event in events if isinstance(event, contract.Progress)]
+    assert sorted(said) == [(name, step) for name in "abcd" for step in range(50)]
+
+
+def test_a_router_that_stops_reading_for_good_ends_the_worker() -> None:
+    code = "from worker import contract\nwhile True: tied.say(contract.Progress(stage='x'))\n"
+    with leashed(code) as child:
+        child.event(contract.Progress)
+        child.close_stdout()
+        assert child.exit() == Exit.ORPHANED
+
+
+def test_by_hand_no_leash_binds_and_events_still_come() -> None:
+    code = (
+        "import os\nfrom worker import contract, leash\n"
+        "tied = leash.take(leashed=False)\nprint('noise', flush=True)\ntied.say(contract.Failed(message=tied.token))\n"
+    )
+    with Child(python("-c", code)) as child:
+        assert child.events() == [contract.Failed(message="")]
+        assert child.exit() == 0
+
+
+def test_the_leash_is_taken_before_the_contract_is_imported() -> None:
+    code = (
+        "tied.say.__func__; os.write(2, repr(sorted({'json', 'dataclasses', 'inspect'} & set(sys.modules))).encode())"
+    )
+    with leashed(code) as child:
+        assert child.exit() == 0
+        assert child.log == "[]"
+    assert leash.ORPHANED == Exit.ORPHANED

@@ -1,0 +1,119 @@
+"""The border between router and worker: whatever one side says, the other understands."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.children import environment, python
+from worker import contract
+
+COMMANDS = (contract.Download, contract.Estimate, contract.Serve)
+EVENTS = (
+    contract.Progress,
+    contract.Downloaded,
+    contract.Estimated,
+    contract.Ready,
+    contract.Request,
+    contract.Pulse,
+    contract.Failed,
+)
+# What the kernel takes as an argument: no NUL, nothing that UTF-8 cannot say.
+TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)))
+WORD = st.text(st.characters(blacklist_characters="\0,", blacklist_categories=("Cs",)), min_size=1)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    str: TEXT,
+    int: st.integers(-(2**62), 2**62),
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    tuple[str, ...]: st.lists(WORD).map(tuple),
+    list[int]: st.lists(st.integers(0, 2**62)),
+    list[str]: st.lists(TEXT),
+    dict[str, int]: st.dictionaries(TEXT, st.integers(0, 2**62)),
+}
+
+
+def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
+    """Instances of any of `kinds`, each field left at its default or drawn."""
+
+    def instances(kind: type[Any]) -> st.SearchStrategy[Any]:
+        hints = typing.get_type_hints(kind)
+        required, optional = {}, {}
+        for field in dataclasses.fields(kind):
+            has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+            (optional if has_default else required)[field.name] = VALUES[hints[field.name]]
+        return st.fixed_dictionaries(required, optional=optional).map(lambda values: kind(**values))
+
+    return st.one_of([instances(kind) for kind in kinds])
+
+
+@given(values_of(COMMANDS))
+def test_every_command_survives_its_argv(command: contract.Command) -> None:
+    assert contract.from_argv(contract.to_argv(command)) == command
+
+
+@given(values_of(EVENTS))
+def test_every_event_survives_its_line(event: contract.Event) -> None:
+    line = contract.encode(event)
+    assert contract.decode(line) == event
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+
+
+@given(st.one_of(st.binary(), TEXT.map(str.encode), st.recursive(st.none() | TEXT, st.lists).map(json.dumps)))
+def test_a_line_that_is_no_event_is_none(line: bytes | str) -> None:
+    assert contract.decode(line.encode() if isinstance(line, str) else line) is None
+
+
+def test_an_event_of_a_later_version_is_understood_as_far_as_it_is_known() -> None:
+    assert contract.decode(b'{"event":"failed","message":"m","colour":"red"}') == contract.Failed(message="m")
+    assert contract.decode(b'{"event":"sang","song":"s"}') is None
+    assert contract.decode(b'{"event":"failed"}') is None
+
+
+def test_an_option_and_its_value_may_be_two_words() -> None:
+    argv = ["serve", "--snapshot", "/m", "--listen", "unix:/s", "--ctx-size", "64", "--trust-remote-code"]
+    assert contract.from_argv(argv) == contract.Serve(
+        snapshot="/m", listen="unix:/s", ctx_size=64, trust_remote_code=True
+    )
+
+
+def test_a_switch_has_a_negative_form() -> None:
+    command = contract.from_argv(["estimate", "--snapshot=/m", "--trust-remote-code", "--no-trust-remote-code"])
+    assert command == contract.Estimate(snapshot="/m")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "unknown verb ''; one of: download, estimate, serve"),
+        (["sing"], "unknown verb 'sing'; one of: download, estimate, serve"),
+        (["serve", "--snapshot=/m", "--listen=x", "--ctx-sise=1"], "serve: unknown option '--ctx-sise=1'"),
+        (["serve", "snapshot"], "serve: unknown option 'snapshot'"),
+        (["serve", "--snapshot=/m", "--listen=x", "--ctx-size=many"], "serve: '--ctx-size=many' needs a number"),
+        (["serve", "--snapshot"], "serve: option '--snapshot' needs a value"),
+        (["serve"], "serve: missing --snapshot, --listen"),
+        (["download", "--leashed=off"], "download: '--leashed=off' takes no value; say --leashed or --no-leashed"),
+        (["estimate", "--snapshot=/m", "--listen=x"], "estimate: unknown option '--listen=x'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        contract.from_argv(argv)
+
+
+def test_only_lasting_failures_are_final() -> None:
+    assert {contract.Exit.USAGE, contract.Exit.UNUSABLE} == contract.FINAL_EXITS
+
+
+def test_the_contract_imports_only_the_standard_library() -> None:
+    code = "import sys, worker.contract, worker.routes; print(*{name.partition('.')[0] for name in sys.modules})"
+    names = subprocess.run(python("-c", code), env=environment(), capture_output=True, text=True, check=True).stdout
+    assert "worker" in names.split()
+    assert not {"torch", "aiohttp", "transformers", "huggingface_hub", "router"} & set(names.split())
