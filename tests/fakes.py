@@ -1,0 +1,396 @@
+"""Simulations of the outer edges: a launcher and devices without processes, and a loop without waiting.
+
+`VirtualLoop` makes time jump: when nothing is ready, the clock goes to the next timer at once. When there is no timer
+either, whoever still waits waits for ever, and that is an error (`Deadlock`). `FakeLauncher` runs no program; it keeps
+a journal of what it was asked to do, so that a test reads `["download c", "stop b", "start c"]`.
+"""
+
+import asyncio
+import functools
+import selectors
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from aiohttp import ClientSession
+
+from router.launchers import Listen, Program, WorkerLost
+from router.launchers.process import uncancelled
+from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
+from worker import contract
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+MIB = 1 << 20
+GIB = 1 << 30
+CPU = DeviceId(LOCAL, HOST)
+GPU0, GPU1, GPU2, GPU3 = (DeviceId(LOCAL, index) for index in range(4))
+
+
+# Time
+
+
+class Deadlock(AssertionError):
+    """Somebody waits, and neither a ready callback nor a timer is left that could end it."""
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Looks at file descriptors without waiting, and moves the loop's clock instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            waiting = [repr(task) for task in asyncio.all_tasks(asyncio.get_running_loop())]
+            raise Deadlock("\n".join(["no timer and nothing ready, but these still wait:", *sorted(waiting)]))
+        if not ready and timeout is not None and timeout > 0:
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose `time` starts at 0.0 and jumps from timer to timer. No threads, no real sockets."""
+
+    def __init__(self) -> None:
+        self._clock = _JumpingSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """The result of `main`, run to its end on a new `VirtualLoop`. Raises Deadlock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def virtual(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Decorates an async test so that it runs in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_virtual(test(*args, **kwargs))
+
+    return run
+
+
+# Devices
+
+
+class FixedDevices:
+    """Devices as `LocalLauncher` reads them, saying what the test last wrote into `used` and `problems`."""
+
+    def __init__(self, totals: Mapping[DeviceId, int] | None = None):
+        self.totals = dict(totals or {CPU: 8 * GIB})
+        self.used = dict.fromkeys(self.totals, 0)
+        self.problems: dict[DeviceId, str] = {}
+        self.reads = 0
+
+    def read(self) -> list[Reading]:
+        self.reads += 1
+        return [_reading(device, total, self.used[device]) for device, total in self.totals.items()]
+
+
+def _reading(device: DeviceId, total: int, used: int) -> Reading:
+    return Reading(device, total, min(total, used), name=f"fake {device}", uuid=fake_uuid(device))
+
+
+def fake_uuid(device: DeviceId) -> str:
+    """What a fake accelerator is called in CUDA_VISIBLE_DEVICES; empty for main memory."""
+    return f"GPU-fake-{device.index}" if device.index >= 0 else ""
+
+
+# The launcher
+
+SETTLE_SECONDS = 5.0
+"""How long leaving `serve` waits at most for the driver to show that memory is back."""
+
+
+@dataclass(kw_only=True)
+class FakeModel:
+    """What running one model would be like. Seconds are of the virtual clock; bytes are real use, not an estimate."""
+
+    shards: tuple[int, ...] = (GIB,)
+    """Bytes on each device of its place; on the CPU, all of them in main memory."""
+    host: int = 0
+    """Bytes of main memory beside accelerators."""
+    download_seconds: float = 1.0
+    estimate_seconds: float = 0.5
+    load_seconds: float = 2.0
+    stop_seconds: float = 0.5
+    """From the request to stop until memory is back."""
+    estimated: contract.Estimated | None = None
+    """What `estimate` answers; None: the truth."""
+    dies_after: float | None = None
+    """Seconds after ready."""
+    download_fails: list[WorkerLost] = field(default_factory=list)
+    """One for each attempt that is to fail, the first first; when used up, attempts succeed."""
+    estimate_fails: list[WorkerLost] = field(default_factory=list)
+    start_fails: list[WorkerLost] = field(default_factory=list)
+    capabilities: tuple[str, ...] = ("chat", "completion")
+
+    def on(self, place: Bytes) -> dict[DeviceId, int]:
+        """Bytes by device when it runs on `place`."""
+        accelerators = [device for device in place if device.index >= 0]
+        if not accelerators:
+            return {device: sum(self.shards) + self.host for device in place if device.index == HOST}
+        node = accelerators[0].node
+        sizes = dict(zip(accelerators, self.shards, strict=True))
+        return sizes | ({DeviceId(node, HOST): self.host} if self.host else {})
+
+
+class FakeWorker:
+    """A worker process that is ready, as far as a fleet can see. Requests to it are the test's own sleeps."""
+
+    def __init__(self, program: Program, pid: int, measured: Bytes, ready: contract.Ready):
+        self.program = program
+        self.pid = pid
+        self.measured = dict(measured)
+        self.ready = ready
+        self.url = "http://worker"
+        self.token = f"token-of-{program.worker}"
+        self.stopped = False
+        self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
+
+    @property
+    def session(self) -> ClientSession:
+        raise AssertionError("a fake worker has no socket; use fake_worker.py where HTTP is the point")
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost.done()
+
+    async def lost(self) -> WorkerLost:
+        return await asyncio.shield(self._lost)
+
+    def lose(self, error: WorkerLost) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+
+class FakeLauncher:
+    """A machine of `totals` bytes by device, on which nothing runs and everything takes the time that it says.
+
+    `journal` lists what the fleet asked for, in order: `download M`, `estimate M`, `start M`, `stop M`. `timeline` has
+    (virtual seconds, entry) with the outcomes as well: `downloaded M`, `estimated M`, `ready M`, `stopped M`, `lost M`
+    (died or failed), `abandoned M` (cancelled before it was ready), `cancelled M` (a download or an estimate).
+    """
+
+    def __init__(
+        self,
+        totals: Mapping[DeviceId, int] | None = None,
+        models: Mapping[str, FakeModel] | None = None,
+        *,
+        on_reading: Callable[[], None] = lambda: None,
+        reading_lag: float = 0.0,
+    ):
+        self.totals = dict(totals or {CPU: 8 * GIB})
+        self.models = dict(models or {})
+        self.on_reading = on_reading
+        """Called after each new reading; assign it once there is a fleet."""
+        self.reading_lag = reading_lag
+        """Seconds from a change of memory until the driver shows it."""
+        self.journal: list[str] = []
+        self.timeline: list[tuple[float, str]] = []
+        self.running: dict[str, FakeWorker] = {}
+        """Ready workers, by `Program.worker`."""
+        self.foreign = dict.fromkeys(self.totals, 0)
+        self.over_commits: list[str] = []
+        """Each moment at which more was used than a device has."""
+        self._occupied: dict[str, dict[DeviceId, int]] = {}
+        self._listeners: dict[str, Listen] = {}
+        self._gates: dict[str, asyncio.Event] = {}
+        self._readings = self._read()
+        self._pids = iter(range(1000, 1 << 30))
+
+    # What a test tells it
+
+    def hold(self, entry: str) -> None:
+        """From now on the step that `entry` begins (`start c`) does not end before `release`."""
+        self._gates.setdefault(entry, asyncio.Event())
+
+    def release(self, entry: str) -> None:
+        self._gates.pop(entry).set()
+
+    def die(self, model: str, error: WorkerLost | None = None) -> None:
+        """The first ready worker of `model` ends by itself, now."""
+        worker = next(each for each in self.running.values() if each.program.model == model and not each.is_lost)
+        error = error or WorkerLost(f"{model}: ended by signal 9", cause="crashed", exit=-9)
+        self._note(f"lost {model}")
+        worker.lose(error)
+
+    def say(self, model: str, event: contract.Event) -> None:
+        """A ready worker of `model` says `event`; the measurement in a pulse becomes its own."""
+        worker = next(each for each in self.running.values() if each.program.model == model)
+        if isinstance(event, contract.Pulse):
+            names = self._names(self._occupied[worker.program.worker])
+            measured = {names[name]: size for name, size in event.measured.items()}
+            worker.measured.update(measured)
+            self._occupied[worker.program.worker].update(measured)
+            self._memory_changed()
+        self._listeners[worker.program.worker](event)
+
+    def set_foreign(self, device: DeviceId, used: int) -> None:
+        """Somebody else now uses so many bytes of `device`."""
+        self.foreign[device] = used
+        self._memory_changed()
+
+    def used(self, device: DeviceId) -> int:
+        """Bytes really in use, by anybody; readings may lag behind."""
+        return self.foreign[device] + sum(sizes.get(device, 0) for sizes in self._occupied.values())
+
+    # Launcher
+
+    def readings(self) -> Sequence[Reading]:
+        return self._readings
+
+    async def refresh(self) -> Sequence[Reading]:
+        await asyncio.sleep(0)
+        self._publish()
+        return self._readings
+
+    async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
+        model = self._model(program)
+        self._begin(f"download {program.model}")
+        listen(contract.Progress(stage="download", done=0, total=sum(model.shards)))
+        await self._take(model.download_seconds, f"download {program.model}", f"cancelled {program.model}")
+        self._fail(program, model.download_fails)
+        listen(contract.Progress(stage="download", done=sum(model.shards), total=sum(model.shards)))
+        self._note(f"downloaded {program.model}")
+        return f"/snapshots/{command.repo or command.demo or program.model}"
+
+    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+        model = self._model(program)
+        self._begin(f"estimate {program.model}")
+        await self._take(model.estimate_seconds, f"estimate {program.model}", f"cancelled {program.model}")
+        self._fail(program, model.estimate_fails)
+        self._note(f"estimated {program.model}")
+        zeros = [0] * len(model.shards)
+        truth = contract.Estimated(
+            weights=list(model.shards), context=zeros, compute=zeros, runtime=zeros, host=model.host
+        )
+        return model.estimated or truth
+
+    @asynccontextmanager
+    async def serve(
+        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+    ) -> AsyncIterator[FakeWorker]:
+        model = self._model(program)
+        sizes = model.on(place)
+        self._begin(f"start {program.model}")
+        assert program.worker not in self._occupied, f"{program.worker} was started twice"
+        self._occupied[program.worker] = sizes
+        self._listeners[program.worker] = listen
+        self._memory_changed()
+        worker = None
+        try:
+            listen(contract.Progress(stage="start"))
+            await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
+            self._fail(program, model.start_fails)
+            self._run_out(program, sizes)
+            worker = self._ready(program, model, sizes)
+            listen(worker.ready)
+            yield worker
+        finally:
+            await uncancelled(self._end(program, model, worker))
+
+    def _ready(self, program: Program, model: FakeModel, sizes: Bytes) -> FakeWorker:
+        names = {device: name for name, device in self._names(sizes).items()}
+        ready = contract.Ready(
+            address="unix:/fake",
+            measured={names[device]: size for device, size in sizes.items()},
+            capabilities=list(model.capabilities),
+            n_ctx=8192,
+        )
+        worker = FakeWorker(program, next(self._pids), sizes, ready)
+        self.running[program.worker] = worker
+        self._note(f"ready {program.model}")
+        if model.dies_after is not None:
+            asyncio.get_running_loop().call_later(model.dies_after, self._die, worker)
+        return worker
+
+    def _die(self, worker: FakeWorker) -> None:
+        if not worker.stopped and not worker.is_lost:
+            self._note(f"lost {worker.program.model}")
+            name = worker.program.model
+            worker.lose(WorkerLost(f"{name}: ended with exit code 1", cause="crashed", exit=1))
+
+    async def _end(self, program: Program, model: FakeModel, worker: FakeWorker | None) -> None:
+        self.running.pop(program.worker, None)
+        self._listeners.pop(program.worker)
+        if worker is not None:
+            worker.stopped = True
+            if not worker.is_lost:
+                self._begin(f"stop {program.model}")
+                await self._take(model.stop_seconds, f"stop {program.model}", "")
+                self._note(f"stopped {program.model}")
+        del self._occupied[program.worker]
+        self._memory_changed()
+        await asyncio.sleep(min(self.reading_lag, SETTLE_SECONDS))
+
+    # Memory
+
+    def _read(self) -> list[Reading]:
+        return [_reading(device, total, self.used(device)) for device, total in self.totals.items()]
+
+    def _memory_changed(self) -> None:
+        for device, total in self.totals.items():
+            if self.used(device) > total:
+                self.over_commits.append(f"{device}: {self.used(device)} of {total} bytes used")
+        asyncio.get_running_loop().call_later(self.reading_lag, self._publish)
+
+    def _publish(self) -> None:
+        readings = self._read()
+        if readings != self._readings:
+            self._readings = readings
+            self.on_reading()
+
+    def _run_out(self, program: Program, sizes: Bytes) -> None:
+        for device in sizes:
+            if self.used(device) > self.totals[device]:
+                self._note(f"lost {program.model}")
+                message = f"{program.model}: out of memory on {device}"
+                if device.index == HOST:
+                    raise WorkerLost(message, cause="oom", exit=contract.Exit.HOST_MEMORY, memory="host")
+                raise WorkerLost(message, cause="oom", exit=contract.Exit.DEVICE_MEMORY, memory="device")
+
+    def _names(self, sizes: Bytes) -> dict[str, DeviceId]:
+        """Devices by the worker's own names."""
+        accelerators = [device for device in sizes if device.index >= 0]
+        names = {f"cuda:{shard}": device for shard, device in enumerate(accelerators)}
+        for device in sizes:
+            if device.index == HOST:
+                names["cpu"] = device
+        return names
+
+    # Steps
+
+    def _model(self, program: Program) -> FakeModel:
+        return self.models.setdefault(program.model, FakeModel())
+
+    def _begin(self, entry: str) -> None:
+        self.journal.append(entry)
+        self._note(entry)
+
+    def _note(self, entry: str) -> None:
+        self.timeline.append((asyncio.get_running_loop().time(), entry))
+
+    async def _take(self, seconds: float, entry: str, if_cancelled: str) -> None:
+        try:
+            await asyncio.sleep(seconds)
+            if entry in self._gates:
+                await self._gates[entry].wait()
+        except asyncio.CancelledError:
+            self._note(if_cancelled)
+            raise
+
+    def _fail(self, program: Program, fails: list[WorkerLost]) -> None:
+        if fails:
+            self._note(f"lost {program.model}")
+            raise fails.pop(0)
