@@ -52,7 +52,7 @@ class Devices:
         self._problems: dict[DeviceId, str] = {}
         try:
             pynvml.nvmlInit()
-            found = list(_enumerate())
+            found, self._notes = _enumerate()
         except pynvml.NVMLError as error:
             self._notes.append(f"no accelerator: {_explain(error)}")
             return
@@ -235,22 +235,26 @@ def _names(word: str, uuid: str) -> bool:
     return kind in ("GPU", "MIG") and bool(rest) and uuid.startswith(word)
 
 
-def _enumerate() -> Iterator[Found]:
-    """Every card, in PCI bus order; a card in MIG mode is replaced by its instances."""
+def _enumerate() -> tuple[list[Found], list[str]]:
+    """Every card in PCI bus order, one in MIG mode replaced by its instances; and a line for each that fails."""
+    found: list[Found] = []
+    notes: list[str] = []
     for index in range(pynvml.nvmlDeviceGetCount()):
-        card = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = str(pynvml.nvmlDeviceGetUUID(card))
-        if not _is_cut(card):
-            yield Found(index, uuid, uuid, str(pynvml.nvmlDeviceGetName(card)), card)
-            continue
-        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
-            try:
-                instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
-            except pynvml.NVMLError_NotFound:
-                continue
-            yield Found(
-                index, str(pynvml.nvmlDeviceGetUUID(instance)), uuid, str(pynvml.nvmlDeviceGetName(instance)), instance
-            )
+        try:
+            card = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = str(pynvml.nvmlDeviceGetUUID(card))
+            for handle in _instances(card) if _is_cut(card) else [card]:
+                name = str(pynvml.nvmlDeviceGetName(handle))
+                found.append(Found(index, str(pynvml.nvmlDeviceGetUUID(handle)), uuid, name, handle))
+        except pynvml.NVMLError as error:
+            notes.append(f"card {index} is left out: {_explain(error)}")
+    return found, notes
+
+
+def _instances(card: Any) -> Iterator[Any]:
+    for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with contextlib.suppress(pynvml.NVMLError_NotFound):
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
 
 
 def _is_cut(card: Any) -> bool:
@@ -262,7 +266,7 @@ def _is_cut(card: Any) -> bool:
 
 def _find(uuid: str) -> Any:
     """The handle of a device that had `uuid` before; raises NVMLError if it is gone."""
-    for found in _enumerate():
+    for found in _enumerate()[0]:
         if found.uuid == uuid:
             return found.handle
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
@@ -276,7 +280,11 @@ def _memory(handle: Any) -> tuple[int, int]:
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total) - int(memory.reserved), int(memory.used)
-    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_ArgumentVersionMismatch):
+    except (
+        pynvml.NVMLError_FunctionNotFound,
+        pynvml.NVMLError_ArgumentVersionMismatch,
+        pynvml.NVMLError_NotSupported,
+    ):
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.total), int(memory.used)
 

@@ -1,0 +1,292 @@
+/* A libnvidia-ml.so.1 that owns no card: it answers from a text file, so that the real Python bindings can be tested.
+ *
+ * FAKE_NVML names the file, which is read anew at every call and replaced as a whole by the tests:
+ *
+ *     init CODE                    what nvmlInit returns (0: success)
+ *     v2 0|1                       whether version 2 of the memory call exists
+ *     device KEY=VALUE ... name=TEXT TO THE END OF THE LINE
+ *     instance KEY=VALUE ... name=...          a MIG instance of the device above it
+ *
+ * Keys: uuid; total, reserved (bytes); used (bytes, or a list with commas: the n-th reading since the file was written
+ * returns the n-th); error (what the memory call returns); lookup (what finding the device returns); delay
+ * (milliseconds that the memory call takes); mig (1: cut into instances); late (readings for which the memory of a dead
+ * process still counts).
+ *
+ * Beside it, FAKE_NVML.d/PID holds lines "UUID BYTES": what process PID occupies, for as long as it lives.
+ */
+
+#include <dirent.h>
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, NO_FUNCTION = 13 };
+enum { MOST = 64, DEAD = 1024 };
+
+typedef struct {
+    int is_instance, parent; /* parent: position among the cards */
+    char uuid[96], name[96], used[512];
+    unsigned long long total, reserved;
+    int error, lookup, delay, mig, late;
+} Device;
+
+typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } MemoryV2;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Device devices[MOST];
+static int count, init_code, has_v2, users;
+static int readings[MOST];
+static struct timespec written;
+static ino_t inode;
+static struct { long pid; char uuid[96]; int readings; } dead[DEAD];
+static int dead_count;
+
+static void set(Device *device, const char *key, const char *value) {
+    if (!strcmp(key, "uuid")) snprintf(device->uuid, sizeof device->uuid, "%s", value);
+    else if (!strcmp(key, "used")) snprintf(device->used, sizeof device->used, "%s", value);
+    else if (!strcmp(key, "total")) device->total = strtoull(value, NULL, 10);
+    else if (!strcmp(key, "reserved")) device->reserved = strtoull(value, NULL, 10);
+    else if (!strcmp(key, "error")) device->error = atoi(value);
+    else if (!strcmp(key, "lookup")) device->lookup = atoi(value);
+    else if (!strcmp(key, "delay")) device->delay = atoi(value);
+    else if (!strcmp(key, "mig")) device->mig = atoi(value);
+    else if (!strcmp(key, "late")) device->late = atoi(value);
+}
+
+static void parse(char *line, int *cards) {
+    char *rest = NULL, *word;
+    line[strcspn(line, "\n")] = 0;
+    char *name = strstr(line, " name=");
+    if (name) { *name = 0; name += 6; }
+    word = strtok_r(line, " ", &rest);
+    if (!word) return;
+    if (!strcmp(word, "init")) { init_code = atoi(rest); return; }
+    if (!strcmp(word, "v2")) { has_v2 = atoi(rest); return; }
+    if (count == MOST) return;
+    Device *device = &devices[count++];
+    memset(device, 0, sizeof *device);
+    device->is_instance = !strcmp(word, "instance");
+    if (!device->is_instance) (*cards)++;
+    device->parent = *cards - 1;
+    if (name) snprintf(device->name, sizeof device->name, "%s", name);
+    while ((word = strtok_r(NULL, " ", &rest))) {
+        char *value = strchr(word, '=');
+        if (value) { *value = 0; set(device, word, value + 1); }
+    }
+}
+
+static void refresh(void) {
+    const char *path = getenv("FAKE_NVML");
+    struct stat facts;
+    FILE *file = path ? fopen(path, "r") : NULL;
+    count = 0; init_code = 0; has_v2 = 1;
+    if (!file) { init_code = 9; return; } /* driver not loaded */
+    if (!fstat(fileno(file), &facts)
+        && (facts.st_ino != inode || facts.st_mtim.tv_sec != written.tv_sec
+            || facts.st_mtim.tv_nsec != written.tv_nsec)) {
+        memset(readings, 0, sizeof readings);
+        written = facts.st_mtim;
+        inode = facts.st_ino;
+    }
+    char line[2048];
+    int cards = 0;
+    while (fgets(line, sizeof line, file)) parse(line, &cards);
+    fclose(file);
+}
+
+static int is_alive(long pid) {
+    char path[64], state = 'Z';
+    snprintf(path, sizeof path, "/proc/%ld/stat", pid);
+    FILE *file = fopen(path, "r");
+    if (!file) return kill((pid_t)pid, 0) == 0 || errno == EPERM;
+    char text[512] = "";
+    size_t length = fread(text, 1, sizeof text - 1, file);
+    text[length] = 0;
+    fclose(file);
+    char *end = strrchr(text, ')'); /* the name before it may hold anything */
+    if (end) sscanf(end + 1, " %c", &state);
+    return state != 'Z' && state != 'X';
+}
+
+/* Whether memory of a dead process still counts: for `late` readings of this device. */
+static int lingers(long pid, const Device *device) {
+    int i;
+    for (i = 0; i < dead_count; i++)
+        if (dead[i].pid == pid && !strcmp(dead[i].uuid, device->uuid)) break;
+    if (i == dead_count) {
+        if (dead_count == DEAD) return 0;
+        dead[i].pid = pid;
+        dead[i].readings = 0;
+        snprintf(dead[i].uuid, sizeof dead[i].uuid, "%s", device->uuid);
+        dead_count++;
+    }
+    return dead[i].readings++ < device->late;
+}
+
+static unsigned long long claimed(const Device *device) {
+    char path[4096], line[256], uuid[96];
+    unsigned long long total = 0, bytes;
+    snprintf(path, sizeof path, "%s.d", getenv("FAKE_NVML"));
+    DIR *folder = opendir(path);
+    if (!folder) return 0;
+    struct dirent *entry;
+    while ((entry = readdir(folder))) {
+        long pid = strtol(entry->d_name, NULL, 10);
+        if (pid <= 0 || strchr(entry->d_name, '.')) continue;
+        char name[8192];
+        snprintf(name, sizeof name, "%s/%s", path, entry->d_name);
+        FILE *file = fopen(name, "r");
+        if (!file) continue;
+        while (fgets(line, sizeof line, file))
+            if (sscanf(line, "%95s %llu", uuid, &bytes) == 2 && !strcmp(uuid, device->uuid)
+                && (is_alive(pid) || lingers(pid, device)))
+                total += bytes;
+        fclose(file);
+    }
+    closedir(folder);
+    return total;
+}
+
+/* A handle is a position in the file plus one. */
+static Device *at(void *handle) {
+    long position = (long)handle - 1;
+    return position >= 0 && position < count ? &devices[position] : NULL;
+}
+
+static int find(int is_instance, unsigned int parent, unsigned int index, void **handle) {
+    unsigned int seen = 0;
+    for (int i = 0; i < count; i++) {
+        if (devices[i].is_instance != is_instance || (is_instance && devices[i].parent != (int)parent)) continue;
+        if (seen++ != index) continue;
+        if (devices[i].lookup) return devices[i].lookup;
+        *handle = (void *)(long)(i + 1);
+        return SUCCESS;
+    }
+    return is_instance ? NOT_FOUND : INVALID_ARGUMENT;
+}
+
+static int enter(void) {
+    pthread_mutex_lock(&lock);
+    refresh();
+    return users > 0 ? SUCCESS : UNINITIALIZED;
+}
+
+static int leave(int code) {
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+static int measure(void *handle, MemoryV2 *memory) {
+    Device *device = at(handle);
+    if (!device) return INVALID_ARGUMENT;
+    int delay = device->delay;
+    if (delay) { /* the driver is slow, but not for other callers */
+        struct timespec pause = {delay / 1000, (delay % 1000) * 1000000L};
+        pthread_mutex_unlock(&lock);
+        nanosleep(&pause, NULL);
+        pthread_mutex_lock(&lock);
+        refresh();
+        device = at(handle);
+        if (!device) return INVALID_ARGUMENT;
+    }
+    if (device->error) return device->error;
+    char *text = device->used;
+    for (int i = readings[device - devices]++; i > 0; i--) {
+        char *next = strchr(text, ',');
+        if (!next) break;
+        text = next + 1;
+    }
+    memory->total = device->total;
+    memory->reserved = device->reserved;
+    memory->used = strtoull(text, NULL, 10) + claimed(device);
+    memory->free = memory->total - memory->reserved > memory->used ? memory->total - memory->reserved - memory->used : 0;
+    return SUCCESS;
+}
+
+int nvmlInitWithFlags(unsigned int flags) {
+    (void)flags;
+    enter();
+    if (!init_code) users++;
+    return leave(init_code);
+}
+
+int nvmlShutdown(void) {
+    int code = enter();
+    if (users > 0) users--;
+    return leave(code);
+}
+
+int nvmlDeviceGetCount_v2(unsigned int *result) {
+    int code = enter();
+    *result = 0;
+    for (int i = 0; i < count; i++) *result += !devices[i].is_instance;
+    return leave(code);
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle) {
+    int code = enter();
+    return leave(code ? code : find(0, 0, index, handle));
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned int *result) {
+    int code = enter();
+    *result = at(handle) && at(handle)->mig ? 7 : 0;
+    return leave(code);
+}
+
+int nvmlDeviceGetMigMode(void *handle, unsigned int *current, unsigned int *pending) {
+    int code = enter();
+    Device *device = at(handle);
+    if (!code && !device) code = INVALID_ARGUMENT;
+    if (!code) *current = *pending = device->mig;
+    return leave(code);
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(void *card, unsigned int index, void **handle) {
+    int code = enter();
+    Device *device = at(card);
+    if (!code && !device) code = INVALID_ARGUMENT;
+    return leave(code ? code : find(1, device->parent, index, handle));
+}
+
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned int length) {
+    int code = enter();
+    Device *device = at(handle);
+    if (!code && !device) code = INVALID_ARGUMENT;
+    if (!code) snprintf(text, length, "%s", device->uuid);
+    return leave(code);
+}
+
+int nvmlDeviceGetName(void *handle, char *text, unsigned int length) {
+    int code = enter();
+    Device *device = at(handle);
+    if (!code && !device) code = INVALID_ARGUMENT;
+    if (!code) snprintf(text, length, "%s", device->name);
+    return leave(code);
+}
+
+int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *memory) {
+    int code = enter();
+    if (!code && !has_v2) code = NO_FUNCTION;
+    return leave(code ? code : measure(handle, memory));
+}
+
+/* The first version of the call counts the driver's own share as used. */
+int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
+    MemoryV2 all;
+    int code = enter();
+    if (!code) code = measure(handle, &all);
+    if (!code) *memory = (Memory){all.total, all.free, all.used + all.reserved};
+    return leave(code);
+}
+
+const char *nvmlErrorString(int code) {
+    return code == NOT_SUPPORTED ? "Not Supported" : code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost" : "Error";
+}

@@ -1,0 +1,47 @@
+"""A process that opens `Devices` and says what it sees, one JSON line for each line on its stdin.
+
+`read` reads all devices; `name TEXT` asks which device TEXT is; `place TEXT...` asks for a worker's environment there;
+`occupy UUID BYTES` holds memory of a card.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from router.launchers.devices import Devices
+from tests import fake_nvml
+
+
+def main() -> None:
+    devices = Devices(os.environ)
+    for line in sys.stdin:
+        print(json.dumps(answer(devices, *line.split())), flush=True)
+
+
+def answer(devices: Devices, verb: str, *words: str) -> Any:
+    if verb == "read":
+        readings = devices.read()
+        return {
+            "readings": {
+                str(each.id): {"total": each.total, "used": each.used, "uuid": each.uuid} for each in readings
+            },
+            "names": [each.name for each in readings],
+            "problems": {str(device): problem for device, problem in devices.problems.items()},
+            "notes": list(devices.notes),
+            "pools": {str(device): str(devices.pool(device)) for device in devices.ids},
+        }
+    if verb == "name":
+        try:
+            return str(devices.device_id(words[0]))
+        except ValueError as error:
+            return f"error: {error}"
+    if verb == "place":
+        return devices.environment([devices.device_id(word) for word in words])
+    fake_nvml.occupy(Path(os.environ["FAKE_NVML"]), words[0], int(words[1]))
+    return None
+
+
+if __name__ == "__main__":
+    main()

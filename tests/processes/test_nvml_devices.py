@@ -1,0 +1,218 @@
+"""Devices through the real NVML bindings, on a fake driver library that is compiled here."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fake_nvml
+from tests.fake_nvml import Card, Driver
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 20.0
+"""Seconds within which a probe must answer."""
+
+A = Card(uuid="GPU-aaaa1111", total=80 * GIB, used=2 * GIB, reserved=GIB, name="NVIDIA Fake A")
+B = Card(uuid="GPU-bbbb2222", total=24 * GIB, used=3 * GIB, name="NVIDIA Fake B")
+C = Card(uuid="GPU-bbcc3333", total=16 * GIB, used=1 * GIB, name="NVIDIA Fake C")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_nvml.build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def driver(library: Path, tmp_path: Path) -> Driver:
+    return Driver(library, tmp_path / "cards", [A, B, C])
+
+
+class Probe:
+    """A process with `Devices` open; see tests/fake_nvml/probe.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self.process = process
+
+    async def ask(self, line: str) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        async with asyncio.timeout(PATIENCE):
+            return json.loads(await self.process.stdout.readline())
+
+    async def read(self) -> Any:
+        return await self.ask("read")
+
+
+@contextlib.asynccontextmanager
+async def probing(driver: Driver, env: Mapping[str, str] | None = None) -> AsyncIterator[Probe]:
+    own = {key: value for key, value in os.environ.items() if not key.startswith("CUDA")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.fake_nvml.probe",
+        cwd=ROOT, env={**own, **driver.environment(), **(env or {})},
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield Probe(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def seen(driver: Driver, setting: str | None) -> tuple[list[str], list[str]]:
+    """UUIDs of the accelerators that a router sees under CUDA_VISIBLE_DEVICES, and its notes."""
+    async with probing(driver, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}) as probe:
+        said = await probe.read()
+    return [each["uuid"] for name, each in said["readings"].items() if name != "cpu"], said["notes"]
+
+
+async def test_every_card_is_read_with_its_name_and_main_memory_comes_last(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        said = await probe.read()
+    assert list(said["readings"]) == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
+    assert said["readings"]["cuda:1"] == {"total": 24 * GIB, "used": 3 * GIB, "uuid": B.uuid}
+    assert said["names"] == ["NVIDIA Fake A", "NVIDIA Fake B", "NVIDIA Fake C", "main memory"]
+    assert said["problems"] == {}
+    assert said["notes"] == []
+
+
+async def test_the_drivers_own_share_is_neither_used_nor_to_be_had(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        assert (await probe.read())["readings"]["cuda:0"] == {"total": 79 * GIB, "used": 2 * GIB, "uuid": A.uuid}
+
+
+async def test_an_old_driver_without_version_2_counts_its_own_share_as_used(driver: Driver) -> None:
+    driver.show([A], has_v2=False)
+    async with probing(driver) as probe:
+        assert (await probe.read())["readings"]["cuda:0"] == {"total": 80 * GIB, "used": 3 * GIB, "uuid": A.uuid}
+
+
+@pytest.mark.parametrize(
+    ("setting", "uuids"),
+    [
+        ("2,0", [C.uuid, A.uuid]),
+        (f"{B.uuid},{A.uuid}", [B.uuid, A.uuid]),
+        (f"GPU-aaaa,{C.uuid}", [A.uuid, C.uuid]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+async def test_cuda_visible_devices_chooses_and_orders(driver: Driver, setting: str, uuids: list[str]) -> None:
+    assert await seen(driver, setting) == (uuids, [])
+
+
+async def test_an_invalid_entry_hides_what_follows_it_and_is_reported(driver: Driver) -> None:
+    uuids, [note] = await seen(driver, "1,7,0")
+    assert uuids == [B.uuid]
+    assert "'7'" in note
+
+
+async def test_names_of_people_find_their_device(driver: Driver) -> None:
+    async with probing(driver, {"CUDA_VISIBLE_DEVICES": "2,0"}) as probe:
+        assert [await probe.ask(f"name {word}") for word in ("cuda:0", "1", "gpu0", A.uuid, "GPU-bbcc", "cpu")] == [
+            "cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0", "cpu",
+        ]  # fmt: skip
+        refusal = await probe.ask("name cuda:2")
+    assert "'cuda:2' is no device of this machine" in refusal
+    assert C.uuid in refusal
+
+
+async def test_a_worker_is_shown_its_own_accelerators_by_uuid(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        placed = await probe.ask("place cuda:2 cuda:0")
+        on_host = await probe.ask("place cpu")
+    assert placed == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": f"{C.uuid},{A.uuid}"}
+    assert on_host["CUDA_VISIBLE_DEVICES"] == ""
+
+
+async def test_a_card_cut_into_instances_is_each_of_them(driver: Driver) -> None:
+    halves = [Card(uuid=f"MIG-{n}", total=10 * GIB, used=n * GIB, name="NVIDIA Fake MIG 3g.10gb") for n in (1, 2)]
+    driver.show([Card(uuid="GPU-cut", total=20 * GIB, instances=halves), B])
+    async with probing(driver) as probe:
+        said = await probe.read()
+    assert [said["readings"][name]["uuid"] for name in ("cuda:0", "cuda:1", "cuda:2")] == ["MIG-1", "MIG-2", B.uuid]
+    assert said["readings"]["cuda:1"]["used"] == 2 * GIB
+    assert await seen(driver, "MIG-2") == (["MIG-2"], [])
+    assert await seen(driver, "1,0") == ([B.uuid, "MIG-1", "MIG-2"], [])
+
+
+async def test_without_a_driver_there_is_main_memory_and_a_note(driver: Driver) -> None:
+    driver.show([], init=fake_nvml.DRIVER_NOT_LOADED)
+    async with probing(driver) as probe:
+        said = await probe.read()
+    assert list(said["readings"]) == ["cpu"]
+    assert "Driver Not Loaded" in said["notes"][0]
+
+
+async def test_a_card_that_fails_in_mid_flight_keeps_its_reading_and_is_named_until_it_is_back(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        healthy = await probe.read()
+        driver.show([A, Card(uuid=B.uuid, total=24 * GIB, error=fake_nvml.GPU_IS_LOST), C])
+        broken = [await probe.read(), await probe.read()]
+        driver.show([A, Card(uuid=B.uuid, total=24 * GIB, used=5 * GIB), C])
+        again = await probe.read()
+    for said in broken:
+        assert said["readings"]["cuda:1"] == healthy["readings"]["cuda:1"]
+        assert list(said["problems"]) == ["cuda:1"]
+        assert "GPU is lost" in said["problems"]["cuda:1"]
+        assert said["readings"]["cuda:2"]["used"] == GIB
+    assert again["problems"] == {}
+    assert again["readings"]["cuda:1"]["used"] == 5 * GIB
+
+
+async def test_a_card_that_vanishes_leaves_the_others_their_names(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        await probe.read()
+        driver.show(
+            [A, Card(uuid=B.uuid, total=24 * GIB, lookup=fake_nvml.GPU_IS_LOST, error=fake_nvml.GPU_IS_LOST), C]
+        )
+        await probe.read()
+        said = await probe.read()
+    assert list(said["problems"]) == ["cuda:1"]
+    assert said["readings"]["cuda:2"] == {"total": 16 * GIB, "used": GIB, "uuid": C.uuid}
+
+
+async def test_a_card_that_is_lost_at_the_start_is_left_out_with_a_note(driver: Driver) -> None:
+    driver.show([A, Card(uuid=B.uuid, total=24 * GIB, lookup=fake_nvml.GPU_IS_LOST), C])
+    uuids, [note] = await seen(driver, None)
+    assert uuids == [A.uuid, C.uuid]
+    assert "card 1 is left out: GPU is lost" in note
+
+
+async def test_a_card_without_memory_of_its_own_is_main_memory(driver: Driver) -> None:
+    driver.show([Card(uuid="GPU-unified", total=0, error=fake_nvml.NOT_SUPPORTED, name="NVIDIA Fake GB10")])
+    async with probing(driver) as probe:
+        said = await probe.read()
+    shared, host = said["readings"]["cuda:0"], said["readings"]["cpu"]
+    assert (shared["total"], shared["used"]) == (host["total"], host["used"])
+    assert said["pools"] == {"cuda:0": "cpu", "cpu": "cpu"}
+    assert said["problems"] == {}
+
+
+async def test_memory_of_a_killed_process_comes_back_late(driver: Driver) -> None:
+    driver.show([Card(uuid=A.uuid, total=80 * GIB, used=GIB, late=2)])
+    async with probing(driver) as router:
+        async with probing(driver) as worker:
+            await worker.ask(f"occupy {A.uuid} {5 * GIB}")
+            alive = (await router.read())["readings"]["cuda:0"]["used"]
+            worker.process.send_signal(signal.SIGKILL)
+            await worker.process.wait()
+        after = [(await router.read())["readings"]["cuda:0"]["used"] for _ in range(4)]
+    assert alive == 6 * GIB
+    assert after == [6 * GIB, 6 * GIB, GIB, GIB]
+
+
+async def test_a_slow_driver_is_waited_for_and_readings_follow_its_words(driver: Driver) -> None:
+    driver.show([Card(uuid=A.uuid, total=80 * GIB, used=(9 * GIB, 4 * GIB), delay=0.05)])
+    async with probing(driver) as probe:
+        used = [(await probe.read())["readings"]["cuda:0"]["used"] for _ in range(3)]
+    assert used == [9 * GIB, 4 * GIB, 4 * GIB]
