@@ -1,0 +1,496 @@
+"""A worker program without a model: it speaks the real contract and misbehaves as it is told.
+
+Started in the worker's place (`python -P tests/fake_worker.py serve ...`). What it does wrong is said by `Behaviour`,
+whose fields come, the later the stronger, from the model's name (`NAMED`), from `fake.json` in the snapshot folder, and
+from the environment variable FAKE_WORKER (both JSON objects). A request may change the fields of `Answer` for itself,
+with an object `fake` in its body. Its answers are a function of the request (`answer_pieces`, `stream_frames`,
+`whole_answer`), so that a test can tell every byte. Standard library only; up in about 0.1 s.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # -P keeps the script's own surroundings out
+
+from worker import contract, leash
+
+MIB = 1 << 20
+LONG_LINE = 2 * contract.MAX_EVENT_BYTES
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a request is answered. Seconds are real ones; a code below 0 is a signal, as in subprocess."""
+
+    delay: float = 0.0
+    """Before each piece."""
+    status: int = 200
+    """Anything else: an error object with this status."""
+    hang_after: int = -1
+    """Says nothing more after so many pieces, for ever, and takes no step."""
+    die_after: int = -1
+    """Dies after so many pieces; 0: before the first byte of the answer."""
+    die_code: int = 1
+    hold: str = ""
+    """Path; before the first piece it waits until this file exists."""
+    garbage: bool = False
+    """Answers something that is not HTTP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour(Answer):
+    """What this program does wrong."""
+
+    journal: str = ""
+    """Path of a file or FIFO to which a line is appended for each thing that happens: `started PID`, `grandchild PID`,
+    `ready`, `request ID PATH`, `done ID`, `cancelled ID`, `stopped`."""
+    environ_file: str = ""
+    """Path to which its environment is written as JSON."""
+    argv_file: str = ""
+    message: str = ""
+    """The cause that it gives in a `failed` event before it dies at its start; empty: none."""
+    last_words: str = ""
+    """Written to stderr at its start."""
+    die_at_start: int | None = None
+    die_after_ready: int | None = None
+    deaf: bool = False
+    """Never gets ready and says nothing."""
+    load_steps: int = 0
+    """Progress events while it loads."""
+    load_interval: float = 0.02
+    stuck_progress: bool = False
+    """Says the same progress again and again, and never gets ready."""
+    hold_load: str = ""
+    """Path; it is not ready before this file exists."""
+    noise: bool = False
+    """Writes to its event pipe: no JSON, an unknown event, a line that is too long, a foreign ready; later a second."""
+    flood: int = 0
+    """Lines to stderr at its start."""
+    allocate_mib: int = 0
+    """Really occupied, from the load on."""
+    measured: dict[str, int] = field(default_factory=dict)
+    """What it says that it measures; empty: its resident set on `cpu`, its reservation elsewhere."""
+    grandchild: str = ""
+    """`group` or `session`: starts a process that ignores SIGTERM, in its own or in another session."""
+    pulse_interval: float = 1.0
+    silent: bool = False
+    """Says no pulse once it is ready."""
+    freezes: bool = False
+    """Stops itself (SIGSTOP) once it is ready."""
+    ignore_sigterm: bool = False
+    stop_seconds: float = 0.0
+    health: int = 200
+    wrong_address: bool = False
+    """Does not listen where it says."""
+    snapshot: str = ""
+    """What `download` answers; empty: a folder that it makes."""
+    estimated: dict[str, Any] = field(default_factory=dict)
+    """Fields of its `estimated` event; by default 64 MiB of weights on each device."""
+
+
+NAMED: Mapping[str, Mapping[str, Any]] = {
+    "dies-at-start": {"die_at_start": 1, "last_words": "fake: told to die at start"},
+    "unusable": {"die_at_start": contract.Exit.UNUSABLE, "message": "config.json names no architecture"},
+    "out-of-memory": {"die_at_start": contract.Exit.DEVICE_MEMORY, "message": "16 MiB more than there is"},
+    "deaf": {"deaf": True},
+    "stalls": {"silent": True, "pulse_interval": 0.05},
+    "hangs": {"hang_after": 1, "pulse_interval": 0.05},
+    "ignores-sigterm": {"ignore_sigterm": True},
+    "lies-about-memory": {"measured": {"cpu": 1}, "allocate_mib": 256},
+    "dies-mid-stream": {"die_after": 3, "die_code": -signal.SIGKILL},
+    "dies-before-first-byte": {"die_after": 0, "die_code": -signal.SIGKILL},
+    "answers-500": {"status": 500},
+    "noisy": {"noise": True},
+}
+"""Behaviour by the model's name, up to its last `@` if it has one: `deaf`, `deaf@2`."""
+
+
+def behaviour(command: contract.Command, environ: Mapping[str, str]) -> Behaviour:
+    """Raises TypeError if a field is unknown."""
+    name = getattr(command, "name", "") or getattr(command, "repo", "")
+    told: dict[str, Any] = dict(NAMED.get(name.partition("@")[0], {}))
+    file = Path(getattr(command, "snapshot", "")) / "fake.json"
+    if file.is_file():
+        told |= json.loads(file.read_text())
+    told |= json.loads(environ.get("FAKE_WORKER", "{}"))
+    return Behaviour(**told)
+
+
+# What it answers
+
+
+def answer_pieces(request: Mapping[str, Any]) -> list[str]:
+    """Echoes the prompt word by word: `max_tokens` pieces, from the start again when the prompt is used up."""
+    messages = request.get("messages")
+    prompt = messages[-1].get("content", "") if messages else request.get("prompt", "")
+    words = [word + " " for word in str(prompt).split()] or ["nothing "]
+    count = request.get("max_completion_tokens") or request.get("max_tokens") or len(words)
+    return [words[at % len(words)] for at in range(count)]
+
+
+def stream_frames(path: str, request: Mapping[str, Any], *, model: str, id: str) -> list[bytes]:
+    """The server-sent events of a streamed answer, without the final DONE."""
+    pieces = answer_pieces(request)
+    ends: list[str | None] = [None] * (len(pieces) - 1) + ["stop"]
+    return [_frame(path, piece, end, model=model, id=id) for piece, end in zip(pieces, ends, strict=True)]
+
+
+def _frame(path: str, piece: str, end: str | None, *, model: str, id: str) -> bytes:
+    chat = path.endswith("/chat/completions")
+    text = {"delta": {"role": "assistant", "content": piece}} if chat else {"text": piece}
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    choice = {"index": 0, **text, "finish_reason": end}
+    return b"data: " + _json({"id": id, "object": kind, "created": 0, "model": model, "choices": [choice]}) + b"\n\n"
+
+
+def whole_answer(path: str, request: Mapping[str, Any], *, model: str, id: str) -> bytes:
+    """The JSON body of an answer in one piece."""
+    if path.endswith("/embeddings"):
+        given = request.get("input", "")
+        texts = [given] if isinstance(given, str) else given
+        data = [{"object": "embedding", "index": at, "embedding": _vector(str(text))} for at, text in enumerate(texts)]
+        usage = {"prompt_tokens": len(texts), "total_tokens": len(texts)}
+        return _json({"object": "list", "model": model, "data": data, "usage": usage})
+    if path.endswith("/tokenize"):
+        return _json({"tokens": list(str(request.get("content", "")).encode())})
+    if path.endswith("/detokenize"):
+        return _json({"content": bytes(request.get("tokens", [])).decode(errors="replace")})
+    if path.endswith("/apply-template"):
+        return _json({"prompt": " ".join(str(message.get("content", "")) for message in request.get("messages", []))})
+    pieces = answer_pieces(request)
+    chat = path.endswith("/chat/completions")
+    text = "".join(pieces)
+    part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    usage = {"prompt_tokens": 1, "completion_tokens": len(pieces), "total_tokens": 1 + len(pieces)}
+    kind = "chat.completion" if chat else "text_completion"
+    choices = [{"index": 0, **part, "finish_reason": "stop"}]
+    return _json({"id": id, "object": kind, "created": 0, "model": model, "choices": choices, "usage": usage})
+
+
+def _vector(text: str) -> list[float]:
+    """Four numbers that depend on every byte of `text`."""
+    data = text.encode()
+    return [sum(data[part::4]) / 255 for part in range(4)]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+# The program
+
+
+class FakeWorker:
+    """One run of this program."""
+
+    def __init__(self, command: contract.Command, tied: leash.Leash, wrong: Behaviour, raw: int):
+        """`raw`: descriptor of the event pipe, for noise."""
+        self.command = command
+        self.tied = tied
+        self.wrong = wrong
+        self.raw = raw
+        self.steps = 0
+        self.running = 0
+        self.hanging = 0
+        self._ballast = b""
+
+    def note(self, line: str) -> None:
+        if self.wrong.journal:
+            journal = os.open(self.wrong.journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.write(journal, line.encode() + b"\n")
+            os.close(journal)
+
+    def begin(self) -> None:
+        """What every verb does first."""
+        wrong = self.wrong
+        self.note(f"started {os.getpid()}")
+        if wrong.environ_file:
+            Path(wrong.environ_file).write_text(json.dumps(dict(os.environ)))
+        if wrong.argv_file:
+            Path(wrong.argv_file).write_text(json.dumps(sys.argv))
+        if wrong.ignore_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if wrong.grandchild:
+            self._start_grandchild()
+        for number in range(wrong.flood):
+            print(f"fake: line {number}", file=sys.stderr)
+        if wrong.last_words:
+            print(wrong.last_words, file=sys.stderr, flush=True)
+        if wrong.noise:
+            self._make_noise()
+        if wrong.die_at_start is not None:
+            if wrong.message:
+                self.tied.say(contract.Failed(message=wrong.message))
+            die(wrong.die_at_start)
+        if wrong.deaf:
+            sleep_for_ever()
+
+    def _start_grandchild(self) -> None:
+        code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code],
+            stdout=subprocess.PIPE,
+            start_new_session=self.wrong.grandchild == "session",
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        self.note(f"grandchild {child.pid}")
+
+    def _make_noise(self) -> None:
+        foreign = contract.Ready(address="unix:/somewhere/else.sock", measured={})
+        lines = (b"Loading checkpoint shards: 100%", b'{"event":"unheard_of"}', b"\xff\xfe", b"[1,2]", b"null")
+        for line in (*lines, b"x" * LONG_LINE, contract.encode(foreign).strip()):
+            self._write_raw(line + b"\n")
+
+    def _write_raw(self, data: bytes) -> None:
+        os.set_blocking(self.raw, True)
+        while data:
+            data = data[os.write(self.raw, data) :]
+        os.set_blocking(self.raw, self.tied.leashed is False)
+
+    def load(self) -> None:
+        """Returns once there is nothing more to load, if ever."""
+        wrong = self.wrong
+        total = max(1, wrong.load_steps)
+        for step in range(wrong.load_steps):
+            self.tied.say(contract.Progress(stage="weights", done=step, total=total))
+            time.sleep(wrong.load_interval)
+        while wrong.stuck_progress:
+            self.tied.say(contract.Progress(stage="weights", done=0, total=total))
+            time.sleep(wrong.load_interval)
+        self._ballast = b"\1" * (wrong.allocate_mib * MIB)
+        while wrong.hold_load and not os.path.exists(wrong.hold_load):
+            time.sleep(0.005)
+
+    def measured(self) -> dict[str, int]:
+        """Bytes by device name, as it claims."""
+        assert isinstance(self.command, contract.Serve)
+        if self.wrong.measured:
+            return self.wrong.measured
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        reserved = json.loads(self.command.reserved or "{}")
+        return {name: resident if name == "cpu" else reserved.get(name, 0) for name in self.command.devices}
+
+    # Verbs
+
+    def download(self, command: contract.Download) -> None:
+        wrong = self.wrong
+        self.load()
+        folder = wrong.snapshot
+        if not folder:
+            name = (command.repo or command.demo).replace("/", "--")
+            folder = str(Path(command.cache or command.target or os.environ.get("TMPDIR", "/tmp")) / name)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self.tied.say(contract.Downloaded(snapshot=folder))
+
+    def estimate(self, command: contract.Estimate) -> None:
+        self.load()
+        zeros = [0] * len(command.devices)
+        default = {"weights": [64 * MIB for _ in zeros], "context": zeros, "compute": zeros, "runtime": zeros}
+        self.tied.say(contract.Estimated(**(default | self.wrong.estimated)))
+
+    async def serve(self, command: contract.Serve) -> None:
+        """Returns once it is told to stop."""
+        self.load()
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        if not self.wrong.ignore_sigterm:
+            loop.add_signal_handler(signal.SIGTERM, stop.set)
+        address, server = await self._listen(command)
+        ready = contract.Ready(
+            address=address, measured=self.measured(), capabilities=["chat", "completion", "embedding"], n_ctx=8192
+        )
+        self.note("ready")
+        self.tied.say(ready)
+        if self.wrong.noise:
+            self.tied.say(dataclasses.replace(ready, n_ctx=1))
+        if self.wrong.die_after_ready is not None:
+            die(self.wrong.die_after_ready)
+        if self.wrong.freezes:
+            loop.call_later(0.05, os.kill, os.getpid(), signal.SIGSTOP)
+        pulse = asyncio.create_task(self._pulse())
+        await stop.wait()
+        pulse.cancel()
+        server.close()
+        await asyncio.sleep(self.wrong.stop_seconds)
+        self.note("stopped")
+
+    async def _listen(self, command: contract.Serve) -> tuple[str, asyncio.Server]:
+        kind, _, where = command.listen.partition(":")
+        if kind == "unix":
+            path = where + ".not" if self.wrong.wrong_address else where
+            return command.listen, await asyncio.start_unix_server(self._connection, path)
+        host, _, port = where.rpartition(":")
+        server = await asyncio.start_server(self._connection, host, int(port))
+        return f"tcp:{host}:{server.sockets[0].getsockname()[1]}", server
+
+    async def _pulse(self) -> None:
+        while not self.wrong.silent:
+            if not self.hanging:
+                self.steps += self.running
+            pulse = contract.Pulse(steps=self.steps, running=self.running, waiting=0, measured=self.measured())
+            self.tied.say(pulse)
+            await asyncio.sleep(self.wrong.pulse_interval)
+
+    # HTTP
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self._request(reader, writer):
+                pass
+        writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Read one request and answer it; False if the connection is over."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, target, _ = head[0].split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        path = target.partition("?")[0]
+        if self.tied.token and headers.get("authorization") != f"Bearer {self.tied.token}":
+            _send(writer, 401, b'{"error":{"code":401,"reason":"invalid_api_key"}}')
+            return True
+        if method == "GET":
+            self._get(writer, path)
+            return True
+        return await self._post(reader, writer, path, body, headers)
+
+    def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
+        if path == "/health":
+            _send(writer, self.wrong.health, b'{"status":"ok"}')
+        elif path == "/fake/environ":
+            _send(writer, 200, _json(dict(os.environ)))
+        else:
+            _send(writer, 404, b'{"error":{"code":404,"reason":"not_found"}}')
+
+    async def _post(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+    ) -> bool:
+        request = json.loads(body)
+        told = request.get("fake", {})
+        mine = {part.name: getattr(self.wrong, part.name) for part in dataclasses.fields(Answer)}
+        id = headers.get("x-request-id", "unnamed")
+        self.note(f"request {id} {path}")
+        self.running += 1
+        work = asyncio.ensure_future(self._answer(writer, path, request, Answer(**(mine | told)), id))
+        gone = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            complete = work.done() and work.exception() is None
+        finally:
+            self.running -= 1
+            work.cancel()
+            gone.cancel()
+            await asyncio.wait({work, gone})
+        self.note(f"{'done' if complete else 'cancelled'} {id}")
+        outcome = "ok" if complete else "cancelled"
+        self.tied.say(contract.Request(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
+        return complete
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, path: str, request: Mapping[str, Any], how: Answer, id: str
+    ) -> None:
+        while how.hold and not os.path.exists(how.hold):  # noqa: ASYNC110, ASYNC240  (a test says when)
+            await asyncio.sleep(0.005)
+        if how.garbage:
+            writer.write(b"SMTP 220 not the protocol that you expect\r\n\r\n")
+            raise ConnectionError
+        if how.status != 200:
+            _send(
+                writer, how.status, _json({"error": {"code": how.status, "message": "as told", "reason": "internal"}})
+            )
+        elif request.get("stream"):
+            await self._stream(writer, stream_frames(path, request, model=self._name, id=id), how)
+        else:
+            for piece in range(len(answer_pieces(request))):
+                await self._step(piece, how)
+            _send(writer, 200, whole_answer(path, request, model=self._name, id=id))
+        await writer.drain()
+
+    async def _stream(self, writer: asyncio.StreamWriter, frames: list[bytes], how: Answer) -> None:
+        if how.die_after == 0:
+            die(how.die_code)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        for piece, frame in enumerate(frames):
+            await self._step(piece, how)
+            writer.write(_chunk(frame))
+            await writer.drain()
+        writer.write(_chunk(DONE) + b"0\r\n\r\n")
+
+    async def _step(self, piece: int, how: Answer) -> None:
+        """What comes before one piece: time passes, or the end."""
+        if piece == how.die_after:
+            die(how.die_code)
+        if piece == how.hang_after:
+            self.hanging += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.hanging -= 1
+        await asyncio.sleep(how.delay)
+        self.steps += 1
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.command, "name", "")
+
+
+def _send(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+    head = f"HTTP/1.1 {status} Fake\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def die(code: int) -> None:
+    """At once, with nothing cleaned up; a code below 0 is a signal."""
+    if code >= 0:
+        os._exit(code)
+    os.kill(os.getpid(), -code)
+    sleep_for_ever()
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def main(argv: list[str]) -> None:
+    command = contract.from_argv(argv)
+    raw = os.dup(1)
+    tied = leash.take(leashed=command.leashed, spawner=command.spawner)
+    worker = FakeWorker(command, tied, behaviour(command, os.environ), raw)
+    worker.begin()
+    if isinstance(command, contract.Download):
+        worker.download(command)
+    elif isinstance(command, contract.Estimate):
+        worker.estimate(command)
+    else:
+        asyncio.run(worker.serve(command))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
