@@ -23,7 +23,7 @@ RUNTIME_HOST = 420 * MIB
 """Resident bytes of a worker process on main memory, its imports done and no model loaded."""
 
 RUNTIME_DEVICE = 512 * MIB
-"""Device context, libraries and workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
+"""Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
 
 RUNTIME_DEVICE_HOST = 1536 * MIB
 """Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries, pinned buffers. A guess."""
@@ -74,10 +74,13 @@ class Checkpoint:
     hidden: int = 0
     heads: int = 0
     kv_heads: int = 0
+    """Heads of keys and values in the cache; 1 with multi-head latent attention, which caches one compressed row."""
     head_dim: int = 0
-    """Elements of one head's key; the config's when given, else hidden / heads."""
+    """Elements of one head's key in the cache; the config's when given, else hidden / heads."""
     value_dim: int = 0
-    """Elements of one head's value; differs from `head_dim` with multi-head latent attention."""
+    """Elements of one head's value in the cache; the rotary part of the key with multi-head latent attention."""
+    expanded: int = 0
+    """Elements of keys and values of one token as attention reads them, of all query heads."""
     intermediate: int = 0
     """Width of the MLP; of all experts that one token visits together."""
     vocab_size: int = 0
@@ -89,6 +92,8 @@ class Checkpoint:
     """Layers that keep a state of constant size in place of keys and values (state-space, linear attention)."""
     state_elements: int = 0
     """Elements of that state, of one layer for one sequence."""
+    cross_attention: bool = False
+    """An encoder's output is cached as well, for each layer of the decoder."""
     tied: bool = False
     """The output head is the input embedding."""
     dtype: str = ""
@@ -104,8 +109,8 @@ class Checkpoint:
     capabilities: tuple[str, ...] = ()
     """Of chat, completion, embedding, as far as the files tell."""
     chat_template: bool = False
-    vocab_type: str = ""
-    """Of bpe, wpm, spm, ugm, char, as far as the files tell."""
+    vocab_type: int = 0
+    """As llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams."""
 
 
 @dataclass(frozen=True, slots=True)

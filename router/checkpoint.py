@@ -1,0 +1,406 @@
+"""Reads what a snapshot's memory depends on: config.json and the headers of its safetensors files.
+
+Milliseconds, no torch, no weights: a safetensors file begins with 8 bytes of length and a JSON table of its tensors
+(https://github.com/huggingface/safetensors, "Format"). A file whose size is not what its table says is an error here,
+before anybody is evicted for it.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from router.estimate import Checkpoint, Tally, UnknownCheckpoint
+
+MAX_HEADER = 100 << 20
+"""Bytes; the format's own bound."""
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_BITS = {"64": 64, "32": 32, "16": 16, "8": 8, "8_E4M3": 8, "8_E5M2": 8, "8_E8M0": 8, "OOL": 8}
+
+_EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|^shared)\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_BUFFER = re.compile(r"(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
+"""Stored by old versions; models of today make them again, or need them no more."""
+
+_STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv")
+_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet", "xmod"}
+"""Their first position has the number of the padding token plus one, so two of the table's rows are never used."""
+
+_Tensor = tuple[str, tuple[int, ...], int]
+"""Stored dtype, shape, bytes."""
+
+
+def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Checkpoint:
+    """The facts of the snapshot in `folder`; may block on the disk.
+
+    `override`: JSON object that is merged into config.json. Without `needs_weights` (random ones will do) a folder
+    without safetensors files counts those that the config implies. Raises UnknownCheckpoint.
+    """
+    config = _config(folder, override)
+    files = _weight_files(folder)
+    if not files and needs_weights:
+        raise UnknownCheckpoint(_no_weights(folder))
+    tensors: dict[str, _Tensor] = {}
+    for file in files:
+        tensors.update(header(file))
+    identity = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in files:
+        identity.update(f"\n{file.name} {file.stat().st_size}".encode())
+    return _assemble(
+        folder, config, tensors, file_bytes=sum(file.stat().st_size for file in files), identity=identity.hexdigest()
+    )
+
+
+def header(file: Path) -> dict[str, _Tensor]:
+    """The tensors of one safetensors file, by name. Raises UnknownCheckpoint if the file is damaged or incomplete."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER, size - 8):
+                raise UnknownCheckpoint(f"{file} is no complete safetensors file ({size} bytes); fetch it again")
+            table = json.loads(opened.read(length))
+        tensors = {name: _tensor(entry) for name, entry in table.items() if name != "__metadata__"}
+        end = 8 + length + max((table[name]["data_offsets"][1] for name in tensors), default=0)
+    except OSError as error:
+        raise UnknownCheckpoint(f"{file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise UnknownCheckpoint(f"{file} has no valid safetensors header ({error}); fetch it again") from None
+    if end != size:
+        raise UnknownCheckpoint(f"{file} has {size} bytes, but its header promises {end}; fetch it again")
+    return tensors
+
+
+def meta(checkpoint: Checkpoint, n_ctx: int) -> dict[str, Any]:
+    """The `meta` object of GET /models; `n_ctx`: tokens per request."""
+    return {
+        "vocab_type": checkpoint.vocab_type,
+        "n_vocab": checkpoint.vocab_size,
+        "n_ctx": n_ctx,
+        "n_ctx_train": checkpoint.max_positions,
+        "n_embd": checkpoint.hidden,
+        "n_params": checkpoint.params,
+        "size": sum(tally.bytes for tally in checkpoint.tensors.values()),
+        "ftype": checkpoint.quantization or checkpoint.dtype,
+    }
+
+
+def modalities(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The `architecture` object of GET /models: what a worker takes and gives, text whatever else the model could."""
+    del checkpoint
+    return {"input_modalities": ["text"], "output_modalities": ["text"]}
+
+
+def _tensor(entry: Mapping[str, Any]) -> _Tensor:
+    dtype, shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
+    begin, end = entry["data_offsets"]
+    bits = _BITS.get(dtype[1:])
+    if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
+        raise ValueError(f"a tensor of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
+    return _DTYPES.get(dtype, dtype.lower()), shape, end - begin
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty if there is no such file. Raises UnknownCheckpoint if it is no JSON object."""
+    try:
+        body = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UnknownCheckpoint(f"{file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UnknownCheckpoint(f"{file} is no valid JSON ({error}); fetch it again") from None
+    if not isinstance(body, dict):
+        raise UnknownCheckpoint(f"{file} holds no JSON object; fetch it again")
+    return body
+
+
+def _config(folder: Path, override: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise UnknownCheckpoint(f"{folder} is no folder; `model` names one with config.json and safetensors files")
+    config = _json(folder / "config.json")
+    if not config:
+        raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
+    try:
+        return config | (json.loads(override) if override else {})
+    except (ValueError, TypeError) as error:
+        raise UnknownCheckpoint(f"config-override is no JSON object ({error})") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model, in order; none if there are none."""
+    index = _json(folder / "model.safetensors.index.json")
+    if index:
+        shards = index.get("weight_map")
+        if not isinstance(shards, dict):
+            raise UnknownCheckpoint(f"{folder / 'model.safetensors.index.json'} has no weight_map; fetch it again")
+        files = [folder / str(name) for name in sorted(set(map(str, shards.values())))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
+        return files
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _no_weights(folder: Path) -> str:
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickled:
+        return f"{folder} has only pickled weights ({pickled[0]}), which are never opened; convert them to safetensors"
+    return f"{folder} has no safetensors files; fetch the snapshot again, or set load-format = dummy"
+
+
+def _assemble(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, _Tensor], *, file_bytes: int, identity: str
+) -> Checkpoint:
+    text = _text(config)
+    model_type = str(config.get("model_type", ""))
+    embedding = next((shape for name, (_, shape, _) in tensors.items() if _EMBEDDING.search(name)), (0, 0))
+    hidden = _first(text, "hidden_size", "n_embd", "d_model", "dim") or embedding[-1]
+    vocab = _first(text, "vocab_size") or embedding[0]
+    heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    layers = _first(text, "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    heads, kv_heads, head_dim, value_dim, expanded = _heads(text, model_type, hidden, heads, tensors)
+    states = _state_layers(text, layers)
+    method, bits = _quantization(config)
+    counted = {name: each for name, each in tensors.items() if not (_BUFFER.search(name) and len(each[1]) != 2)}
+    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", not _has_head(tensors))))
+    if tied and embedding != (0, 0):
+        counted = {name: each for name, each in counted.items() if not (_HEAD.search(name) and each[1] == embedding)}
+    dtype = _dtype(text, config, counted)
+    width = _intermediate(text, hidden)
+    if not tensors:
+        counted = _implied(dtype, layers, hidden, heads * head_dim, kv_heads * (head_dim + value_dim), width, vocab)
+    template = (folder / "chat_template.jinja").is_file() or bool(
+        _json(folder / "tokenizer_config.json").get("chat_template") or _json(folder / "chat_template.json")
+    )
+    return Checkpoint(
+        identity=identity,
+        model_type=model_type,
+        architectures=tuple(map(str, config.get("architectures") or ())),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        expanded=expanded,
+        intermediate=width,
+        vocab_size=vocab,
+        max_positions=_positions(text, model_type),
+        windows=_windows(text, model_type, layers),
+        state_layers=states,
+        state_elements=_state_elements(text, hidden) if states else 0,
+        cross_attention=bool(config.get("is_encoder_decoder")),
+        tied=tied,
+        dtype=dtype,
+        tensors=_tallies(counted.values()),
+        params=sum(
+            math.prod(shape) * (_packing(stored, bits) if method else 1) for stored, shape, _ in counted.values()
+        ),
+        file_bytes=file_bytes,
+        quantization=method,
+        capabilities=_capabilities(folder, config, template),
+        chat_template=template,
+        vocab_type=_vocab_type(folder),
+    )
+
+
+# What config.json says, in the words of its many families.
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the language model; a model of several parts nests it."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        nested = config.get(key)
+        if isinstance(nested, dict):
+            return _text({**config, key: None, **nested})
+    return config
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these keys that holds a positive number, or the largest of a list by layer; 0 if none does."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, list):
+            value = max((each for each in value if isinstance(each, int)), default=0)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            return int(value)
+    return 0
+
+
+def _heads(
+    config: Mapping[str, Any], model_type: str, hidden: int, heads: int, tensors: Mapping[str, _Tensor]
+) -> tuple[int, int, int, int, int]:
+    """Query heads, key-value heads, elements of one head's key and value in the cache, and elements of all keys and
+    values of one token as attention reads them. Where the config is silent, the projections' own shapes speak.
+    """
+    keys, queries = _rows(tensors, ".k_proj.weight"), _rows(tensors, ".q_proj.weight")
+    head_dim = _first(config, "head_dim", "d_kv", "kv_channels") or (hidden // heads if heads else keys)
+    heads = heads or (queries // head_dim if head_dim else 0)
+    rank, rope = _first(config, "kv_lora_rank"), _first(config, "qk_rope_head_dim")
+    if rank and rope:  # multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row, one rotary key
+        value_dim = _first(config, "v_head_dim") or head_dim
+        return heads, 1, rank, rope, heads * (_first(config, "qk_nope_head_dim") + rope + value_dim)
+    nested = config.get("attn_config")  # MPT
+    kv_heads = _first(config, "num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads") or (
+        _first(nested, "kv_n_heads") if isinstance(nested, dict) else 0
+    )
+    is_old_falcon = model_type == "falcon" and not config.get("new_decoder_architecture")
+    if is_old_falcon or model_type == "gpt_bigcode":
+        kv_heads = 1 if config.get("multi_query", True) else heads
+    kv_heads = kv_heads or (-(-keys // head_dim) if head_dim else 0) or heads
+    return heads, kv_heads, head_dim, head_dim, 2 * heads * head_dim
+
+
+def _rows(tensors: Mapping[str, _Tensor], ending: str) -> int:
+    """Rows of the language model's first tensor with such a name; 0 without one."""
+    for name, (_, shape, _) in tensors.items():
+        if name.endswith(ending) and shape and not any(word in name for word in ("vision", "visual", "audio")):
+            return shape[0]
+    return 0
+
+
+def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
+    """Width of the MLP that one token passes through; with experts, of those that it visits."""
+    dense = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size") or 4 * hidden
+    chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+    expert = _first(config, "moe_intermediate_size") or dense
+    shared = _first(config, "shared_expert_intermediate_size") or expert * _first(config, "n_shared_experts")
+    return max(dense, chosen * expert + shared)
+
+
+def _positions(config: Mapping[str, Any], model_type: str) -> int:
+    most = _first(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+    return most - 2 if model_type in _OFFSET_POSITIONS and most > 2 else most
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+
+
+def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int, ...]:
+    """By layer: tokens that it looks back at; 0: all."""
+    window = _first(config, "sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return (0,) * layers
+    if kinds := _layer_kinds(config):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if model_type == "gemma2":
+        return tuple(0 if layer % 2 else window for layer in range(layers))
+    if pattern := _first(config, "sliding_window_pattern"):
+        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
+    first = _first(config, "max_window_layers") if config.get("use_sliding_window") else 0
+    return tuple(window if layer >= first else 0 for layer in range(layers))
+
+
+def _state_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Layers that keep a state of constant size instead of keys and values."""
+    if kinds := _layer_kinds(config):
+        return sum(any(word in kind for word in _STATE_KINDS) for kind in kinds)
+    if _first(config, "attn_layer_period"):  # Jamba
+        period, offset = _first(config, "attn_layer_period"), _first(config, "attn_layer_offset")
+        return layers - sum(layer % period == offset for layer in range(layers))
+    if isinstance(config.get("attn_layer_indices"), list):  # Bamba
+        return layers - len(config["attn_layer_indices"])
+    if _first(config, "full_attention_interval"):  # Qwen3-Next
+        return layers - layers // _first(config, "full_attention_interval")
+    is_pure = "state_size" in config and not _first(config, "num_attention_heads")  # Mamba
+    return layers if is_pure else 0
+
+
+def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
+    """Elements of the state of one layer for one sequence: the recurrence's and the short convolution's."""
+    kernel = _first(config, "conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache") or 4
+    if values := _first(config, "linear_num_value_heads"):
+        key, value = _first(config, "linear_key_head_dim"), _first(config, "linear_value_head_dim")
+        keys = _first(config, "linear_num_key_heads")
+        return values * key * value + (2 * keys * key + values * value) * kernel
+    state = _first(config, "state_size", "mamba_d_state", "ssm_state_size") or 16
+    inner = _first(config, "mamba_intermediate") or hidden * (_first(config, "expand", "mamba_expand") or 2)
+    groups = _first(config, "n_groups", "mamba_n_groups") or 1
+    return inner * state + (inner + 2 * groups * state) * kernel
+
+
+def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
+    """The stated method and its bits; "" and 0 without one."""
+    said = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(said, dict) or not said:
+        return "", 0
+    method = str(said.get("quant_method") or "unknown")
+    if method == "bitsandbytes":
+        method = "bnb-4bit" if said.get("load_in_4bit") else "bnb-8bit"
+    return method, _first(said, "bits", "w_bit") or (4 if method in ("bnb-4bit", "gptq", "awq", "mxfp4") else 8)
+
+
+def _packing(dtype: str, bits: int) -> int:
+    """Parameters in one stored element of a quantised checkpoint."""
+    stored = {"int32": 32, "uint32": 32, "uint8": 8, "int8": 8}.get(dtype, 0)
+    return max(1, stored // bits) if stored and bits else 1
+
+
+def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> str:
+    """The config's dtype, else the floating-point dtype of most stored bytes."""
+    for source in (text, config):
+        said = source.get("dtype") or source.get("torch_dtype")
+        if isinstance(said, str):
+            return said.removeprefix("torch.")
+    tallies = {name: tally for name, tally in _tallies(tensors.values()).items() if "float" in name}
+    return max(tallies, key=lambda name: tallies[name].bytes, default="float32")
+
+
+def _has_head(tensors: Mapping[str, _Tensor]) -> bool:
+    return any(_HEAD.search(name) for name in tensors)
+
+
+def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:
+    totals: dict[str, Tally] = {}
+    for dtype, shape, size in tensors:
+        before = totals.get(dtype, Tally())
+        totals[dtype] = Tally(before.elements + math.prod(shape), before.bytes + size)
+    return totals
+
+
+def _implied(
+    dtype: str, layers: int, hidden: int, queries: int, kv: int, intermediate: int, vocab: int
+) -> dict[str, _Tensor]:
+    """One tensor of as many elements as a gated decoder of these sizes has, its head not tied; rounds up."""
+    layer = hidden * (2 * queries + kv + 3 * intermediate) + 4 * hidden + queries + kv + 2 * intermediate
+    elements = layers * layer + 2 * vocab * hidden + 2 * hidden
+    size = {"float32": 4, "float64": 8}.get(dtype, 2)
+    return {"implied": (dtype, (elements,), elements * size)}
+
+
+def _capabilities(folder: Path, config: Mapping[str, Any], template: bool) -> tuple[str, ...]:
+    """What the model is for: an embedder has the layout of sentence-transformers, or no head for language."""
+    classes: Sequence[Any] = config.get("architectures") or ()
+    generates = any(str(each).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for each in classes)
+    if (folder / "modules.json").is_file() or not generates:
+        return ("embedding",)
+    return ("chat", "completion") if template else ("completion",)
+
+
+def _vocab_type(folder: Path) -> int:
+    """As llama.cpp numbers kinds of vocabulary: 0 none, 1 byte pairs with a fall-back to bytes (SentencePiece),
+    2 byte pairs, 3 word pieces, 4 unigrams. Only the beginning of tokenizer.json is read.
+    """
+    try:
+        with (folder / "tokenizer.json").open("rb") as file:
+            text = file.read(4 << 20)
+    except OSError:
+        return 1 if (folder / "tokenizer.model").is_file() else 2 if (folder / "merges.txt").is_file() else 0
+    kind = re.search(rb'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"(?:[^{]*?"byte_fallback"\s*:\s*(true))?', text)
+    if kind is None:
+        return 0
+    if kind[1] == b"BPE":
+        return 1 if kind[2] else 2
+    return {b"WordPiece": 3, b"Unigram": 4}.get(kind[1], 0)
