@@ -147,6 +147,21 @@ def exact(said: contract.Estimated, preset: Preset) -> Estimate:
     return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, said.host, "exact")
 
 
+def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
+    """`about` with its segments made to sum to what was measured: `shards` and `host`, in bytes.
+
+    Weights and context are known best, so the difference shows as compute and runtime.
+    """
+    weights = tuple(map(min, about.weights, shards))
+    context = tuple(map(min, about.context, _minus(shards, weights)))
+    compute = tuple(map(min, about.compute, _minus(shards, weights, context)))
+    return Estimate(weights, context, compute, _minus(shards, weights, context, compute), host, "learned")
+
+
+def _minus(wholes: tuple[int, ...], *parts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(whole - sum(each) for whole, *each in zip(wholes, *parts, strict=True))
+
+
 def effective_ctx(facts: Checkpoint, preset: Preset) -> int:
     """Tokens per request that a worker of `preset` is started with.
 

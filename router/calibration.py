@@ -1,0 +1,240 @@
+"""What loads really cost: learned, kept on disk, shared by all routers of a state folder.
+
+One JSON file, replaced as a whole under a lock, so that no reader ever sees half of one and no writer undoes another.
+A record that cannot be kept costs an estimate, never a model: damage and a full disk are warnings.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from router.estimate import Checkpoint, Estimate, effective_ctx, learned
+from router.presets import Preset
+
+DECAY = 0.25
+"""Of the way down that a learned figure goes with each measurement below it. Upwards it goes at once."""
+RAISE = 1.15
+"""What a figure is multiplied with after its worker ran out of memory."""
+MOST_RECORDS = 1000
+"""Of each kind; those not written for longest are forgotten."""
+MOST_SECONDS = 5
+"""Load times remembered of one model."""
+
+_VERSION = 1
+_Kind = Literal["learned", "exact", "seconds"]
+_log = logging.getLogger(__name__)
+
+
+def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str]) -> str:
+    """What a measurement holds for: this snapshot, these load settings, these kinds of device (names as the driver
+    gives them, by shard) and the installed versions of what computes.
+    """
+    settings = (
+        effective_ctx(checkpoint, preset), preset.parallel, preset.prefill_chunk, preset.dtype, preset.quantization,
+        preset.attention, preset.threads, preset.load_format, preset.task, preset.engine, preset.python,
+        sorted(preset.env.items()), [version(name) for name in ("torch", "transformers", "fleet-router")],
+    )  # fmt: skip
+    words = json.dumps([checkpoint.identity, settings, list(devices)])
+    return hashlib.sha256(words.encode()).hexdigest()[:32]
+
+
+def version(distribution: str) -> str:
+    """Of an installed distribution, without importing it; "" if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+class Calibration:
+    """The records of one file. Methods that write block for a few milliseconds; all may be called from any thread."""
+
+    def __init__(self, path: Path):
+        """`path`: the file; it and its folder are made with the first record."""
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._records: dict[str, dict[str, Any]] = _empty()
+        self._mine = threading.Lock()
+        self._refresh()
+
+    def learned(self, key: str) -> Estimate | None:
+        """What loads of `key` occupied, source `learned`; None if there was none yet."""
+        return _to_estimate(self._get("learned", key), "learned")
+
+    def record(self, key: str, estimate: Estimate, shards: Sequence[int], host: int = 0) -> Estimate:
+        """A worker of `key`, started on `estimate`, has peaked at these bytes by shard, and on main memory beside.
+
+        Record what has seen its largest step (a warm-up of full size, or the first long prompt), not a fresh load.
+        Returns what is now learned: at least the measurement, and above it what is left of higher ones.
+        """
+
+        def merge(before: Estimate | None) -> Estimate:
+            if before is None or len(before.shards) != len(shards):
+                return learned(estimate, tuple(shards), host)
+            kept = tuple(map(_decayed, before.shards, shards))
+            return learned(estimate, kept, _decayed(before.host, host))
+
+        return self._learn(key, merge)
+
+    def raise_(self, key: str, estimate: Estimate, memory: Literal["device", "host"]) -> Estimate:
+        """A worker of `key`, started on `estimate`, ran out of the memory of its device, or of the host.
+
+        Returns what is now learned: 15 % more than it had there.
+        """
+
+        def merge(before: Estimate | None) -> Estimate:
+            least = before if before and len(before.shards) == len(estimate.shards) else estimate
+            is_beside = memory == "host" and estimate.host > 0
+            growth = (1.0, RAISE) if is_beside else (RAISE, 1.0)
+            shards = tuple(round(max(each) * growth[0]) for each in zip(least.shards, estimate.shards, strict=True))
+            return learned(estimate, shards, round(max(least.host, estimate.host) * growth[1]))
+
+        return self._learn(key, merge)
+
+    def exact(self, key: str) -> Estimate | None:
+        """The exact estimate of `key` from before, source `exact`; None if there is none."""
+        return _to_estimate(self._get("exact", key), "exact")
+
+    def store_exact(self, key: str, estimate: Estimate) -> None:
+        """Keep what `worker estimate` said of `key`."""
+        self._change("exact", key, lambda before: asdict(estimate))
+
+    def load_seconds(self, key: str) -> float | None:
+        """Median of the last loads of `key`, from spawn to ready; None if there was none yet."""
+        seconds = _to_seconds(self._get("seconds", key))
+        return statistics.median(seconds) if seconds else None
+
+    def record_load(self, key: str, seconds: float) -> None:
+        """One load of `key` took so long from spawn to ready."""
+        self._change("seconds", key, lambda before: [*_to_seconds(before), seconds][-MOST_SECONDS:])
+
+    def _learn(self, key: str, merge: Callable[[Estimate | None], Estimate]) -> Estimate:
+        after: list[Estimate] = []
+
+        def change(before: Any) -> Any:
+            after.append(merge(_to_estimate(before, "learned")))
+            return asdict(after[-1])
+
+        self._change("learned", key, change)
+        return after[-1]
+
+    def _get(self, kind: _Kind, key: str) -> Any:
+        self._refresh()
+        return self._records[kind].get(key)
+
+    def _change(self, kind: _Kind, key: str, change: Callable[[Any], Any]) -> None:
+        """Read, change and replace the file while no other router does; without a disk, change what we know."""
+        with self._mine, contextlib.ExitStack() as stack:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(self._path.with_suffix(".lock").open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._refresh()
+            except OSError as error:
+                self._complain(error)
+                self._apply(kind, key, change)
+                return
+            self._apply(kind, key, change)
+            try:
+                self._write()
+            except OSError as error:
+                self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        _log.warning("estimates cannot be kept in %s (%s); they last until this router ends", self._path, error)
+
+    def _apply(self, kind: _Kind, key: str, change: Callable[[Any], Any]) -> None:
+        records = dict(self._records[kind])
+        value = change(records.pop(key, None))  # taken out, so that it goes to the end: the newest
+        records[key] = value
+        kept = list(records.items())[-MOST_RECORDS:]
+        self._records = {**self._records, kind: dict(kept)}
+
+    def _write(self) -> None:
+        body = json.dumps({"version": _VERSION, **self._records})
+        descriptor, draft = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name, suffix=".draft")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self._path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+        self._stamp = _stamp(self._path)
+
+    def _refresh(self) -> None:
+        """Take in what another router wrote."""
+        stamp = _stamp(self._path)
+        if stamp is None or stamp == self._stamp:
+            return
+        try:
+            self._records = _parse(self._path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
+            self._records = _empty()
+        self._stamp = stamp
+
+
+def _empty() -> dict[str, dict[str, Any]]:
+    return {"learned": {}, "exact": {}, "seconds": {}}
+
+
+def _parse(text: bytes) -> dict[str, dict[str, Any]]:
+    """Raises ValueError if this is no file of ours."""
+    body = json.loads(text)
+    if not isinstance(body, dict) or body.get("version") != _VERSION:
+        raise ValueError("not a file of this version")
+    records = _empty()
+    for kind in records:
+        if not isinstance(body.get(kind), dict):
+            raise ValueError(f"{kind} is missing")
+        records[kind] = body[kind]
+    return records
+
+
+def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate | None:
+    """The estimate in a record; None if it is not one, as of a file that somebody edited."""
+    if not isinstance(record, Mapping):
+        return None
+    segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
+    host = record.get("host")
+    if not isinstance(host, int) or not all(_is_sizes(segment) for segment in segments):
+        return None
+    weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
+    if not len(weights) == len(context) == len(compute) == len(runtime) > 0:
+        return None
+    return Estimate(weights, context, compute, runtime, host, source)
+
+
+def _is_sizes(segment: Any) -> bool:
+    return isinstance(segment, (list, tuple)) and all(isinstance(each, int) and each >= 0 for each in segment)
+
+
+def _to_seconds(record: Any) -> list[float]:
+    return [float(each) for each in record if isinstance(each, (int, float))] if isinstance(record, list) else []
+
+
+def _decayed(before: int, measured: int) -> int:
+    return max(measured, round(before + (measured - before) * DECAY))
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when the file is replaced; None without one."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns

@@ -1,0 +1,183 @@
+"""What loads really cost, kept for the next one."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from router.calibration import Calibration, key
+from router.estimate import Checkpoint, Estimate
+from router.presets import Preset
+
+GUESS = Estimate(weights=(100,), context=(50,), compute=(30,), runtime=(20,))
+SPLIT = Estimate(weights=(60, 60), context=(20, 20), compute=(10, 10), runtime=(10, 10), host=500)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "estimates.json"
+
+
+def test_nothing_is_learned_before_the_first_load(file: Path) -> None:
+    calibration = Calibration(file)
+    assert calibration.learned("a") is None
+    assert calibration.exact("a") is None
+    assert calibration.load_seconds("a") is None
+    assert not file.exists()
+
+
+def test_what_was_measured_is_learned_with_its_segments(file: Path) -> None:
+    calibration = Calibration(file)
+    calibration.record("a", GUESS, [190])
+    assert calibration.learned("a") == Estimate((100,), (50,), (30,), (10,), source="learned")
+    calibration.record("b", GUESS, [140])
+    assert calibration.learned("b") == Estimate((100,), (40,), (0,), (0,), source="learned")
+    assert Calibration(file).learned("a") == calibration.learned("a")
+
+
+def test_a_learned_figure_rises_at_once_and_falls_slowly(file: Path) -> None:
+    calibration = Calibration(file)
+    assert calibration.record("a", GUESS, [200]).shards == (200,)
+    assert calibration.record("a", GUESS, [240]).shards == (240,)
+    assert calibration.record("a", GUESS, [200]).shards == (230,)
+    for _ in range(30):
+        calibration.record("a", GUESS, [200])
+    learned = calibration.learned("a")
+    assert learned is not None
+    assert 200 <= learned.shards[0] <= 202
+
+
+def test_each_shard_and_the_host_learn_by_themselves(file: Path) -> None:
+    calibration = Calibration(file)
+    calibration.record("a", SPLIT, [110, 90], 600)
+    learned = calibration.record("a", SPLIT, [100, 95], 400)
+    assert learned.shards == (108, 95)
+    assert learned.host == 550
+
+
+def test_a_split_over_more_devices_does_not_mix_with_one_over_fewer(file: Path) -> None:
+    calibration = Calibration(file)
+    calibration.record("a", GUESS, [999])
+    assert calibration.record("a", SPLIT, [100, 100], 500).shards == (100, 100)
+
+
+def test_running_out_of_memory_raises_the_figure_and_keeps_it(file: Path) -> None:
+    calibration = Calibration(file)
+    assert calibration.raise_("a", GUESS, "device").shards == (230,)
+    again = calibration.raise_("a", GUESS, "device")
+    assert again.shards == (264,)
+    assert Calibration(file).learned("a") == again
+
+
+def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
+    calibration = Calibration(file)
+    by_device = calibration.raise_("a", SPLIT, "device")
+    by_host = calibration.raise_("b", SPLIT, "host")
+    on_host = calibration.raise_("c", GUESS, "host")
+    assert (by_device.shards, by_device.host) == ((115, 115), 500)
+    assert (by_host.shards, by_host.host) == ((100, 100), 575)
+    assert on_host.shards == (230,)  # its shard is main memory
+
+
+def test_an_exact_estimate_is_kept(file: Path) -> None:
+    Calibration(file).store_exact("a", SPLIT)
+    kept = Calibration(file).exact("a")
+    assert kept is not None
+    assert (kept.shards, kept.host, kept.source) == (SPLIT.shards, SPLIT.host, "exact")
+    assert Calibration(file).learned("a") is None
+
+
+def test_a_load_takes_as_long_as_the_last_ones_did(file: Path) -> None:
+    calibration = Calibration(file)
+    for seconds in (100.0, 1.0, 2.0, 9.0, 3.0, 4.0):
+        calibration.record_load("a", seconds)
+    assert calibration.load_seconds("a") == 3.0
+
+
+@pytest.mark.parametrize("damage", ['{"version": 1, "learned"', "[]", "{}", '{"version": 99}', "\x00\x00", "[" * 9999])
+def test_a_damaged_file_is_begun_anew_with_a_warning(file: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    file.parent.mkdir()
+    file.write_text(damage)
+    with caplog.at_level(logging.WARNING):
+        calibration = Calibration(file)
+    assert "learning begins anew" in caplog.text
+    calibration.record("a", GUESS, [190])
+    assert Calibration(file).learned("a") is not None
+
+
+def test_a_record_that_is_none_is_passed_over(file: Path) -> None:
+    Calibration(file).record("a", GUESS, [190])
+    body = json.loads(file.read_text())
+    good = body["learned"]["a"]
+    broken = [None, 3, {}, {**good, "weights": ["x"]}, {**good, "weights": [-1]}, {**good, "weights": [1, 2]}]
+    for record in broken:
+        file.write_text(json.dumps({**body, "learned": {"a": record}}))
+        assert Calibration(file).learned("a") is None
+
+
+def test_routers_of_one_folder_learn_from_each_other(file: Path) -> None:
+    one, other = Calibration(file), Calibration(file)
+    one.record("a", GUESS, [190])
+    other.record("b", GUESS, [210])
+    assert [calibration.learned(name) is not None for calibration in (one, other) for name in "ab"] == [True] * 4
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from router.calibration import Calibration
+from router.estimate import Estimate
+
+calibration = Calibration(Path(sys.argv[1]))
+for number in range(20):
+    calibration.record(f"{sys.argv[2]}{number}", Estimate((1,), (1,), (1,), (1,)), [4])
+"""
+
+
+def test_no_record_is_lost_when_routers_write_at_once(file: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(file), name], cwd=root) for name in "abc"]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert len(json.loads(file.read_text())["learned"]) == 60
+    assert [left.name for left in file.parent.iterdir() if left.suffix == ".draft"] == []
+
+
+def test_without_a_disk_learning_lasts_as_long_as_the_router(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    calibration = Calibration(tmp_path / "file" / "estimates.json")
+    with caplog.at_level(logging.WARNING):
+        calibration.raise_("a", GUESS, "device")
+    assert "cannot be kept" in caplog.text
+    learned = calibration.learned("a")
+    assert learned is not None
+    assert learned.shards == (230,)
+
+
+def test_what_was_not_used_for_longest_is_forgotten(file: Path) -> None:
+    file.parent.mkdir()
+    seconds = {str(number): [1.0] for number in range(1000)}
+    file.write_text(json.dumps({"version": 1, "learned": {}, "exact": {}, "seconds": seconds}))
+    calibration = Calibration(file)
+    calibration.record_load("new", 1.0)
+    assert calibration.load_seconds("0") is None
+    assert calibration.load_seconds("1") == 1.0
+    assert calibration.load_seconds("new") == 1.0
+
+
+def test_a_key_tells_apart_what_costs_differently_and_nothing_else() -> None:
+    facts = Checkpoint(identity="x", max_positions=4096)
+    preset = Preset(id="a", path="/somewhere")
+    same = Preset(id="b", path="/elsewhere", ctx_size=4096, priority=3, ttl=9.0, sampling={"temp": 1.0})
+    assert key(facts, preset, ["cpu"]) == key(facts, same, ["cpu"])
+    others = [
+        key(Checkpoint(identity="y", max_positions=4096), preset, ["cpu"]),
+        key(facts, Preset(id="a", ctx_size=2048), ["cpu"]),
+        key(facts, Preset(id="a", parallel=8), ["cpu"]),
+        key(facts, Preset(id="a", dtype="float32"), ["cpu"]),
+        key(facts, preset, ["NVIDIA H200"]),
+        key(facts, preset, ["NVIDIA H200", "NVIDIA H200"]),
+    ]
+    assert len({key(facts, preset, ["cpu"]), *others}) == 7
