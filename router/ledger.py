@@ -109,6 +109,100 @@ class Resident:
         return self.measured.get(device, self.reserved.get(device, 0))
 
 
+class _Row:
+    """One device with some of our workers on it and something promised to others."""
+
+    __slots__ = ("binds", "budget", "driver", "foreign", "ours", "promised", "top")
+
+    def __init__(self, *, top: int, budget: int | None, driver: int, foreign: int, binds: bool):
+        self.top = top
+        self.budget = budget
+        self.driver = driver
+        self.foreign = foreign
+        self.binds = binds
+        self.ours = 0
+        self.promised = 0
+
+    def copy(self) -> "_Row":
+        row = _Row(top=self.top, budget=self.budget, driver=self.driver, foreign=self.foreign, binds=self.binds)
+        row.ours, row.promised = self.ours, self.promised
+        return row
+
+    def free(self) -> int:
+        room = self.top - max(self.driver, self.foreign + self.ours) - self.promised
+        return room if self.budget is None else min(room, self.budget - self.ours - self.promised)
+
+
+class View:
+    """What would be free if some of our workers had left and others had come.
+
+        free = total - margin - max(driver - those who left, foreign + reserved of those who stay) - promised
+
+    and within the limit likewise, less what is foreign. A device that is not known is not looked at.
+    """
+
+    def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
+        """`residents`: everybody whose memory is in the devices' figures. Without `memory` only SLOTS can be short."""
+        self._rows = {
+            device.id: _Row(
+                top=device.total - device.margin,
+                budget=None if device.limit is None else device.limit - device.margin,
+                driver=device.used,
+                foreign=device.foreign,
+                binds=memory or device.id.index == SLOTS,
+            )
+            for device in devices
+        }
+        for resident in residents:
+            for id, reserved in resident.reserved.items():
+                if id in self._rows:
+                    self._rows[id].ours += reserved
+
+    def copy(self) -> "View":
+        """A view of its own that begins as this one stands."""
+        view = View((), ())
+        view._rows = {id: row.copy() for id, row in self._rows.items()}
+        return view
+
+    def leave(self, resident: Resident) -> None:
+        """As if it were gone."""
+        self._move(resident, -1)
+
+    def stay(self, resident: Resident) -> None:
+        """Takes `leave` back."""
+        self._move(resident, +1)
+
+    def promise(self, claim: Bytes) -> None:
+        """Give room away that neither driver nor reservations show yet."""
+        for id, needed in claim.items():
+            if id in self._rows:
+                self._rows[id].promised += needed
+
+    def free(self, id: DeviceId) -> int:
+        """Bytes for whoever comes next; negative where too much is in use already."""
+        return self._rows[id].free()
+
+    def used(self, id: DeviceId) -> int:
+        """Bytes that driver or ledger count, whichever is more; without what was promised."""
+        row = self._rows[id]
+        return max(row.driver, row.foreign + row.ours)
+
+    def short(self, claim: Bytes) -> list[DeviceId]:
+        """The devices on which `claim` does not fit."""
+        rows = self._rows
+        return [id for id, needed in claim.items() if id in rows and rows[id].binds and rows[id].free() < needed]
+
+    def keeps_its_promises(self) -> bool:
+        """Whether there is room for all that was promised."""
+        return all(row.free() >= 0 for row in self._rows.values() if row.promised and row.binds)
+
+    def _move(self, resident: Resident, sign: int) -> None:
+        for id in resident.reserved.keys() | resident.measured.keys():
+            if row := self._rows.get(id):
+                row.ours += sign * resident.reserved.get(id, 0)
+                row.driver += sign * resident.occupied(id)
+
+
 class Ledger:
     """Readings and residents to devices; remembers the last quiet value of each device's foreign memory."""
 

@@ -1,17 +1,43 @@
 """Who starts where, who leaves.
 
-Law: PURE.
+The queue is walked once: needs before luxuries, then by priority, then by arrival. Each demand starts if it fits beside
+all who are here and all who are coming; else it claims the place where it disturbs least, so that nobody behind takes
+it, and the victims leave together, once each may; else it waits without a claim. What no empty machine could hold is
+refused, and touches nobody.
+
+Who may leave, and when. Idle: at once; inside its turn after the linger. Busy: past its turn, when the demand has
+waited for the policy's patience. STARTING and awaited: not yet. Pinned: never. For a luxury: idle luxuries alone.
+
+The order of victims is one sort key: who may leave now before who may not yet (of these, whose turn and patience end
+first), idle before busy, luxuries before needs, lower priority, least recently used, cheaper to bring back. On one
+place they are taken in that order, skipping who is not in the way, until the claim fits on every device; then whoever
+is not needed after all is let off, beginning with the last. So of equals the least recently used leave, and none of
+them in vain. Among places, the one wins whose victims may all leave first, then fewest busy, lowest worth, fewest
+needs, oldest.
+
+Why the first in line gets its place: used or not, a worker may leave when both its turn and the patience of who waits
+are over. A claim is given up only for one whose victims may all leave now, or for one of which that moment is not
+later; and what is claimed takes no newcomers. So that moment never moves away. Law: PURE.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import inf
 from typing import Literal
 
-from router.ledger import Bytes, Device, DeviceId, Resident
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, View
 
 Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
 """Why a resident stays: never a victim; in use; its load is awaited; inside its turn; not on those devices; enough
 without it."""
+Cause = Literal["memory", "turn", "busy", "quiet", "stopping", "slots"]
+"""Why a demand waits.
+
+`turn`, `busy`: for victims inside their turn, or in use while patience is not over. `quiet`: for another load on the
+device. `stopping`: for memory of those who leave. `memory`, `slots`: there is too little, and nobody who could leave
+would change that, or those who will, leave for somebody ahead first, or the estimate is to be refined before.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +131,7 @@ class Refusal:
 class Wait:
     """Why a demand stays in line."""
 
-    cause: Literal["memory", "turn", "busy", "quiet", "stopping", "slots"]
-    """`memory`, `slots`: too little of it, and nobody who could leave would change that, or those who will, leave
-    for somebody ahead; `turn`, `busy`: victims are inside their turn, or in use and patience not over; `quiet`:
-    another load on the device; `stopping`: for memory of those who leave."""
+    cause: Cause
     on: tuple[int, ...] = ()
     """Residents in the way, by id."""
     shortage: Mapping[DeviceId, Shortage] = field(default_factory=dict)
@@ -138,8 +161,487 @@ class Plan:
     """The next moment at which time alone changes the answer."""
 
 
+MANY_DEVICES = 8
+"""Beyond, only aligned runs are looked at: 8 devices have at most 70 sets of one size, 16 have 12,870."""
+LINGER_SECONDS = (0.2, 2.0)
+"""Least and most that an idle worker inside its turn is kept, unless its preset says how long."""
+
+Place = tuple[DeviceId, ...]
+
+
 def plan(
     waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy
 ) -> Plan:
-    """Decide for everybody at once."""
-    raise NotImplementedError
+    """Decide for everybody at once. The order inside the arguments does not matter."""
+    walk = _Walk(residents, devices, now, policy)
+    walk.expire()
+    for demand in sorted(waiting, key=lambda demand: (demand.luxury, -demand.priority, demand.since, demand.id)):
+        walk.meet(demand)
+    walk.spare()
+    return walk.answer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A place that a demand could claim, and who would have to leave for it."""
+
+    place: Place
+    claim: Bytes
+    victims: tuple[Resident, ...] = ()
+
+
+class _Walk:
+    """One walk along the queue: what has been granted, claimed and decided so far.
+
+    here    everybody who occupies memory, and what was granted
+    soon    without those who leave or are told to; with the claims that need nobody else to leave
+    coming  without those claimed by a demand that must wait for them; with all claims
+    bare    without anybody who could be a victim; with all claims
+    """
+
+    def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
+        self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
+        self.now = now
+        self.policy = policy
+        residents = sorted(residents, key=lambda one: one.id)
+        self.staying = {one.id: one for one in residents if not one.leaving}
+        self.leaving = {one.id: one for one in residents if one.leaving}
+        self.claimed: dict[int, Resident] = {}
+        self.bounds: dict[int, float] = {}  # of the claimed: when at the latest they may leave
+
+        self.here = View(devices, residents, memory=policy.memory)
+        self.soon = self.here.copy()
+        for one in self.leaving.values():
+            self.soon.leave(one)
+        self.coming = self.soon.copy()
+        self.bare = self.soon.copy()
+        self.homes: dict[str, list[DeviceId]] = {}
+        for one in self.staying.values():
+            self.homes.setdefault(one.model, []).extend(_spots(one))
+            if not one.pinned:
+                self.bare.leave(one)
+        self.starting = [one for one in residents if one.starting]
+        self.loading = {id for one in self.starting for id in _spots(one)}
+        self.hushed = {id for one in self.starting if one.quiet for id in _spots(one)}
+
+        self.start: dict[int, Start] = {}
+        self.evict: dict[int, Eviction] = {}
+        self.refine: set[int] = set()
+        self.refuse: dict[int, Refusal] = {}
+        self.drop: set[int] = set()
+        self.waits: dict[int, Wait] = {}
+        self.moments: list[float] = []
+
+    # The story
+
+    def expire(self) -> None:
+        """Who idles past its time to live leaves."""
+        for one in list(self.staying.values()):
+            if one.busy or one.pinned or one.expires is None:
+                continue
+            if one.expires <= self.now:
+                self._send_away(one, Eviction(reason="idle", for_demand=None, idle=True))
+            else:
+                self.moments.append(one.expires)
+
+    def meet(self, demand: Demand) -> None:
+        """Decide for the next in line."""
+        groups = self._groups(demand)
+        if not any(self._could_hold(claim) for _, claim in self._places(demand, groups, self._capacity)):
+            self._decline(demand, groups)
+        elif offer := self._room(demand, groups):
+            self._grant(demand, offer)
+        elif offer := self._least_disturbing(demand, groups):
+            self._claim(demand, offer)
+        elif demand.luxury:
+            self.drop.add(demand.id)
+        else:
+            self._hold(demand, groups)
+
+    def spare(self) -> None:
+        """Let off who is not needed after all, because of others that leave in this plan.
+
+        Only while all of them are idle: nobody is to wait for a busy one's end so that an idle one may stay.
+        """
+        evicted = [self.leaving[id] for id, eviction in self.evict.items() if eviction.reason == "evicted"]
+        if any(one.busy for one in evicted):
+            return
+        for one in sorted(evicted, key=_worth, reverse=True):
+            self.soon.stay(one)
+            if self.soon.keeps_its_promises():
+                del self.evict[one.id]
+                self.waits = {id: _without(one.id, wait) for id, wait in self.waits.items()}
+            else:
+                self.soon.leave(one)
+
+    def answer(self) -> Plan:
+        return Plan(
+            start=self.start,
+            evict=self.evict,
+            refine=frozenset(self.refine),
+            refuse=self.refuse,
+            drop=frozenset(self.drop),
+            waits=self.waits,
+            look_again=min(self.moments, default=None),
+        )
+
+    # Places
+
+    def _groups(self, demand: Demand) -> list[list[DeviceId]]:
+        """The devices that it may take, by node."""
+        groups: dict[str, list[DeviceId]] = {}
+        for id in self.devices:
+            if id in demand.devices:
+                groups.setdefault(id.node, []).append(id)
+        return list(groups.values())
+
+    def _places(
+        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], room: Callable[[DeviceId], int]
+    ) -> Iterator[tuple[Place, Bytes]]:
+        """All sets of devices, the largest shard on the roomiest; with what it would reserve there."""
+        count = len(demand.shards)
+        for group in groups:
+            runs = (group[first : first + count] for first in range(0, len(group) - count + 1, count))
+            for devices in combinations(group, count) if len(group) <= MANY_DEVICES else runs:
+                place = _assign(demand.shards, devices, room)
+                yield place, self._share(demand, place)
+
+    def _share(self, demand: Demand, place: Place) -> Bytes:
+        claim = dict(zip(place, demand.shards, strict=True))
+        if demand.host:
+            host = DeviceId(place[0].node, HOST)
+            # With unified memory there is one pool, known by the accelerator's name.
+            home = host if host in self.devices else place[0]
+            claim[home] = claim.get(home, 0) + demand.host
+        claim[DeviceId(place[0].node, SLOTS)] = 1
+        return claim
+
+    def _capacity(self, id: DeviceId) -> int:
+        return self.devices[id].capacity
+
+    def _free(self, id: DeviceId) -> int:
+        return min(self.here.free(id), self.coming.free(id))
+
+    def _could_hold(self, claim: Bytes) -> bool:
+        return all(self._capacity(id) >= needed for id, needed in claim.items() if self._binds(id))
+
+    def _binds(self, id: DeviceId) -> bool:
+        return id in self.devices and (self.policy.memory or id.index == SLOTS)
+
+    def _copies(self, model: str, place: Place) -> int:
+        return sum(id in place for id in self.homes.get(model, ()))
+
+    def _is_noisy(self, demand: Demand, place: Place) -> bool:
+        """Whether it may not load there now: one of the loads there, or its own, needs quiet."""
+        return any(id in self.hushed or (demand.quiet and id in self.loading) for id in place)
+
+    def _occupy(self, demand: Demand, place: Place) -> None:
+        self.homes.setdefault(demand.model, []).extend(place)
+        self.loading.update(place)
+        if demand.quiet:
+            self.hushed.update(place)
+
+    # 1. Start
+
+    def _room(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
+        """Where it fits beside here and beside coming: where the fewest copies are, then where it is emptiest."""
+        fitting = [
+            _Offer(place, claim)
+            for place, claim in self._places(demand, groups, self._free)
+            if not (self.here.short(claim) or self.coming.short(claim) or self._is_noisy(demand, place))
+        ]
+        return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
+
+    def _appeal(self, demand: Demand, place: Place) -> tuple[int, int, Place]:
+        return self._copies(demand.model, place), -min(self._free(id) for id in place), place
+
+    def _grant(self, demand: Demand, offer: _Offer) -> None:
+        self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
+        for view in (self.here, self.soon, self.coming, self.bare):
+            view.promise(offer.claim)
+        self._occupy(demand, offer.place)
+
+    # 2. Claim
+
+    def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
+        """None if it would fit nowhere, whoever left."""
+        order = self._order(demand)
+        offers = []
+        for place, claim in self._places(demand, groups, self.bare.free):
+            victims = self._victims(claim, order)
+            if victims is not None:
+                offers.append(_Offer(place, claim, victims))
+        return min(
+            offers,
+            key=lambda offer: (
+                self._bound_of(demand, offer),
+                *_disturbance(offer.victims),
+                self._is_noisy(demand, offer.place),
+                self._appeal(demand, offer.place),
+            ),
+            default=None,
+        )
+
+    def _order(self, demand: Demand) -> list[Resident]:
+        """Who could be its victim, the first to go first."""
+        able = [one for one in self.staying.values() if not one.pinned]
+        if demand.luxury:
+            able = [one for one in able if one.luxury and not one.busy and one.last_used < demand.since]
+            able = [one for one in able if self._may_leave_at(one, demand) <= self.now]
+        return sorted(able, key=lambda one: (self._bound(one, demand), one.busy, *_worth(one)))
+
+    def _victims(self, claim: Bytes, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
+        """Who has to leave so that `claim` fits beside coming: enough, nobody superfluous; None if nobody would do."""
+        short = self.coming.short(claim)
+        if short and self.bare.short(claim):
+            return None
+        taken: list[Resident] = []
+        for one in order:
+            if not short:
+                break
+            if _is_on(one, short):
+                self.coming.leave(one)
+                taken.append(one)
+                short = self.coming.short(claim)
+        needed: list[Resident] = []
+        for one in reversed(taken):
+            self.coming.stay(one)
+            if short or self.coming.short(claim):
+                self.coming.leave(one)
+                needed.append(one)
+        for one in needed:
+            self.coming.stay(one)
+        return None if short else tuple(reversed(needed))
+
+    def _may_leave_at(self, one: Resident, demand: Demand) -> float:
+        """The moment from which it may leave for this demand, if nobody begins or ends to use it."""
+        if one.busy:
+            return self._latest(one, demand)
+        if not one.starting and one.turn_ends <= self.now:
+            return -inf
+        over = one.last_used + _linger(one, demand)
+        return over if one.starting else min(over, one.turn_ends)
+
+    def _latest(self, one: Resident, demand: Demand) -> float:
+        """The moment from which it may leave whether it is used or not."""
+        return inf if one.starting else max(one.turn_ends, demand.since + self.policy.patience)
+
+    def _bound(self, one: Resident, demand: Demand) -> float:
+        return -inf if self._may_leave_at(one, demand) <= self.now else self._latest(one, demand)
+
+    def _bound_of(self, demand: Demand, offer: _Offer) -> float:
+        """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
+        bound = max((self._bound(one, demand) for one in offer.victims), default=-inf)
+        if self.claimed and (short := self._short_soon(offer)):
+            ahead = (self.bounds[one.id] for one in _all_on(short, self.claimed.values()))
+            bound = max(bound, self.now, *ahead)
+        return bound
+
+    def _short_soon(self, offer: _Offer) -> list[DeviceId]:
+        """Where it would not fit with nobody gone but its own victims and those who leave anyway."""
+        for one in offer.victims:
+            self.soon.leave(one)
+        short = self.soon.short(offer.claim)
+        for one in offer.victims:
+            self.soon.stay(one)
+        return short
+
+    def _claim(self, demand: Demand, offer: _Offer) -> None:
+        """Keep the place for it; send the victims away if all of them may leave and nothing else is missing."""
+        late = [one for one in offer.victims if self._bound(one, demand) > -inf]
+        missing = self._short_soon(offer)
+        disturbed = {*offer.place, *(id for one in offer.victims for id in _spots(one))}
+        is_hushed = bool(offer.victims) and not disturbed.isdisjoint(self.hushed)
+        must_refine = bool(offer.victims) and not demand.sure
+        goes = not (late or missing or is_hushed or must_refine)
+        if must_refine:
+            self.refine.add(demand.id)
+        elif demand.luxury and not goes:
+            self.drop.add(demand.id)
+            return
+
+        shortage = self._shortage(offer.claim, self._free)
+        if not goes:
+            self._note_moments(demand)
+        for one in offer.victims:
+            if goes:
+                self._send_away(one, Eviction(reason="evicted", for_demand=demand.id, idle=not one.busy))
+            else:
+                self._book(one, demand)
+        for view in (self.soon, self.coming, self.bare) if goes else (self.coming, self.bare):
+            view.promise(offer.claim)
+        self._occupy(demand, offer.place)
+
+        cause: Cause
+        on: Iterable[Resident]
+        if late:
+            cause = "turn" if any(one.starting or one.turn_ends > self.now for one in late) else "busy"
+            on = late
+        elif must_refine:
+            cause, on = _scarce(shortage), offer.victims
+        elif missing:
+            cause, on = _scarce(shortage), _all_on(missing, self.claimed.values())
+        elif is_hushed or not self.here.short(offer.claim):
+            cause, on = "quiet", [one for one in self.starting if not disturbed.isdisjoint(_spots(one))]
+        else:
+            cause, on = "stopping", _all_on(shortage, self.leaving.values())
+        self.waits[demand.id] = self._wait(cause, on, shortage, offer)
+
+    def _send_away(self, one: Resident, eviction: Eviction) -> None:
+        self.evict[one.id] = eviction
+        self.leaving[one.id] = self.staying.pop(one.id)
+        self.soon.leave(one)
+        self.coming.leave(one)
+
+    def _book(self, one: Resident, demand: Demand) -> None:
+        """It leaves later; nobody behind may count on its staying, or on its leaving sooner."""
+        self.claimed[one.id] = self.staying.pop(one.id)
+        self.bounds[one.id] = self._bound(one, demand)
+        self.coming.leave(one)
+
+    def _note_moments(self, demand: Demand) -> None:
+        """When somebody more may leave for it, the answer may be another."""
+        for one in self._order(demand):
+            if self.now < (moment := self._may_leave_at(one, demand)) < inf:
+                self.moments.append(moment)
+
+    # 3. Refuse, or stay in line
+
+    def _decline(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
+        """Not even an empty machine could hold it."""
+        devices = self._shortage(self._nearest(demand, groups, self._capacity), self._capacity)
+        if demand.luxury:
+            self.drop.add(demand.id)
+        elif demand.sure:
+            offered = max(map(len, groups), default=0)
+            self.refuse[demand.id] = Refusal(devices=devices, needs=len(demand.shards), offered=offered)
+        else:
+            self.refine.add(demand.id)
+            self.waits[demand.id] = self._wait(_scarce(devices), (), devices)
+
+    def _hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
+        """Whoever could leave, it would not fit: it waits, and is in nobody's way."""
+        claim = self._nearest(demand, groups, self.bare.free)
+        missing = self.bare.short(claim)
+        shortage = self._shortage({id: claim[id] for id in missing}, self._free)
+        on = _all_on(missing, (*self.staying.values(), *self.claimed.values()))
+        self.waits[demand.id] = self._wait(_scarce(shortage), on, shortage)
+
+    def _nearest(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], room: Callable[[DeviceId], int]) -> Bytes:
+        """What it would take where least is missing; nothing if no place has enough devices."""
+        claims = [claim for _, claim in self._places(demand, groups, room)]
+        return min(claims, key=lambda claim: sum(self._missing(claim, room).values()), default={})
+
+    def _missing(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Bytes:
+        return {id: needed - room(id) for id, needed in claim.items() if self._binds(id) and room(id) < needed}
+
+    def _shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
+        return {id: self._arithmetic(id, claim[id], room(id)) for id in self._missing(claim, room)}
+
+    def _arithmetic(self, id: DeviceId, required: int, available: int) -> Shortage:
+        device = self.devices[id]
+        return Shortage(
+            required=required,
+            available=max(0, available),
+            margin=device.margin,
+            used=self.here.used(id),
+            foreign=device.foreign,
+            total=device.total,
+            limit=device.limit,
+        )
+
+    def _wait(
+        self,
+        cause: Cause,
+        on: Iterable[Resident],
+        shortage: Mapping[DeviceId, Shortage],
+        offer: _Offer | None = None,
+    ) -> Wait:
+        return Wait(
+            cause=cause,
+            on=tuple(sorted(one.id for one in on)),
+            shortage=shortage,
+            place=offer.place if offer else (),
+            victims=tuple(sorted(one.id for one in offer.victims)) if offer else (),
+            keep={one.id: self._why_kept(one, shortage) for one in self.staying.values()},
+        )
+
+    def _why_kept(self, one: Resident, shortage: Collection[DeviceId]) -> Keep:
+        if one.pinned:
+            return "pinned"
+        if not _is_on(one, shortage):
+            return "elsewhere"
+        if one.busy and one.starting:
+            return "starting"
+        if one.busy:
+            return "turn" if one.turn_ends > self.now else "busy"
+        return "unneeded"
+
+
+def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable[[DeviceId], int]) -> Place:
+    """A device for each shard: as they come if they fit so, else the largest shard on the roomiest device.
+
+    Of all assignments the latter fits if any does.
+    """
+    if all(room(id) >= shard for id, shard in zip(devices, shards, strict=True)):
+        return tuple(devices)
+    by_size = sorted(range(len(shards)), key=lambda shard: -shards[shard])
+    by_room = sorted(devices, key=lambda id: -room(id))
+    placed = dict(zip(by_size, by_room, strict=True))
+    return tuple(placed[shard] for shard in range(len(shards)))
+
+
+def _disturbance(victims: Sequence[Resident]) -> tuple[float, ...]:
+    """Fewest busy, then the lowest worth, then the fewest needs, then the oldest."""
+    return (
+        sum(one.busy for one in victims),
+        max((not one.luxury for one in victims), default=0),
+        max((one.priority for one in victims), default=-inf),
+        sum(not one.luxury for one in victims),
+        max((one.last_used for one in victims), default=-inf),
+        sum(_cost(one) for one in victims),
+    )
+
+
+def _worth(one: Resident) -> tuple[float, ...]:
+    return not one.luxury, one.priority, one.last_used, _cost(one), one.id
+
+
+def _cost(one: Resident) -> float:
+    """Of bringing it back: seconds x bytes."""
+    return one.load_seconds * sum(bytes for id, bytes in one.reserved.items() if id.index != SLOTS)
+
+
+def _linger(one: Resident, demand: Demand) -> float:
+    if one.linger is not None:
+        return one.linger
+    least, most = LINGER_SECONDS
+    return min(most, max(least, demand.load_seconds / 2))
+
+
+def _spots(one: Resident) -> Place:
+    """Where its shards are: accelerators, or main memory if it uses none."""
+    return tuple(id for id in one.reserved if id.index >= 0) or tuple(id for id in one.reserved if id.index == HOST)
+
+
+def _is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
+    return any(id in one.reserved or id in one.measured for id in devices)
+
+
+def _all_on(devices: Collection[DeviceId], residents: Iterable[Resident]) -> list[Resident]:
+    return [one for one in residents if _is_on(one, devices)]
+
+
+def _scarce(shortage: Collection[DeviceId]) -> Cause:
+    return "slots" if shortage and all(id.index == SLOTS for id in shortage) else "memory"
+
+
+def _without(spared: int, wait: Wait) -> Wait:
+    if spared not in wait.victims and spared not in wait.on:
+        return wait
+    return replace(
+        wait,
+        on=tuple(id for id in wait.on if id != spared),
+        victims=tuple(id for id in wait.victims if id != spared),
+        keep={**wait.keep, spared: "unneeded"},
+    )
