@@ -1,0 +1,60 @@
+"""Batch to logits: one forward of the model for all tokens of a step.
+
+Law: it holds tensors and decides nothing; what is in a batch, and in which row, the scheduler says.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from worker.engine.attention import Packed, Pool
+from worker.engine.scheduler import Batch
+
+
+class Runner(Protocol):
+    """What computes a step."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits `[sum of segment.logits, vocab]` in float32, in the order of the segments.
+
+        Running a batch again, or a part of it, gives the same: keys and values are written at fixed places.
+        """
+
+
+class PackedRunner:
+    """Runs a causal language model whose attention is ours (`attention.register`)."""
+
+    def __init__(self, model: Any, pool: Pool, device: torch.device):
+        self._model = model
+        self._pool = pool
+        self._device = device
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self._model.config.get_text_config().vocab_size
+        return size
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor:
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for segment in batch:
+            tokens.extend(segment.sequence.tokens[segment.start : segment.end])
+            positions.extend(range(segment.start, segment.end))
+            wanted.extend(range(len(tokens) - segment.logits, len(tokens)))
+        out = self._model(
+            input_ids=self._to_device(tokens)[None],
+            position_ids=self._to_device(positions)[None],
+            use_cache=False,
+            logits_to_keep=self._to_device(wanted),
+            packed=Packed.of(batch, self._pool, self._device),
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits.float()
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
