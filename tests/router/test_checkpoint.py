@@ -1,0 +1,324 @@
+"""What a folder says of its model, and what is wrong with a damaged one."""
+
+import json
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.checkpoint import header, meta, modalities, read
+from router.estimate import Tally, UnknownCheckpoint
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+TENSORS = {"model.embed_tokens.weight": ("BF16", [100, 64]), "lm_head.weight": ("BF16", [100, 64])}
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "U8": 1, "F8_E4M3": 1}
+
+Tensors = Mapping[str, tuple[str, list[int]]]
+
+
+def write_weights(file: Path, tensors: Tensors, *, missing: int = 0) -> None:
+    """A sparse safetensors file of zeros, `missing` bytes short."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        size = SIZES[dtype]
+        for each in shape:
+            size *= each
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(table).encode()
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.truncate(8 + len(text) + end - missing)
+
+
+def snapshot(folder: Path, config: Mapping[str, Any] = LLAMA, tensors: Tensors = TENSORS, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    write_weights(folder / "model.safetensors", tensors)
+    return folder
+
+
+def test_a_plain_decoder_is_read_whole(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path))
+    assert (facts.model_type, facts.architectures, facts.dtype) == ("llama", ("LlamaForCausalLM",), "bfloat16")
+    assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.head_dim) == (2, 64, 4, 2, 16)
+    assert (facts.intermediate, facts.vocab_size, facts.max_positions, facts.windows) == (128, 100, 256, (0, 0))
+    assert facts.tensors == {"bfloat16": Tally(12800, 25600)}
+    assert facts.params == 12800
+    assert facts.capabilities == ("completion",)
+
+
+def test_the_head_size_of_the_config_counts_not_hidden_by_heads(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, head_dim=32)).head_dim == 32
+
+
+def test_a_config_in_the_words_of_gpt_2_is_understood(tmp_path: Path) -> None:
+    gpt2 = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
+        "n_positions": 128, "n_inner": None, "vocab_size": 50,
+    }  # fmt: skip
+    tensors = {
+        "wte.weight": ("F32", [50, 64]),
+        "h.0.attn.bias": ("F32", [1, 1, 128, 128]),
+        "h.0.attn.masked_bias": ("F32", []),
+    }
+    facts = read(snapshot(tmp_path, gpt2, tensors))
+    assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.head_dim) == (3, 64, 4, 4, 16)
+    assert (facts.intermediate, facts.max_positions, facts.dtype) == (256, 128, "float32")
+    assert facts.tied
+    assert facts.params == 50 * 64  # masks stored by old versions are made anew
+
+
+def test_a_nested_text_config_is_the_language_models(tmp_path: Path) -> None:
+    text = {key: value for key, value in LLAMA.items() if key not in ("architectures", "model_type")}
+    config = {"architectures": ["XForConditionalGeneration"], "model_type": "x", "hidden_size": 9, "text_config": text}
+    facts = read(snapshot(tmp_path, config))
+    assert (facts.model_type, facts.hidden, facts.layers) == ("x", 64, 2)
+
+
+def test_where_the_config_is_silent_the_tensors_speak(tmp_path: Path) -> None:
+    silent = {"architectures": ["XForCausalLM"], "model_type": "x", "num_hidden_layers": 2, "head_dim": 16}
+    tensors = {
+        "vision_model.layers.0.k_proj.weight": ("BF16", [999, 9]),
+        "model.embed_tokens.weight": ("BF16", [100, 64]),
+        "model.layers.0.self_attn.q_proj.weight": ("BF16", [128, 64]),
+        "model.layers.0.self_attn.k_proj.weight": ("BF16", [32, 64]),
+    }
+    facts = read(snapshot(tmp_path, silent, tensors))
+    assert (facts.hidden, facts.vocab_size, facts.heads, facts.kv_heads, facts.head_dim) == (64, 100, 8, 2, 16)
+    assert facts.dtype == "bfloat16"
+
+
+def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
+    mla: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    facts = read(snapshot(tmp_path, num_key_value_heads=4, **mla))
+    assert (facts.kv_heads, facts.head_dim, facts.value_dim) == (1, 32, 8)
+    assert facts.expanded == 4 * (16 + 8 + 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_heads"),
+    [
+        ({"model_type": "falcon", "num_key_value_heads": None, "multi_query": True}, 1),
+        ({"model_type": "falcon", "num_key_value_heads": None, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"model_type": "gpt_bigcode", "num_key_value_heads": None}, 1),
+        ({"model_type": "mpt", "num_key_value_heads": None, "attn_config": {"kv_n_heads": 2}}, 2),
+        ({"num_key_value_heads": None}, 4),
+    ],
+)
+def test_key_value_heads_are_found_under_every_name(tmp_path: Path, changes: dict[str, Any], kv_heads: int) -> None:
+    assert read(snapshot(tmp_path, **changes)).kv_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 8}, (8, 8, 8, 8)),
+        ({"sliding_window": None}, (0, 0, 0, 0)),
+        ({"sliding_window": 8, "use_sliding_window": False}, (0, 0, 0, 0)),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 8)),
+        ({"sliding_window": 8, "model_type": "gemma2"}, (8, 0, 8, 0)),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8, 0)),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 8, 0, 8)),
+    ],
+)
+def test_each_layer_has_its_window(tmp_path: Path, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert read(snapshot(tmp_path, num_hidden_layers=4, **changes)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}, 3),
+        ({"attn_layer_period": 4, "attn_layer_offset": 1}, 3),
+        ({"attn_layer_indices": [2]}, 3),
+        ({"full_attention_interval": 4}, 3),
+        ({"model_type": "mamba", "num_attention_heads": None, "num_key_value_heads": None, "state_size": 16}, 4),
+        ({}, 0),
+    ],
+)
+def test_layers_with_a_state_are_told_from_those_with_keys(
+    tmp_path: Path, changes: dict[str, Any], layers: int
+) -> None:
+    facts = read(snapshot(tmp_path, num_hidden_layers=4, **changes))
+    assert facts.state_layers == layers
+    assert (facts.state_elements > 0) == (layers > 0)
+
+
+def test_experts_count_by_those_that_a_token_visits(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=96))
+    assert facts.intermediate == 8 * 96
+
+
+def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, tie_word_embeddings=True)).params == 6400
+    assert read(snapshot(tmp_path, tie_word_embeddings=False)).params == 12800
+
+
+def test_packed_weights_are_bytes_as_stored_and_parameters_unpacked(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])}
+    facts = read(snapshot(tmp_path, tensors=tensors, quantization_config={"quant_method": "gptq", "bits": 4}))
+    assert facts.quantization == "gptq"
+    assert facts.tensors["int32"] == Tally(1024, 4096)
+    assert facts.params == 12800 + 8 * 1024
+
+
+def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
+    snapshot(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_weights(tmp_path / "one.safetensors", {"model.embed_tokens.weight": TENSORS["lm_head.weight"]})
+    write_weights(tmp_path / "two.safetensors", {"lm_head.weight": TENSORS["lm_head.weight"]})
+    index = {"weight_map": {"model.embed_tokens.weight": "one.safetensors", "lm_head.weight": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read(tmp_path).params == 12800
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(UnknownCheckpoint, match=r"lacks two\.safetensors"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "capabilities"),
+    [
+        ({}, ("completion",)),
+        ({"chat_template.jinja": "{{ messages }}"}, ("chat", "completion")),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, ("chat", "completion")),
+        ({"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, ("embedding",)),
+    ],
+)
+def test_the_files_tell_what_a_model_is_for(
+    tmp_path: Path, files: dict[str, str], capabilities: tuple[str, ...]
+) -> None:
+    folder = snapshot(tmp_path)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert read(folder).capabilities == capabilities
+
+
+def test_a_model_without_a_language_head_embeds(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, architectures=["BertModel"])).capabilities == ("embedding",)
+
+
+def test_an_encoder_whose_positions_begin_late_has_fewer_of_them(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, model_type="xlm-roberta", max_position_embeddings=514)).max_positions == 512
+
+
+def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    assert read(folder, override='{"num_hidden_layers": 7}').layers == 7
+    assert read(folder, override='{"num_hidden_layers": 7}').identity != read(folder).identity
+    with pytest.raises(UnknownCheckpoint, match="config-override"):
+        read(folder, override="[1")
+
+
+def test_the_same_snapshot_has_the_same_identity_wherever_it_lies(tmp_path: Path) -> None:
+    one, other = snapshot(tmp_path / "one"), snapshot(tmp_path / "other")
+    assert read(one).identity == read(other).identity
+    write_weights(other / "model.safetensors", {**TENSORS, "more": ("BF16", [1])})
+    assert read(one).identity != read(other).identity
+
+
+def test_without_weights_what_the_config_implies_is_counted(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnknownCheckpoint, match="load-format = dummy"):
+        read(folder)
+    facts = read(folder, needs_weights=False)
+    exact = 2 * 100 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
+    assert exact <= facts.params <= 1.05 * exact
+    assert facts.tensors["bfloat16"].bytes == 2 * facts.params
+
+
+def test_meta_is_what_llama_server_says_of_a_model(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE", "byte_fallback": false}}')
+    assert meta(read(folder), 128) == {
+        "vocab_type": 2, "n_vocab": 100, "n_ctx": 128, "n_ctx_train": 256, "n_embd": 64, "n_params": 12800,
+        "size": 25600, "ftype": "bfloat16",
+    }  # fmt: skip
+    assert modalities(read(folder)) == {"input_modalities": ["text"], "output_modalities": ["text"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ({"type": "BPE", "unk_token": None, "byte_fallback": True, "vocab": {}}, 1),
+        ({"type": "BPE", "byte_fallback": False, "vocab": {}}, 2),
+        ({"type": "WordPiece", "vocab": {}}, 3),
+        ({"type": "Unigram", "vocab": []}, 4),
+        ({"type": "Other"}, 0),
+    ],
+)
+def test_the_kind_of_vocabulary_is_found(tmp_path: Path, model: dict[str, Any], kind: int) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}, indent=2))
+    assert read(folder).vocab_type == kind
+
+
+def test_a_file_shorter_than_its_header_promises_is_named(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    write_weights(folder / "model.safetensors", TENSORS, missing=1)
+    with pytest.raises(
+        UnknownCheckpoint, match=r"model\.safetensors has \d+ bytes, but its header promises \d+; fetch"
+    ):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x05\x00",
+        b"\xff" * 16,
+        struct.pack("<Q", 4) + b"nope",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 9) + b'{"a": {}}',
+        struct.pack("<Q", 58) + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}    ' + bytes(8),
+    ],
+)
+def test_a_damaged_weight_file_is_named(tmp_path: Path, content: bytes) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors .*fetch it again"):
+        read(folder)
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "\xff"])
+def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "config.json").write_bytes(config.encode("latin-1"))
+    with pytest.raises(UnknownCheckpoint, match=r"config\.json"):
+        read(folder)
+
+
+def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UnknownCheckpoint, match="is no folder"):
+        read(tmp_path / "missing")
+    with pytest.raises(UnknownCheckpoint, match=r"has no config\.json"):
+        read(tmp_path)
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UnknownCheckpoint, match="convert them to safetensors"):
+        read(folder)
+
+
+def test_a_large_snapshot_is_read_in_milliseconds(tmp_path: Path) -> None:
+    tensors = {
+        f"model.layers.{layer}.{part}.weight": ("BF16", [1024, 1024]) for layer in range(80) for part in "abcdefghi"
+    }
+    folder = snapshot(tmp_path, tensors=tensors)
+    began = time.perf_counter()
+    read(folder)
+    assert time.perf_counter() - began < 0.25  # 5 ms on a quiet machine
+
+
+def test_the_header_of_a_file_lists_dtype_shape_and_bytes(tmp_path: Path) -> None:
+    write_weights(tmp_path / "x.safetensors", {"a": ("F16", [2, 3]), "b": ("U8", [])})
+    assert header(tmp_path / "x.safetensors") == {"a": ("float16", (2, 3), 12), "b": ("uint8", (), 1)}
