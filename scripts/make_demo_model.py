@@ -1,0 +1,474 @@
+"""Trains the chat model of the demo, `worker/demo/chat/`, from the text in demo_model.toml.
+
+A Llama of 0.9 million parameters with a byte-level tokenizer of its own. Seeded, on at most two threads; takes some
+minutes on a CPU:
+
+    nice .venv/bin/python scripts/make_demo_model.py                # writes worker/demo/chat
+    nice .venv/bin/python scripts/make_demo_model.py --target DIR --steps 200
+
+It ends by asking the saved model every question, the rewordings it never saw first, and says how many came out right.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+HERE = Path(__file__).resolve().parent
+TARGET = HERE.parent / "worker" / "demo" / "chat"
+
+SEED = 20
+VOCABULARY = 768
+CONTEXT = 1024
+ROW = 512
+"""Tokens of one packed row; a longer conversation is left out."""
+ROWS = 12
+STEPS = 1200
+PEAK_RATE = 4e-3
+OTHERS = 0.1
+"""Weight in the loss of a token that the assistant does not say."""
+
+BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL = [PAD, BEGIN, END, *ROLES.values()]
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- if message.role in ('system', 'developer') -%}
+        {{- '<|system|>' -}}
+    {%- elif message.role == 'user' -%}
+        {{- '<|user|>' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- '<|assistant|>' -}}
+    {%- else -%}
+        {{- raise_exception('demo-chat knows the roles system, user and assistant, not ' + message.role) -}}
+    {%- endif -%}
+    {%- if message.content is string -%}
+        {{- message.content | trim -}}
+    {%- else -%}
+        {%- for part in message.content or [] -%}
+            {%- if part.type == 'text' -%}{{- part.text | trim -}}{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|assistant|>' -}}
+{%- endif -%}
+"""
+
+COUNTED = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen twenty"
+).split()
+COUNT_PATTERNS = [
+    "count to {}", "count to {}", "can you count to {}", "please count to {}", "count from one to {}", "count up to {}",
+    "count from 1 to {}", "list the numbers to {}", "say the numbers from 1 to {}", "counting to {}",
+]  # fmt: skip
+SUM_PATTERNS = ["what is {} plus {}", "{} + {}", "{}+{}", "what is {} + {}", "add {} and {}", "how much is {} plus {}"]
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One answer and the ways to ask for it; `brief` where the conversation asks to be brief."""
+
+    name: str
+    answer: str
+    brief: str = ""
+    terms: tuple[str, ...] = ()
+    ask: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+
+    def said(self, *, brief: bool) -> str:
+        return self.brief if brief and self.brief else self.answer
+
+
+@dataclass
+class Talk:
+    """A conversation in the making."""
+
+    brief: bool = False
+    assistant: str = ""
+    """What the system prompt calls the assistant."""
+    user: str = ""
+    last: Callable[[bool], str] | None = None
+    """The previous answer, by brevity."""
+    messages: list[Message] = field(default_factory=list)
+
+    def add(self, question: str, answer: Callable[[bool], str]) -> None:
+        self.messages.append({"role": "user", "content": question})
+        self.messages.append({"role": "assistant", "content": answer(self.brief)})
+        self.last = answer
+
+
+class Text:
+    """demo_model.toml, and conversations drawn from it."""
+
+    def __init__(self, source: dict[str, Any], chance: random.Random):
+        self.source = source
+        self.chance = chance
+        self.topics = [Topic(**{k: tuple(v) if isinstance(v, list) else v for k, v in t.items()}) for t in source["topic"]]
+        self.unknown = Topic("unknown", source["unknown"]["answer"], source["unknown"]["brief"])
+
+    def conversation(self) -> list[Message]:
+        chance = self.chance
+        talk = Talk()
+        kind = chance.random()
+        if kind < 0.2:
+            self._system(talk, chance.choice(self.source["system_plain"]))
+        elif kind < 0.32:
+            self._system(talk, chance.choice(self.source["system_brief"]))
+            talk.brief = True
+        elif kind < 0.38:
+            talk.assistant = self._name()
+            self._system(talk, chance.choice(self.source["names"]["system"]).format(talk.assistant))
+        for _ in range(chance.choices([1, 2, 3, 4, 5, 8], [50, 22, 12, 8, 5, 3])[0]):
+            self._turn(talk)
+        return talk.messages
+
+    def plain(self) -> str:
+        """Text without roles, for completions."""
+        return " ".join(topic.answer for topic in self.chance.sample(self.topics, self.chance.randint(1, 3)))
+
+    def _system(self, talk: Talk, text: str) -> None:
+        talk.messages.append({"role": "system", "content": text})
+
+    def _turn(self, talk: Talk) -> None:
+        kind = self.chance.random()
+        if talk.assistant and kind < 0.4:
+            answer = self.source["names"]["self_answer"].format(talk.assistant)
+            talk.add(self._worded(self.chance.choice(self.source["names"]["self_ask"])), lambda _: answer)
+        elif kind < 0.1:
+            self._names(talk)
+        elif kind < 0.15 and talk.last:
+            self._again(talk, talk.last)
+        elif kind < 0.19:
+            self._count(talk)
+        elif kind < 0.23:
+            self._sum(talk)
+        elif kind < 0.36:
+            self._ask(talk, self._unknown(), self.unknown)
+        else:
+            topic = self.chance.choice(self.topics)
+            if talk.assistant and topic.name in ("self", "name"):
+                return
+            self._ask(talk, self._question(topic), topic)
+
+    def _ask(self, talk: Talk, question: str, topic: Topic) -> None:
+        if topic.brief and not talk.brief and self.chance.random() < 0.06:
+            question = self.chance.choice(self.source["ask_brief"]).format(question)
+            talk.add(self._worded(question), lambda _: topic.brief)
+        else:
+            talk.add(self._worded(question), lambda brief: topic.said(brief=brief))
+
+    def _question(self, topic: Topic) -> str:
+        if topic.terms and self.chance.random() < (0.7 if topic.ask else 1.0):
+            return self._concept().format(self.chance.choice(topic.terms))
+        return self.chance.choice(topic.ask)
+
+    def _concept(self) -> str:
+        pattern: str = self.chance.choice(self.source["concept_patterns"])
+        return pattern
+
+    def _unknown(self) -> str:
+        unknown, pick = self.source["unknown"], self.chance.choice
+        pattern = pick(unknown["patterns"])
+        while "{a}" in pattern:
+            thing = pick(unknown["things"]) if self.chance.random() < 0.8 else pick(["a ", "the ", ""]) + self._made_up()
+            pattern = pattern.replace("{a}", thing, 1)
+        word = pick(unknown["words"]) if self.chance.random() < 0.8 else self._made_up()
+        adjective = pick(unknown["adjectives"])
+        text: str = pattern.replace("{w}", word).replace("{do}", pick(unknown["verbs"])).replace("{adj}", adjective)
+        return text
+
+    def _made_up(self) -> str:
+        pick = self.chance.choice
+        return "".join(pick("bdfgklmnprstvwz") + pick("aeiou") for _ in range(self.chance.randint(2, 3))) + pick("lnrst ").strip()
+
+    def _name(self) -> str:
+        if self.chance.random() < 0.3:
+            name: str = self.chance.choice(self.source["names"]["known"])
+            return name
+        return self._made_up().capitalize()
+
+    def _names(self, talk: Talk) -> None:
+        names = self.source["names"]
+        if self.chance.random() < (0.35 if talk.user else 0.8):
+            talk.user = self._name()
+            answer = names["greet"].format(talk.user)
+            text = self.chance.choice(names["tell"])
+            question = (text[0].upper() + text[1:] if self.chance.random() < 0.5 else text).format(talk.user)
+            talk.add(question + self.chance.choice(["", ".", "!"]), lambda _: answer)
+            if self.chance.random() < 0.5:
+                self._turn(talk)
+            if self.chance.random() < 0.3:
+                return
+        answer = names["recall"].format(talk.user) if talk.user else names["unknown"]
+        talk.add(self._worded(self.chance.choice(names["ask"])), lambda _: answer)
+
+    def _again(self, talk: Talk, last: Callable[[bool], str]) -> None:
+        again = self.source["again"]
+        if self.chance.random() < 0.5:
+            answer = talk.messages[-1]["content"]
+            talk.add(self._worded(self.chance.choice(again["ask"])), lambda _: answer)
+            talk.last = last
+        else:
+            answer = last(True)
+            talk.add(self._worded(self.chance.choice(again["brief"])), lambda _: answer)
+
+    def _count(self, talk: Talk) -> None:
+        end = self.chance.choice([3, 4, 5, 5, 5, 6, 7, 8, 9, 10, 10, 10, 12, 15, 20, 20, 25, 30, 40, 50, 100, 0])
+        end = end or self.chance.randint(2, 60)
+        shown = COUNTED[end] if end < len(COUNTED) and self.chance.random() < 0.5 else str(end)
+        answer = counted(end)
+        talk.add(self._worded(self.chance.choice(COUNT_PATTERNS).format(shown)), lambda _: answer)
+
+    def _sum(self, talk: Talk) -> None:
+        one, two = self.chance.randint(0, 10), self.chance.randint(0, 10)
+        worded = self.chance.random() < 0.3
+        shown = (COUNTED[one], COUNTED[two]) if worded else (one, two)
+        talk.add(self._worded(self.chance.choice(SUM_PATTERNS).format(*shown)), lambda _: f"{one + two}.")
+
+    def _worded(self, question: str) -> str:
+        """`question` as somebody might type it."""
+        chance = self.chance
+        if chance.random() < 0.1:
+            question = chance.choice(self.source["prefixes"]) + question
+        if chance.random() < 0.08:
+            question += chance.choice(self.source["suffixes"])
+        if chance.random() < 0.06:
+            question = self._mistyped(question)
+        if chance.random() < 0.5:
+            question = (question[0].upper() + question[1:]).replace(" i ", " I ").replace("I'm", "I'm")
+        return question + chance.choices(["?", "", ".", "!", " ?"], [55, 30, 8, 5, 2])[0]
+
+    def _mistyped(self, text: str) -> str:
+        at = self.chance.randrange(len(text))
+        if not text[at].isalpha() or not text[at].isascii():
+            return text
+        return text[:at] + self.chance.choice(["", text[at] * 2, self.chance.choice("aeinrst")]) + text[at + 1 :]
+
+
+def counted(end: int) -> str:
+    return ", ".join(str(number) for number in range(1, end + 1)) + "."
+
+
+def render(messages: list[Message]) -> str:
+    """What the chat template makes of `messages`, for training; `verify_template` holds the two together."""
+    return BEGIN + "".join(ROLES[m["role"]] + m["content"].strip() + END for m in messages)
+
+
+def make_tokenizer(text: Text) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    said = [message["content"] for _ in range(3000) for message in text.conversation()]
+    tokenizer.train_from_iterator(said, trainer)
+    begin = tokenizer.token_to_id(BEGIN)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, begin)])
+    return tokenizer
+
+
+def make_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        pad_token_id=SPECIAL.index(PAD),
+        bos_token_id=SPECIAL.index(BEGIN),
+        eos_token_id=SPECIAL.index(END),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+class Packer:
+    """Rows of several conversations each, and what each token counts for in the loss."""
+
+    def __init__(self, text: Text, tokenizer: Tokenizer):
+        self.text, self.tokenizer = text, tokenizer
+        self.assistant = tokenizer.token_to_id(ROLES["assistant"])
+        self.begin, self.end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+        self.rows = self._rows()
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """tokens, weights, positions [ROWS, ROW] and the mask [ROWS, 1, ROW, ROW]: nobody sees another conversation."""
+        tokens = torch.zeros(ROWS, ROW, dtype=torch.long)
+        weights = torch.zeros(ROWS, ROW)
+        positions = torch.zeros(ROWS, ROW, dtype=torch.long)
+        document = torch.full((ROWS, ROW), -1)
+        for row in range(ROWS):
+            at = 0
+            for number, (ids, counts) in enumerate(next(self.rows)):
+                span = slice(at, at + len(ids))
+                tokens[row, span], weights[row, span] = torch.tensor(ids), torch.tensor(counts)
+                positions[row, span], document[row, span] = torch.arange(len(ids)), number
+                at += len(ids)
+        seen = (document[:, :, None] == document[:, None, :]) & torch.ones(ROW, ROW, dtype=torch.bool).tril()
+        mask = torch.zeros(ROWS, 1, ROW, ROW).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
+        return tokens, weights, positions, mask
+
+    def _rows(self) -> Iterator[list[tuple[list[int], list[float]]]]:
+        row: list[tuple[list[int], list[float]]] = []
+        used = 0
+        while True:
+            ids, counts = self._document()
+            if len(ids) > ROW:
+                continue
+            if used + len(ids) > ROW:
+                yield row
+                row, used = [], 0
+            row.append((ids, counts))
+            used += len(ids)
+
+    def _document(self) -> tuple[list[int], list[float]]:
+        if self.text.chance.random() < 0.03:
+            ids = [*self.tokenizer.encode(self.text.plain()).ids, self.end]
+            return ids, [0.0] + [0.5] * (len(ids) - 1)
+        ids = self.tokenizer.encode(render(self.text.conversation()), add_special_tokens=False).ids
+        counts, speaking = [], False
+        for token in ids:
+            counts.append(1.0 if speaking else OTHERS)
+            speaking = token == self.assistant or (speaking and token != self.end)
+        counts[0] = 0.0
+        return ids, counts
+
+
+def train(model: LlamaForCausalLM, packer: Packer, steps: int) -> None:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98))
+    warmup = min(150, steps // 5)
+    began = time.monotonic()
+    for step in range(steps):
+        left = (steps - step) / (steps - warmup)
+        rate = PEAK_RATE * min((step + 1) / warmup, 0.01 + 0.99 * (0.5 - 0.5 * math.cos(math.pi * min(1.0, left))))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        tokens, weights, positions, mask = packer.batch()
+        logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        counts = weights[:, 1:].flatten()
+        loss = (losses * counts).sum() / counts.sum()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0 or step == steps - 1:
+            spoken = counts == 1.0
+            print(f"step {step:5}  loss {losses[spoken].mean():.4f}  {time.monotonic() - began:6.0f} s", flush=True)
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, target: Path) -> None:
+    """The snapshot, in float16."""
+    model.half().save_pretrained(target)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+    fast.save_pretrained(target)
+    generation = {
+        "bos_token_id": SPECIAL.index(BEGIN),
+        "do_sample": False,
+        "eos_token_id": SPECIAL.index(END),
+        "pad_token_id": SPECIAL.index(PAD),
+    }
+    (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def questions(text: Text) -> Iterator[tuple[str, str, bool]]:
+    """Question, right answer, and whether it was kept from training."""
+    for topic in text.topics:
+        for question in topic.test:
+            yield question + "?", topic.answer, True
+        for question in (*topic.ask, *(f"what is {term}" for term in topic.terms)):
+            yield question[0].upper() + question[1:] + "?", topic.answer, False
+    for question in text.source["unknown"]["test"]:
+        yield question + "?", text.unknown.answer, True
+    for end in (3, 5, 10, 20):
+        yield f"Count to {end}.", counted(end), False
+
+
+def examine(text: Text, target: Path) -> bool:
+    """Asks the saved model everything, prints what came out wrong, and says whether all trained answers were right."""
+    fast = PreTrainedTokenizerFast.from_pretrained(target)
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    asked = list(questions(text))
+    right = {True: [0, 0], False: [0, 0]}
+    for start in range(0, len(asked), 64):
+        part = asked[start : start + 64]
+        conversations = [[{"role": "user", "content": question}] for question, _, _ in part]
+        assert fast.apply_chat_template(conversations[0], tokenize=False) == render(conversations[0])
+        prompts = fast.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+        inputs = fast(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        output = model.generate(**inputs, max_new_tokens=300, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+        for (question, answer, held_out), ids in zip(part, output, strict=True):
+            said = fast.decode(ids[: int((ids != fast.pad_token_id).sum())])
+            right[held_out][1] += 1
+            right[held_out][0] += said == answer + END
+            if said != answer + END:
+                print(f"{'reworded' if held_out else 'trained '}  {question!r}: {said!r}")
+    print(f"right: {right[False][0]} of {right[False][1]} as trained, {right[True][0]} of {right[True][1]} reworded")
+    return right[False][0] == right[False][1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train the demo chat model.")
+    parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--examine", action="store_true", help="only ask the model in --target")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(SEED)
+    text = Text(tomllib.loads((HERE / "demo_model.toml").read_text("utf-8")), random.Random(SEED))
+    if not options.examine:
+        tokenizer = make_tokenizer(text)
+        model = make_model()
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens")
+        train(model, Packer(text, tokenizer), options.steps)
+        options.target.mkdir(parents=True, exist_ok=True)
+        save(model, tokenizer, options.target)
+    return 0 if examine(text, options.target) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

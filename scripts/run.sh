@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes the environment if it is not there yet, then serves on http://127.0.0.1:8080. Arguments go to `router`; if they
+# name no models, the demo models are served, with so little memory that any machine shows an eviction.
+set -euo pipefail
+
+DEMO_CPU_MIB=1600   # of main memory, as if the machine had no more
+DEMO_MARGIN_MIB=128 # of it never given out. A worker takes 350 to 400 MiB, and its weights 64 to 256 more
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+python=${BOOTSTRAP_PYTHON:-python3}
+if ! command -v "$python" >/dev/null; then
+    echo "run.sh: there is no $python; install Python 3.11 or newer, or name it: BOOTSTRAP_PYTHON=/path/to/python" >&2
+    exit 1
+fi
+"$python" "$root/scripts/bootstrap.py" --extras worker
+
+names_models() {
+    local argument
+    for argument in "$@"; do
+        case $argument in --models-preset | --models-preset=* | --models-dir | --models-dir=*) return 0 ;; esac
+    done
+    [ -n "${ROUTER_MODELS_PRESET:-}${LLAMA_ARG_MODELS_PRESET:-}${ROUTER_MODELS_DIR:-}${LLAMA_ARG_MODELS_DIR:-}" ]
+}
+
+# As variables, so that options and variables of the user's win.
+if ! names_models "$@"; then
+    export ROUTER_DEVICE_LIMIT=${ROUTER_DEVICE_LIMIT-cpu=$DEMO_CPU_MIB}
+    export ROUTER_MODELS_MEMORY_MARGIN=${ROUTER_MODELS_MEMORY_MARGIN-$DEMO_MARGIN_MIB}
+fi
+exec "$root/.venv/bin/router" "$@"

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Makes the environment with the test packages if it is not there yet, then checks style, format and types, and runs
+# the tests. Arguments go to pytest; `--venv DIR` says where the environment is.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+tests=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --venv) venv=${2:?--venv needs a folder}; shift 2 ;;
+        --venv=*) venv=${1#--venv=}; shift ;;
+        *) tests+=("$1"); shift ;;
+    esac
+done
+
+python=${BOOTSTRAP_PYTHON:-python3}
+if ! command -v "$python" >/dev/null; then
+    echo "test.sh: there is no $python; install Python 3.11 or newer, or name it: BOOTSTRAP_PYTHON=/path/to/python" >&2
+    exit 1
+fi
+"$python" "$root/scripts/bootstrap.py" --extras worker,dev --venv "$venv"
+bin=$(cd -- "$venv/bin" && pwd)
+cd "$root"
+
+failed=()
+step() {
+    echo "== $*"
+    "$bin/$@" || failed+=("$1")
+}
+step ruff check .
+step ruff format --check .
+step mypy
+export OMP_NUM_THREADS=1
+step pytest ${tests[@]+"${tests[@]}"}
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "test.sh: failed: ${failed[*]}" >&2
+    exit 1
+fi
