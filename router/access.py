@@ -1,0 +1,168 @@
+"""Who may ask what: keys, hosts, origins, limits of one client.
+
+Keys are kept and compared as digests, all of them each time, so that neither a timing nor a dump tells one.
+"""
+
+import fnmatch
+import hashlib
+import hmac
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
+from router.settings import Key
+from worker.routes import Plane
+
+ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
+"""Who asks while no key exists."""
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Access:
+    """The rules of one router. `keys` may be replaced at any time (key files are read again on a reload)."""
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        *,
+        cors_origins: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
+        metrics_public: bool = False,
+    ):
+        self.keys = tuple(keys)
+        self._origins = tuple(cors_origins)
+        self._hosts = tuple(host.casefold() for host in allowed_hosts)
+        self._metrics_public = metrics_public
+        self._running: Counter[bytes] = Counter()
+
+    def identify(self, request: web.Request) -> Key | None:
+        """The key that a request carries; None if it carries none that is known."""
+        if not self.keys:
+            return ANYBODY
+        presented = request.headers.get("X-Api-Key", "")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.casefold() == "bearer" and token.strip():
+            presented = token.strip()
+        digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for key in self.keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def authorize(self, request: web.Request, plane: Plane, name: str) -> Key:
+        """The key, if it may use `plane`. Raises Unauthorized, Forbidden."""
+        public = plane is Plane.PUBLIC or (name == "metrics" and self._metrics_public)
+        key = self.identify(request)
+        if key is None:
+            if public:
+                return Key(name="", digest=b"", admin=False, models=(), max_concurrent=0)
+            raise Unauthorized
+        if plane is Plane.ADMIN and not self.is_admin(key):
+            raise Forbidden("this needs an admin key")
+        return key
+
+    def is_admin(self, key: Key) -> bool:
+        """An admin key if one exists, else any key that is not limited to some models."""
+        if not self.keys:
+            return True
+        return key.admin if any(each.admin for each in self.keys) else not key.models
+
+    @staticmethod
+    def may_use(key: Key, model: str) -> bool:
+        return not key.models or any(fnmatch.fnmatchcase(model, glob) for glob in key.models)
+
+    @contextmanager
+    def running(self, key: Key) -> Iterator[None]:
+        """Count one request of `key` for the length of the block. Raises QueueFull over its max-concurrent."""
+        if key.max_concurrent and self._running[key.digest] >= key.max_concurrent:
+            raise QueueFull(
+                f"this key already runs {key.max_concurrent} requests at once", reason="key_concurrency", retry_after=1
+            )
+        self._running[key.digest] += 1
+        try:
+            yield
+        finally:
+            self._running[key.digest] -= 1
+
+    def check_host(self, request: web.Request) -> None:
+        """Refuse names that a rebound DNS entry could have: without keys a Host must be an IP literal, a single
+        label, *.localhost or allowed; with keys only if there is a list. Raises Forbidden, BadRequest."""
+        values = request.headers.getall("Host", [])
+        if not values and request.version < (1, 1):
+            return
+        if len(values) != 1:
+            raise BadRequest("exactly one Host header is needed")
+        value = values[0].strip()
+        if not value or any(mark in value for mark in "@/\\,") or any(char.isspace() for char in value):
+            raise BadRequest("the Host header is not a host")
+        host = (urlsplit(f"//{value}").hostname or "").casefold().rstrip(".")
+        if not host:
+            raise BadRequest("the Host header is not a host")
+        if "*" in self._hosts or host in self._hosts or any(
+            each.startswith("*.") and host.endswith(each[1:]) for each in self._hosts
+        ):  # fmt: skip
+            return
+        if self.keys and not self._hosts:
+            return
+        if _is_address(host) or "." not in host or host.endswith(".localhost"):
+            return
+        raise Forbidden(
+            f"host '{host}' is not allowed; start the router with --allowed-hosts {host}", reason="host_not_allowed"
+        )
+
+    def allows_origin(self, origin: str) -> bool:
+        if "*" in self._origins or origin in self._origins:
+            return True
+        host = (urlsplit(origin).hostname or "").casefold()
+        return "localhost" in self._origins and _is_loopback(host)
+
+    def check_origin(self, request: web.Request, *, changes_state: bool) -> None:
+        """Refuse state-changing requests that a foreign page makes a browser send. Raises Forbidden."""
+        if not changes_state:
+            return
+        origin = request.headers.get("Origin")
+        if origin is not None:
+            if self.allows_origin(origin) or _same_origin(origin, request.headers.get("Host", "")):
+                return
+            raise Forbidden("this origin is not allowed; see --cors-origins", reason="origin_not_allowed")
+        if request.headers.get("Sec-Fetch-Site", "").casefold() == "cross-site":
+            raise Forbidden("cross-site requests are not allowed; see --cors-origins", reason="origin_not_allowed")
+
+    def cors_headers(self, request: web.Request) -> dict[str, str]:
+        """`Access-Control-*` for an allowed origin; never with credentials."""
+        origin = request.headers.get("Origin")
+        if origin is None or not self.allows_origin(origin):
+            return {}
+        headers = {"Access-Control-Allow-Origin": "*" if "*" in self._origins else origin, "Vary": "Origin"}
+        if request.method == "OPTIONS":
+            headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
+            headers["Access-Control-Allow-Headers"] = request.headers.get(
+                "Access-Control-Request-Headers", "Authorization, Content-Type, X-Api-Key"
+            )
+            headers["Access-Control-Max-Age"] = "600"
+        return headers
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _same_origin(origin: str, host: str) -> bool:
+    """Whether the page came from this very server (a browser sends Origin with its own POSTs, too)."""
+    return bool(host) and urlsplit(origin).netloc.casefold() == host.strip().casefold()

@@ -1,0 +1,378 @@
+"""Routes and middlewares: how an HTTP request finds its face, and how an error finds its status."""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from router import __version__
+from router.access import SAFE_METHODS
+from router.errors import (
+    ApiError,
+    BadRequest,
+    BodyTimeout,
+    EncodingUnsupported,
+    Internal,
+    MethodNotAllowed,
+    PathNotFound,
+    QueueFull,
+    TooLarge,
+)  # fmt: skip
+from router.faces import admin, llama_server
+from router.metrics import CONTENT_TYPE, Metrics
+from router.proxy import Call, Proxy
+from router.settings import Key
+from router.site import Site, flag
+from worker.routes import ROUTES, Face, Loads, Plane, Route, error_body
+
+log = logging.getLogger("router.app")
+access_log = logging.getLogger("router.access")
+
+BUFFERED_IN_ALL = 512 << 20
+"""Bytes of request bodies held at once; more are refused."""
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Peek(msgspec.Struct):
+    """All that the router reads of a body; the decoder checks and skips the rest."""
+
+    model: Any = None
+    stream: Any = None
+
+
+class App:
+    """The HTTP side of one router."""
+
+    def __init__(self, site: Site, proxy: Proxy, metrics: Metrics):
+        self._site = site
+        self._proxy = proxy
+        self._metrics = metrics
+        self._buffered = 0
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    def build(self) -> web.Application:
+        """The aiohttp application; its routes are those of `worker.routes` and no others."""
+        app = web.Application(middlewares=[self._outermost], client_max_size=0)
+        own = {
+            "models": self._models,
+            "model": self._model,
+            "models_sse": self._models_sse,
+            "load": self._load,
+            "unload": self._unload,
+            "health": self._health,
+            "ready": self._ready,
+            "metrics": self._render_metrics,
+            "props": self._props,
+            "state": self._state,
+            "plan": self._plan,
+            "events": self._events,
+            "reload": self._reload,
+            "index": self._index,
+        }
+        for route in ROUTES:
+            path = route.path.replace("{id}", "{id:.+}")
+            work = self._forward if route.worker else own[route.name]
+            handler = self._guarded(route, work)
+            if route.method == "GET":
+                app.router.add_get(path, handler, allow_head=True)
+            else:
+                app.router.add_route(route.method, path, handler)
+        app.on_response_prepare.append(self._add_headers)
+        return app
+
+    def end_streams(self) -> None:
+        """End all event streams, so that the server can close."""
+        for task in self._streams:
+            task.cancel()
+
+    # Around every request
+
+    @web.middleware
+    async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = request.headers.get("X-Request-Id", "")
+        request["id"] = asked if REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        request["arrived"] = time.monotonic()
+        status = 499
+        try:
+            response = await self._answer(request, handler)
+            status = response.status
+            return response
+        except asyncio.CancelledError:
+            self._metrics.disconnects.labels(request.get("phase", "queued")).inc()
+            raise
+        finally:
+            self._tell(request, status)
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._site.access.check_host(request)
+            if request.method == "OPTIONS":
+                return web.Response()
+            changes = request.method not in SAFE_METHODS or bool(request.query.get("reload"))
+            self._site.access.check_origin(request, changes_state=changes)
+            return await handler(request)
+        except ApiError as error:
+            return self._error(request, error)
+        except web.HTTPMethodNotAllowed as wrong:
+            allowed = ", ".join(sorted({*wrong.allowed_methods, "OPTIONS"}))
+            message = f"{request.method} is not allowed here; use {allowed}"
+            return self._error(request, MethodNotAllowed(message, headers={"Allow": allowed}))
+        except web.HTTPNotFound:
+            return self._error(request, PathNotFound("File Not Found"))
+        except web.HTTPException as other:
+            if other.status < 400:
+                raise
+            return self._error(request, BadRequest(other.reason or "bad request"))
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("%s: %s %s failed in the router", request["id"], request.method, request.path)
+            return self._error(request, Internal("the router failed on this request; its log says how"))
+
+    def _error(self, request: web.Request, error: ApiError) -> web.Response:
+        if error.status in (401, 429, 503, 507):
+            self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
+        route = request.get("route")
+        face = route.face if route is not None else Face.OPENAI
+        body = error_body(
+            face,
+            status=error.status,
+            type=error.type,
+            reason=error.reason,
+            message=error.message,
+            param=error.param,
+            extra=error.extra,
+        )
+        headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false"}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(error.retry_after)))
+        return _json(body, status=error.status, headers=headers)
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = f"router/{__version__}"
+        if "id" in request:
+            response.headers["X-Request-Id"] = response.headers["request-id"] = request["id"]
+        response.headers.update(self._site.access.cors_headers(request))
+
+    def _tell(self, request: web.Request, status: int) -> None:
+        route = request.get("route")
+        endpoint = route.name if route is not None else "unknown"
+        model = request.get("model", "unknown")
+        self._metrics.requests.labels(model, endpoint, str(status)).inc()
+        quiet = self._site.settings.access_log
+        if quiet == "all" or (quiet == "errors" and status >= 400):
+            seconds = time.monotonic() - request["arrived"]
+            access_log.info(
+                "%s %s %s %d %.3fs model=%s rid=%s",
+                request.remote or "-",
+                request.method,
+                _clean(request.path),
+                status,
+                seconds,
+                model,
+                request["id"],
+            )
+
+    def _guarded(self, route: Route, work: Callable[[web.Request, Key], Awaitable[web.StreamResponse]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            request["route"] = route
+            plane = Plane.ADMIN if request.query.get("reload") and route.name == "models" else route.plane
+            key = self._site.access.authorize(request, plane, route.name)
+            return await work(request, key)
+
+        return handle
+
+    # Bodies
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The whole body, bounded in size, time and sum. Raises ApiError."""
+        settings = self._site.settings
+        if request.headers.get("Content-Encoding", "identity").casefold() not in ("", "identity"):
+            raise EncodingUnsupported("send the body without Content-Encoding")
+        limit = settings.max_body_size
+        if request.content_length is not None and request.content_length > limit:
+            raise TooLarge(f"the body has {request.content_length} bytes, {limit} are allowed", headers=CLOSE)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(settings.body_timeout or None):
+                async for chunk in request.content.iter_any():
+                    size += len(chunk)
+                    self._buffered += len(chunk)
+                    request["buffered"] = size
+                    if size > limit:
+                        raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
+                    if self._buffered > BUFFERED_IN_ALL:
+                        raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
+                    parts.append(chunk)
+        except TimeoutError:
+            seconds = f"{settings.body_timeout:.0f}"
+            raise BodyTimeout(f"the body did not arrive within {seconds} s (--body-timeout)", headers=CLOSE) from None
+        return b"".join(parts)
+
+    async def _object(self, request: web.Request) -> dict[str, Any]:
+        """The body as a JSON object, for calls that the router itself answers."""
+        body = await self._body(request)
+        peek(body)
+        found = orjson.loads(body)
+        assert isinstance(found, dict)
+        return found
+
+    # Work for workers
+
+    async def _forward(self, request: web.Request, key: Key) -> web.StreamResponse:
+        route: Route = request["route"]
+        try:
+            body = await self._body(request)
+            seen = peek(body)
+            if seen.model is not None and not isinstance(seen.model, str):
+                raise BadRequest("model must be a string", param="model")
+            query = request.query
+            id, _ = self._site.choose(key, path=None, body=seen.model, query=query)
+            request["model"] = id
+            autoload = flag(query, "autoload")
+            if autoload is None and route.loads is not Loads.FOLLOWS:
+                autoload = False
+            preset = self._site.fleet.model(id).preset
+            timeout = self._site.settings.timeout if preset.request_timeout is None else preset.request_timeout
+            call = Call(
+                route=route,
+                model=id,
+                body=body,
+                stream=route.streams and seen.stream is True,
+                autoload=autoload,
+                request_id=request["id"],
+                arrived=request["arrived"],
+                timeout=max(0.0, timeout),
+            )
+            request["phase"] = "streaming" if call.stream else "answering"
+            with self._site.access.running(key):
+                answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
+        finally:
+            self._buffered -= request.get("buffered", 0)
+        if answer.first_byte is not None:
+            self._metrics.ttft.labels(id).observe(answer.first_byte - request["arrived"])
+        assert answer.response is not None
+        return answer.response
+
+    # Answers of the router itself
+
+    async def _models(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.models(self._site, key, request.query))
+
+    async def _model(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.model(self._site, key, request.match_info["id"]))
+
+    async def _load(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.load(self._site, key, await self._object(request), request.query))
+
+    async def _unload(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.unload(self._site, key, await self._object(request), request.query))
+
+    async def _health(self, request: web.Request, key: Key) -> web.StreamResponse:
+        status, body = llama_server.health(self._site, key, request.query)
+        return _json(body, status=status)
+
+    async def _ready(self, request: web.Request, key: Key) -> web.StreamResponse:
+        status, body = llama_server.ready(self._site)
+        return _json(body, status=status)
+
+    async def _render_metrics(self, request: web.Request, key: Key) -> web.StreamResponse:
+        name = request.query.get("model")
+        id = self._site.model(key, name).preset.id if name else None
+        return web.Response(body=self._metrics.render(id), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _props(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.props(self._site, key, request.query))
+
+    async def _state(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(admin.state(self._site))
+
+    async def _plan(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id, _ = self._site.choose(key, path=None, body=None, query=request.query)
+        return _json(await admin.plan(self._site, id))
+
+    async def _reload(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await self._site.reload())
+
+    async def _models_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
+        snapshot = bool(flag(request.query, "snapshot"))
+        frames = llama_server.sse(self._site, key, _last_event_id(request), snapshot=snapshot)
+        return await self._stream(request, frames)
+
+    async def _events(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return await self._stream(request, admin.events(self._site, _last_event_id(request)))
+
+    async def _index(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json({"message": "the router is running; its API is at /v1", "version": __version__})
+
+    async def _stream(self, request: web.Request, frames: AsyncIterator[bytes]) -> web.StreamResponse:
+        """Send frames for as long as the client listens and reads."""
+        request["phase"] = "events"
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache, no-transform",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            await response.write(b": open\n\n")
+            async for frame in frames:
+                async with asyncio.timeout(self._site.settings.write_stall or None):
+                    await response.write(frame)
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+        except asyncio.CancelledError:
+            if not self._site.closing:
+                raise
+        finally:
+            self._streams.discard(task)
+            await frames.aclose()  # type: ignore[attr-defined]
+        return response
+
+
+CLOSE = {"Connection": "close"}
+_DECODER = msgspec.json.Decoder(Peek)
+
+
+def peek(body: bytes) -> Peek:
+    """`model` and `stream` of a JSON object. Raises BadRequest (invalid_json) if it is none."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
+        raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def _last_event_id(request: web.Request) -> int | None:
+    text = request.headers.get("Last-Event-ID", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _clean(text: str) -> str:
+    """One line, whatever a client put into it."""
+    return text.encode("ascii", "backslashreplace").decode().translate(dict.fromkeys((*range(32), 127), "?"))[:300]
+
+
+def _json(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(body), status=status, headers=headers, content_type="application/json", charset="utf-8"
+    )
+
+
+__all__ = ["App", "Peek", "peek"]

@@ -1,0 +1,85 @@
+"""The event log: what happened, with ids; append, since, follow.
+
+Everything that people and programs see of the fleet (log lines, SSE, metrics, dashboards) is rendered from this one
+record. A ring holds the newest events; ids start at 1 and only rise.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened. `time` is wall-clock seconds, for people; order is by `id`.
+
+    Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
+    `request` (one has ended), `config` (presets changed), `shutdown`.
+    """
+
+    id: int
+    time: float
+    kind: str
+    model: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EventLog:
+    """A ring of the newest `size` events. Law: `append` never blocks and never raises into its caller."""
+
+    def __init__(self, size: int = 1000):
+        self._ring: deque[Event] = deque(maxlen=size)
+        self._next = 1
+        self._changed: asyncio.Future[None] | None = None
+        self._folds: list[Callable[[Event], None]] = []
+
+    @property
+    def last_id(self) -> int:
+        """Id of the newest event; 0: there was none."""
+        return self._next - 1
+
+    def append(self, kind: str, model: str = "", /, **data: Any) -> Event:
+        """Record one event and wake whoever follows."""
+        event = Event(self._next, time.time(), kind, model, data)
+        self._next += 1
+        self._ring.append(event)
+        for fold in self._folds:
+            fold(event)
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+        return event
+
+    def mention(self, kind: str, model: str = "", /, **data: Any) -> None:
+        """Show the folds something that is not worth a place in the ring; it has no id of its own."""
+        event = Event(self.last_id, time.time(), kind, model, data)
+        for fold in self._folds:
+            fold(event)
+
+    def fold(self, into: Callable[[Event], None]) -> None:
+        """Call `into` with every event from now on, at once and in order; it must not block or raise."""
+        self._folds.append(into)
+
+    def since(self, id: int) -> list[Event] | None:
+        """Events after `id`, oldest first; None if some of them have left the ring (or never were)."""
+        if id > self.last_id or (self._ring and id < self._ring[0].id - 1):
+            return None
+        return [event for event in self._ring if event.id > id]
+
+    async def follow(self, after: int) -> AsyncIterator[Event]:
+        """Every event after `after`, as they come, for ever. A follower too slow for the ring misses some."""
+        while True:
+            events = self.since(after)
+            if events is None:
+                events = list(self._ring)
+            for event in events:
+                after = event.id
+                yield event
+            if after < self.last_id:
+                continue
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._changed)

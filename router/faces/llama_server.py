@@ -1,0 +1,344 @@
+"""What llama-server's router mode says of models, without tokens: lists, loads, events, health, properties."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from router.access import Access
+from router.errors import BadRequest, NotOffered
+from router.events import Event
+from router.fleet import Fleet, Model
+from router.ledger import SLOTS
+from router.life import Worker, estimated
+from router.lifecycle import State
+from router.presets import Preset, args, effective
+from router.settings import Key
+from router.site import BUILD, Site, flag
+
+MIB = 1 << 20
+KEEP_ALIVE = 15.0
+VALUES = {
+    State.DOWNLOADING: "downloading",
+    State.QUEUED: "loading",
+    State.STARTING: "loading",
+    State.READY: "loaded",
+    State.STOPPING: "loaded",
+}
+REASONS = frozenset(
+    {
+        "evicted",
+        "idle",
+        "requested",
+        "crashed",
+        "oom",
+        "load_failed",
+        "load_timeout",
+        "stalled",
+        "config_changed",
+        "download_failed",
+        "shutdown",
+        "abandoned",
+        "does_not_fit",
+    }
+)
+STAGES = ("start", "weights", "warmup")
+
+
+def value_of(model: Model) -> str:
+    worker = model.shown
+    return VALUES[worker.state] if worker is not None and worker.state in VALUES else "unloaded"
+
+
+def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
+    """The status object of one model; `args` and `preset` only for admins."""
+    worker, value = model.shown, value_of(model)
+    result: dict[str, Any] = {"value": value, "args": [], "pinned": model.preset.pin}
+    if admin:
+        result["args"] = args(model.preset)
+        result["preset"] = preset_text(model.preset)
+    leases = [len(each.leases) for each in model.workers if each.state >= State.READY]
+    queued = [len(each.leases) for each in model.workers if each.state < State.READY]
+    result["in_flight"], result["queued"] = sum(leases), sum(queued)
+    if worker is not None:
+        result["since"] = wall_clock(fleet, worker.since)
+        result["draining"] = worker.retired.is_set()
+        if worker.retired.is_set() and worker.reason in REASONS:
+            result["reason"] = worker.reason
+        if worker.state is State.QUEUED and worker.waits_for:
+            result["waiting_for"] = worker.waits_for
+        if worker.progress is not None and worker.state < State.READY:
+            result["progress"] = progress(worker)
+        memory = memory_of(worker)
+        if memory:
+            result["memory"] = memory
+        return result
+    if model.reason in REASONS:
+        result["reason"] = model.reason
+    failure = model.failure
+    if failure is not None:
+        result |= {"failed": True, "error": failure.message}
+        result["exit_code"] = failure.exit if failure.exit is not None else 1
+        result["retry_at"] = wall_clock(fleet, failure.until)
+    return result
+
+
+def wall_clock(fleet: Fleet, at: float) -> float:
+    """Seconds since 1970 of a moment of the fleet's clock, for people."""
+    return round(time.time() + at - fleet.now(), 3)
+
+
+def memory_of(worker: Worker) -> dict[str, dict[str, int | None]]:
+    """MiB by device: estimated, measured, reserved."""
+    planned = estimated(worker)
+    return {
+        str(device): {
+            "estimated_mib": -(-planned.get(device, 0) // MIB),
+            "measured_mib": -(-worker.measured[device] // MIB) if device in worker.measured else None,
+            "reserved_mib": -(-size // MIB),
+        }
+        for device, size in worker.reserved.items()
+        if device.index != SLOTS
+    }
+
+
+def progress(worker: Worker) -> dict[str, Any]:
+    """Progress of a load as llama-server shapes it, `value` from 0 to 1 within the current stage."""
+    said = worker.progress
+    assert said is not None
+    share = said.done / said.total if said.total else 0.0
+    return {"stages": ["text_model"], "current": "text_model", "value": round(share, 4), "stage": said.stage}
+
+
+def preset_text(preset: Preset) -> str:
+    """The effective preset as a section of an INI file."""
+    return "\n".join([f"[{preset.id}]", *(f"{key} = {value}" for key, value, _ in effective(preset))]) + "\n"
+
+
+async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
+    """One model as lists show it."""
+    preset = model.preset
+    facts, meta, architecture = await site.describe(preset)
+    ready = next((worker for worker in model.workers if worker.process is not None), None)
+    if ready is not None and ready.process is not None and ready.process.ready.capabilities:
+        capabilities = list(ready.process.ready.capabilities)
+    elif preset.task == "embed":
+        capabilities = ["embedding"]
+    else:
+        capabilities = list(facts.capabilities) if facts is not None else []
+    return {
+        "id": preset.id,
+        "aliases": list(preset.aliases),
+        "tags": list(preset.tags),
+        "object": "model",
+        "owned_by": "llamacpp",
+        "created": model.created,
+        "status": status(site.fleet, model, admin=admin),
+        "architecture": architecture,
+        "source": preset.source,
+        "can_remove": preset.source == "cache",
+        "capabilities": capabilities,
+        "meta": meta,
+    }
+
+
+async def models(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+    """GET /models. `reload=` first applies what has changed; the caller has checked that the key may."""
+    extra: dict[str, Any] = {}
+    if query.get("reload"):
+        extra["reload"] = await site.reload()
+    admin = site.access.is_admin(key)
+    data = [await entry(site, model, admin=admin) for model in site.visible(key)]
+    return {"object": "list", "data": data, **extra}
+
+
+async def model(site: Site, key: Key, name: str) -> dict[str, Any]:
+    """GET /models/{id}. Raises ModelNotFound."""
+    return await entry(site, site.model(key, name), admin=site.access.is_admin(key))
+
+
+def _named(body: Mapping[str, Any]) -> str:
+    if "extra_args" in body:
+        raise BadRequest("extra_args is not supported: put the settings into the model's preset", param="extra_args")
+    name = body.get("model")
+    if not isinstance(name, str) or not name:
+        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+    return name
+
+
+async def load(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+    """POST /models/load: 200 once queued; with `wait` once ready, or the load's error."""
+    chosen = site.model(key, _named(body))
+    wait = flag(query, "wait")
+    if not wait:
+        await site.fleet.load_queued(chosen.preset.id)
+        return {"success": True}
+    began, mark = site.fleet.now(), site.events.last_id
+    already = chosen.open
+    if already is None or already.state is not State.READY:
+        await asyncio.shield(site.fleet.wanted(chosen.preset.id))
+    evicted = [
+        {"model": event.model, "reason": "evicted"}
+        for event in site.events.since(mark) or ()
+        if event.kind == "plan" and event.data.get("decision") == "evict" and event.data.get("for") == chosen.preset.id
+    ]
+    load_ms = round((site.fleet.now() - began) * 1000, 1)
+    shown = status(site.fleet, chosen, admin=site.access.is_admin(key))
+    return {"success": True, "status": shown, "evicted": evicted, "load_ms": load_ms}
+
+
+async def unload(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+    """POST /models/unload: 200 at once; with `wait` once the memory is back; with `force` without a drain."""
+    chosen = site.model(key, _named(body))
+    wait, force = flag(query, "wait"), flag(query, "force")
+    workers = site.fleet.unload(chosen.preset.id, force=bool(force))
+    if wait:
+        for worker in workers:
+            await worker.stopped.wait()
+    return {"success": True}
+
+
+def health(site: Site, key: Key, query: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
+    """(status, body); with `model=` that of one model, which it never loads."""
+    name = query.get("model")
+    if not name:
+        return 200, {"status": "ok"}
+    chosen = site.model(key, name)
+    value = value_of(chosen)
+    ok = chosen.open is not None and chosen.open.state is State.READY
+    return (200 if ok else 503), {"status": "ok" if ok else value, "model": chosen.preset.id}
+
+
+def ready(site: Site) -> tuple[int, dict[str, Any]]:
+    """200 once presets are parsed and the models of `load-on-startup` are up."""
+    if site.closing:
+        return 503, {"status": "draining", "message": "the router is shutting down"}
+    if site.awaited:
+        return 503, {"status": "starting", "waiting_for": sorted(site.awaited)}
+    return 200, {"status": "ok"}
+
+
+async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+    """GET /props: of the router, or of one model from its files, whether or not it is loaded."""
+    settings = site.settings
+    if not query.get("model"):
+        return {
+            "role": "router",
+            "max_instances": site.fleet.limits.models_max,
+            "models_autoload": settings.models_autoload,
+            "model_alias": "llama-server",
+            "model_path": "none",
+            "default_generation_settings": {"params": {}, "n_ctx": 0},
+            "ui_settings": {},
+            "build_info": BUILD,
+            "cors_proxy_enabled": False,
+            "memory_margin_mib": settings.models_memory_margin.get("", 0) // MIB,
+        }
+    chosen = site.model(key, query["model"])
+    preset = chosen.preset
+    if flag(query, "autoload") and (chosen.open is None or chosen.open.state is not State.READY):
+        await asyncio.shield(site.fleet.wanted(preset.id))
+    facts, meta, _ = await site.describe(preset)
+    words = await site.words(preset)
+    if facts is None:
+        raise NotOffered(f"the files of {preset.id} are not here yet; load it once, and ask again")
+    worker = chosen.shown
+    return {
+        "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": dict(preset.sampling)},
+        "total_slots": preset.parallel,
+        "model_alias": preset.id,
+        "model_path": (preset.path or preset.repo or f"demo:{preset.demo}") if site.access.is_admin(key) else preset.id,
+        "modalities": {"vision": False, "audio": False, "video": False},
+        "chat_template": preset.chat_template or words.chat_template,
+        "chat_template_caps": {},
+        "bos_token": words.bos_token,
+        "eos_token": words.eos_token,
+        "build_info": BUILD,
+        "is_sleeping": False,
+        "is_loaded": worker is not None and worker.state is State.READY,
+    }
+
+
+async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> AsyncIterator[bytes]:
+    """GET /models/sse: frames for ever; a comment in silence. Events before `last_id` are not told again."""
+    after = site.events.last_id
+    if last_id is not None:
+        if site.events.since(last_id) is None:
+            yield frame(after, "*", "models_reload", {})
+        else:
+            after = last_id
+    if snapshot:
+        for known in site.visible(key):
+            yield frame(after, known.preset.id, "status_change", {"status": value_of(known)})
+    following = site.events.follow(after).__aiter__()
+    pending: asyncio.Future[Event] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(anext(following))
+            done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE)
+            if not done:
+                yield b": ping\n\n"
+                continue
+            event, pending = pending.result(), None
+            if event.model == "*" or Access.may_use(key, event.model):
+                for told in await render(site, event):
+                    yield told
+    finally:
+        if pending is not None:
+            pending.cancel()
+
+
+def frame(id: int, model: str, event: str, data: Mapping[str, Any]) -> bytes:
+    body = json.dumps({"model": model, "event": event, "data": data}, ensure_ascii=False, separators=(",", ":"))
+    return f"id: {id}\ndata: {body}\n\n".encode()
+
+
+async def render(site: Site, event: Event) -> list[bytes]:
+    """The frames that llama-server's clients get for one event of ours; none for what they do not know."""
+    data = event.data
+    match event.kind:
+        case "config":
+            return [frame(event.id, "*", "models_reload", {})]
+        case "removed":
+            return [frame(event.id, event.model, "model_remove", {})]
+        case "progress" if data["stage"] == "download":
+            name = site.fleet.models[event.model].preset.repo if event.model in site.fleet.models else event.model
+            told = {"progress": {name or event.model: {"done": data["done"], "total": data["total"]}}}
+            return [frame(event.id, event.model, "download_progress", told)]
+        case "progress":
+            share = data["done"] / data["total"] if data["total"] else 0.0
+            bar = {"stages": ["text_model"], "current": "text_model", "value": round(share, 4), "stage": data["stage"]}
+            return [frame(event.id, event.model, "status_change", {"status": "loading", "progress": bar})]
+        case "state":
+            return await _render_state(site, event)
+    return []
+
+
+async def _render_state(site: Site, event: Event) -> list[bytes]:
+    data, frames = event.data, []
+    state = State[data["state"].upper()]
+    value = VALUES.get(state, "unloaded")
+    if data.get("was") == "downloading":
+        if state is State.STOPPED:
+            reason = {"download_failed": "network"}.get(data.get("reason", ""), "cancelled")
+            frames.append(frame(event.id, event.model, "download_failed", {"reason": reason}))
+        else:
+            frames.append(frame(event.id, event.model, "download_finished", {}))
+    told: dict[str, Any] = {"status": value}
+    if state is State.READY and not data.get("draining") and event.model in site.fleet.models:
+        _, told["info"], _ = await site.describe(site.fleet.models[event.model].preset)
+    if data.get("draining") or state is State.STOPPING:
+        told["draining"] = True
+    if state is State.STOPPED:
+        told["reason"] = data.get("reason", "")
+        if "exit_code" in data:
+            told["exit_code"] = data["exit_code"]
+        if "error" in data:
+            told["error"] = data["error"]
+    name = "model_status" if "was" not in data and not data.get("draining") else "status_change"
+    frames.append(frame(event.id, event.model, name, told))
+    return frames
+
+
+__all__ = ["entry", "health", "load", "model", "models", "props", "ready", "sse", "unload"]

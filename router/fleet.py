@@ -1,0 +1,705 @@
+"""All workers: leases, the queue, arranging. The fleet decides and records; lives act.
+
+A request leases a worker. `arrange` looks at all who are here and all who wait, asks the planner, and records its
+answer; it never awaits. It runs, at most once per pass of the loop, whenever something that a plan depends on is
+different: a demand joins, a worker falls idle, is ready or stopped, a reading changes, or time alone changes the
+answer.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from router import planner
+from router.calibration import Calibration
+from router.errors import (
+    AlreadyRunning,
+    ApiError,
+    DoesNotFit,
+    Draining,
+    LoadBackoff,
+    LoadFailed,
+    ModelNotFound,
+    ModelNotLoaded,
+    NotRunning,
+    QueueFull,
+    QueueTimeout,
+)  # fmt: skip
+from router.estimate import EstimateError
+from router.events import EventLog
+from router.launchers import Launcher, WorkerProcess
+from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
+from router.life import Again, Files, Worker, live, lost_error, tell, weigh
+from router.lifecycle import State
+from router.planner import Demand, Plan, Policy
+from router.presets import Preset, same_load
+
+log = logging.getLogger("router.fleet")
+
+MIB = 1 << 20
+FINAL_PAUSE = 600.0
+"""Seconds until a load that would fail the same way again is tried once more."""
+LONGEST_PAUSE = 300.0
+CRASH_WINDOW = 600.0
+CALM = 60.0
+"""Seconds of service after which earlier failures are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a model's last worker ended in error, and until when no new one is begun by itself."""
+
+    cause: str
+    message: str
+    exit: int | None
+    final: bool
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The fleet's own settings; seconds and counts."""
+
+    autoload: bool = True
+    queue_size: int = 4000
+    queue_timeout: float = 300.0
+    patience: float = 10.0
+    drain_timeout: float = 30.0
+    evict_timeout: float = -1.0
+    models_max: int = 0
+    memory: bool = True
+    """False with a margin of 0: then only the count decides."""
+
+
+@dataclass(slots=True)
+class Model:
+    """What the fleet knows of one preset, whether or not it has workers."""
+
+    preset: Preset
+    created: int
+    """When it was first listed, in whole seconds of wall-clock time."""
+    workers: list[Worker] = field(default_factory=list)
+    """All that are not stopped, the newest last."""
+    failure: Failure | None = None
+    failures: deque[float] = field(default_factory=deque)
+    """When it failed, within CRASH_WINDOW."""
+    reason: str = ""
+    """Why its last worker ended."""
+    pinned: bool | None = None
+
+    @property
+    def open(self) -> Worker | None:
+        """The worker that takes new leases."""
+        return next((worker for worker in reversed(self.workers) if worker.open), None)
+
+    @property
+    def shown(self) -> Worker | None:
+        """The worker that its status is read off: the open one, else the last that still drains or stops."""
+        return self.open or (self.workers[-1] if self.workers else None)
+
+
+class Lease:
+    """A request's hold on a worker, from its arrival to its last byte. Made by `Fleet.lease`."""
+
+    def __init__(self, fleet: "Fleet", model: Model, worker: Worker, arrived: float):
+        self.model = model
+        self.worker = worker
+        self.arrived = arrived
+        self.on_abort: Callable[[], None] | None = None
+        """Called once when this request must end before its time; set by whoever streams its answer."""
+        self.aborted: ApiError | None = None
+        self._fleet = fleet
+        self._failed: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def abort(self, error: ApiError) -> None:
+        if self.aborted is not None:
+            return
+        self.aborted = error
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(None)
+        if self.on_abort is not None:
+            self.on_abort()
+
+    async def ready(self) -> WorkerProcess:
+        """Returns once the worker can answer; raises ApiError if it never will, or not in time.
+
+        Cancelling gives nothing back: the lease ends with its block.
+        """
+        while True:
+            if self.worker.ready.done() and not self.worker.ready.cancelled():
+                try:
+                    return self.worker.ready.result()
+                except Again:
+                    self._fleet._move(self)
+                    continue
+            if self.aborted is not None:
+                raise self.aborted
+            loop = asyncio.get_running_loop()
+            self._failed = loop.create_future()
+            self._arm()
+            try:
+                await asyncio.wait({self.worker.ready, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._failed = None
+                if self._timer is not None:
+                    self._timer.cancel()
+
+    def _arm(self) -> None:
+        """Wake when the time in the queue is up; time in downloads and in the own load does not count."""
+        limit = self._fleet.limits.queue_timeout
+        if limit <= 0:
+            return
+        left = limit
+        if self.worker.state is State.QUEUED:
+            left = max(self.arrived, self.worker.since) + limit - self._fleet.now()
+            if left <= 0:
+                self.abort(self._fleet._queue_timeout(self.worker))
+                return
+        self._timer = asyncio.get_running_loop().call_later(left, self._arm)
+
+
+class Fleet:
+    """Law: no method awaits between reading a state and writing what follows from it."""
+
+    def __init__(
+        self,
+        *,
+        launcher: Launcher,
+        calibration: Calibration,
+        events: EventLog,
+        files: Files,
+        ledger: Ledger,
+        limits: Limits,
+        presets: Mapping[str, Preset],
+    ):
+        self.launcher = launcher
+        self.calibration = calibration
+        self.events = events
+        self.files = files
+        self.limits = limits
+        self.models: dict[str, Model] = {}
+        self.devices: list[Device] = []
+        self.closing = False
+        self.last_plan: Plan | None = None
+        self._ledger = ledger
+        self._ids = 0
+        self._arranging = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._alive: dict[int, Worker] = {}
+        """All workers that are not stopped, those of removed models too."""
+        self._homes: dict[int, Model] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: set[asyncio.Task[None]] = set()
+        self._said: dict[int, str] = {}
+        for preset in presets.values():
+            self.models[preset.id] = Model(preset, int(time.time()))
+
+    # What lives ask for (life.World)
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def changed(self) -> None:
+        if not self._arranging:
+            self._arranging = True
+            asyncio.get_running_loop().call_soon(self._arrange_soon)
+
+    def turn(self, preset: Preset) -> float:
+        return preset.min_residency if preset.min_residency >= 0 else min(10.0, self.limits.patience)
+
+    def hopeless(self, worker: Worker) -> bool:
+        if not self.limits.memory:
+            return False
+        assert worker.costs is not None
+        floor = replace(worker.demand(), shards=worker.costs.estimate.weights, host=0, sure=True)
+        devices = self._ledger.observe(self.launcher.readings(), self._residents())
+        return floor.id in planner.plan([floor], [], devices, self.now(), self._policy()).refuse
+
+    # Leases
+
+    def model(self, id: str) -> Model:
+        """Raises ModelNotFound."""
+        try:
+            return self.models[id]
+        except KeyError:
+            raise ModelNotFound(f"model '{id}' not found") from None
+
+    @contextmanager
+    def lease(self, id: str, *, autoload: bool | None = None) -> Iterator[Lease]:
+        """Hold a worker of model `id` for the length of the block; `await lease.ready()` waits for it.
+
+        A model without an open worker begins a new life, if it may. Raises ModelNotFound, ModelNotLoaded, QueueFull,
+        LoadBackoff, LoadFailed, Draining.
+        """
+        model = self.model(id)
+        worker = model.open
+        if autoload is None:
+            autoload = model.preset.autoload if model.preset.autoload is not None else self.limits.autoload
+        if self.closing:
+            raise Draining("the router is shutting down", retry_after=5)
+        if not autoload and (worker is None or worker.state is State.DOWNLOADING):
+            raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
+        if worker is None or worker.state is not State.READY:
+            self._admit(model)
+        if worker is None:
+            self._refuse_failed(model)
+            worker = self._begin(model)
+        lease = Lease(self, model, worker, self.now())
+        worker.leases.add(lease)
+        try:
+            yield lease
+        finally:
+            self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        worker = lease.worker
+        worker.leases.discard(lease)
+        worker.stirred.set()
+        if worker.state is State.READY:
+            worker.last_used = self.now()
+        if not worker.leases:
+            self.changed()
+
+    def _move(self, lease: Lease) -> None:
+        """Carry a lease over to the model's next life."""
+        lease.worker.leases.discard(lease)
+        lease.worker.stirred.set()
+        worker = lease.model.open
+        if worker is None:
+            if self.closing:
+                raise Draining("the router is shutting down", retry_after=5)
+            worker = self._begin(lease.model, attempt=lease.worker.attempt + 1)
+        lease.worker = worker
+        worker.leases.add(lease)
+
+    def _admit(self, model: Model) -> None:
+        """Raises QueueFull if one more may not wait."""
+        waiting = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
+        if waiting >= model.preset.queue_size:
+            raise QueueFull(
+                f"{waiting} requests already wait for {model.preset.id} (queue-size)", retry_after=self.eta(model)
+            )
+        everybody = sum(len(worker.leases) for worker in self.workers() if worker.state < State.READY)
+        if everybody >= self.limits.queue_size:
+            raise QueueFull(f"{everybody} requests already wait (--queue-size)", retry_after=self.eta(model))
+
+    def _refuse_failed(self, model: Model) -> None:
+        failure, now = model.failure, self.now()
+        if failure is None or now >= failure.until:
+            return
+        message = f"{model.preset.id} failed: {failure.message}"
+        if failure.final:
+            raise LoadFailed(
+                f"{message} (it is not tried again before the preset or its files change, or POST /models/load)"
+            )
+        raise LoadBackoff(f"{message}; next attempt in {failure.until - now:.0f} s", retry_after=failure.until - now)
+
+    def eta(self, model: Model) -> float:
+        """Seconds until a request for `model` can expect its turn, from what loads took so far."""
+        worker = model.open
+        load = worker.costs.load_seconds if worker is not None and worker.costs is not None else 0.0
+        ahead = worker.ahead if worker is not None else sum(w.state is State.QUEUED for w in self.workers())
+        return max(1.0, (ahead + 1) * (load or 5.0))
+
+    def _queue_timeout(self, worker: Worker) -> QueueTimeout:
+        waits = f" ({worker.waits_for})" if worker.waits_for else ""
+        return QueueTimeout(
+            f"{worker.preset.id} waited {self.limits.queue_timeout:.0f} s for room{waits}; try again later",
+            retry_after=self.eta(self.models.get(worker.preset.id) or Model(worker.preset, 0)),
+        )
+
+    # Lives
+
+    def _begin(self, model: Model, *, attempt: int = 0) -> Worker:
+        self._ids += 1
+        state = State.QUEUED if self.files.find(model.preset) is not None else State.DOWNLOADING
+        worker = Worker(self._ids, model.preset, state, self.now(), attempt=attempt)
+        model.workers.append(worker)
+        self._alive[worker.id] = worker
+        self._homes[worker.id] = model
+        tell(worker, self.events, was=None)
+        worker.task = asyncio.get_running_loop().create_task(live(worker, self), name=str(worker))
+        self._tasks.add(worker.task)
+        worker.task.add_done_callback(lambda task: self._task_over(worker, task))
+        return worker
+
+    def _task_over(self, worker: Worker, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if worker.stopped.is_set():
+            return
+        worker.state = State.STOPPED  # cancelled before its first step
+        worker.ended.set()
+        if not worker.ready.done():
+            worker.ready.set_exception(Draining(f"{worker.preset.id} was unloaded", retry_after=1))
+        self.over(worker)
+        worker.stopped.set()
+        self.changed()
+
+    def over(self, worker: Worker) -> None:
+        self._alive.pop(worker.id, None)
+        self._said.pop(worker.id, None)
+        model = self._homes.pop(worker.id)
+        model.workers.remove(worker)
+        model.reason = worker.reason
+        lost = worker.lost
+        if lost is None:
+            if worker.process is not None:
+                model.failure = None
+        elif not (lost.memory and worker.attempt == 0 and worker.process is None):
+            self._remember_failure(model, worker, self.now())
+        if self.models.get(worker.preset.id) is not model and not model.workers:
+            self.events.append("removed", worker.preset.id)
+
+    def _remember_failure(self, model: Model, worker: Worker, now: float) -> None:
+        """Back-off: 1 s after a failed start, doubling beyond max-restarts; none after a crash in service."""
+        lost = worker.lost
+        assert lost is not None
+        served = worker.process is not None
+        if served and now - worker.born > CALM:
+            model.failures.clear()
+        model.failures.append(now)
+        while model.failures and model.failures[0] < now - CRASH_WINDOW:
+            model.failures.popleft()
+        beyond = len(model.failures) - model.preset.max_restarts
+        if lost.final:
+            pause = FINAL_PAUSE
+        elif beyond > 0:
+            pause = min(LONGEST_PAUSE, 2.0**beyond) * random.uniform(0.8, 1.2)
+        else:
+            pause = 0.0 if served else 1.0
+        model.failure = Failure(lost.cause, lost.message, lost.exit, lost.final, now + pause)
+
+    def retire(self, worker: Worker, reason: str, *, drain: float | None, made_room_for: str = "") -> None:
+        """Take no new leases; running ones end, or are cut after `drain` seconds (None: never).
+
+        A worker that is not ready yet is stopped at once.
+        """
+        deadline = None if drain is None else self.now() + drain
+        if worker.retired.is_set():
+            if deadline is not None and (worker.deadline is None or deadline < worker.deadline):
+                worker.deadline = deadline
+                worker.stirred.set()
+            return
+        worker.reason, worker.made_room_for, worker.deadline = reason, made_room_for, deadline
+        worker.retired.set()
+        worker.stirred.set()
+        if worker.state < State.READY and worker.task is not None:
+            worker.task.cancel()
+        else:
+            tell(worker, self.events, was=None, draining=True, active=len(worker.leases), reason=reason)
+        self.changed()
+
+    # Explicit control
+
+    def load(self, id: str) -> asyncio.Task[None]:
+        """Queue a load like a request that asks nothing. Raises AlreadyRunning, ModelNotFound, QueueFull, Draining."""
+        model = self.model(id)
+        if model.open is not None:
+            raise AlreadyRunning(f"model '{id}' is already running")
+        return self.wanted(id)
+
+    def wanted(self, id: str) -> asyncio.Task[None]:
+        """A task that holds a lease on `id` until it is ready; its outcome is that of the load."""
+        model = self.model(id)
+        if self.closing:
+            raise Draining("the router is shutting down", retry_after=5)
+        if model.open is None:
+            model.failure = None
+            self._admit(model)
+            self._begin(model)
+        task = asyncio.get_running_loop().create_task(self._hold(id), name=f"load {id}")
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def load_queued(self, id: str) -> None:
+        """Like `load`; returns once the model is downloading, in the queue or starting.
+
+        Raises what a load raises that can be told by then: DoesNotFit, LoadFailed, LoadBackoff.
+        """
+        task = self.load(id)
+        worker = self.model(id).open
+        if worker is None or worker.state is State.DOWNLOADING:
+            return
+        considered = asyncio.ensure_future(worker.considered.wait())
+        try:
+            await asyncio.wait([considered, task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            considered.cancel()
+        if worker.stopped.is_set() and not task.done():
+            await asyncio.wait([task], timeout=1.0)
+        if task.done():
+            task.result()
+
+    async def _hold(self, id: str) -> None:
+        with self.lease(id, autoload=True) as lease:
+            await lease.ready()
+
+    def unload(self, id: str, *, force: bool = False) -> list[Worker]:
+        """Retire all workers of `id` and return them. Raises NotRunning, ModelNotFound."""
+        model = self.model(id)
+        workers = list(model.workers)
+        if not workers or (all(worker.retired.is_set() for worker in workers) and not force):
+            raise NotRunning(f"model '{id}' is not running")
+        for worker in workers:
+            self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
+        return workers
+
+    def apply(self, presets: Mapping[str, Preset]) -> dict[str, list[str]]:
+        """Take over new presets: changed and removed ones retire. Returns ids by what became of them."""
+        result: dict[str, list[str]] = {"added": [], "changed": [], "restarted": [], "removed": []}
+        for id in [id for id in self.models if id not in presets]:
+            model = self.models.pop(id)
+            result["removed"].append(id)
+            for worker in list(model.workers):
+                self.retire(worker, "config_changed", drain=self.limits.drain_timeout)
+        for id, preset in presets.items():
+            model_ = self.models.get(id)
+            if model_ is None:
+                self.models[id] = Model(preset, int(time.time()))
+                result["added"].append(id)
+                continue
+            if preset == model_.preset:
+                continue
+            result["changed"].append(id)
+            restart = not same_load(preset, model_.preset)
+            model_.preset = preset
+            if restart:
+                model_.failure = None
+            for worker in list(model_.workers):
+                if not restart:
+                    worker.preset = preset
+                    continue
+                if id not in result["restarted"]:
+                    result["restarted"].append(id)
+                awaited = bool(worker.leases) and worker.state < State.READY
+                self.retire(worker, "config_changed", drain=self.limits.drain_timeout)
+                if preset.pin or awaited:
+                    self.wanted(id)
+        self.events.append("config", "*", **result)
+        self.changed()
+        return result
+
+    async def close(self, *, force: bool = False) -> None:
+        """Retire everybody; returns once all their processes are reaped. A second call with `force` cuts at once."""
+        self.closing = True
+        for worker in self.workers():
+            self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
+        for load in list(self._loads):
+            load.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    # Arranging
+
+    def workers(self) -> list[Worker]:
+        """All that are not stopped, oldest first; those of removed models too."""
+        return list(self._alive.values())
+
+    def _residents(self) -> list[Resident]:
+        return [worker.resident() for worker in self.workers() if worker.state.holds_memory]
+
+    def _policy(self) -> Policy:
+        return Policy(patience=self.limits.patience, memory=self.limits.memory)
+
+    def _arrange_soon(self) -> None:
+        self._arranging = False
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Look, plan, record; never awaits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.closing:
+            return
+        now = self.now()
+        workers = self.workers()
+        queued = [w for w in workers if w.state is State.QUEUED and w.costs is not None and not w.retired.is_set()]
+        for worker in [w for w in workers if w.state < State.STARTING and not w.leases and not w.retired.is_set()]:
+            self.retire(worker, "abandoned", drain=0.0)
+        queued = [worker for worker in queued if not worker.retired.is_set() and not worker.room.done()]
+        residents = [worker.resident() for worker in workers if worker.state.holds_memory]
+        self.devices = self._ledger.observe(self.launcher.readings(), residents)
+        by_id = {worker.id: worker for worker in workers}
+        waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
+        refining = [worker.demand() for worker in queued if worker.refine.is_set()]
+        plan = planner.plan(waiting + refining, residents, self.devices, now, self._policy())
+        self.last_plan = plan
+        self._record(plan, by_id, queued)
+        if plan.look_again is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
+
+    def _record(self, plan: Plan, by_id: Mapping[int, Worker], queued: Sequence[Worker]) -> None:
+        for id, refusal in plan.refuse.items():
+            worker = by_id[id]
+            if not worker.room.done():
+                worker.room.set_exception(does_not_fit(worker, refusal))
+        for id in plan.refine:
+            by_id[id].refine.set()
+        for id, eviction in plan.evict.items():
+            self._evict(by_id[id], eviction, by_id)
+        for id, start in plan.start.items():
+            self._start(by_id[id], start)
+        order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
+        for ahead, worker in enumerate(worker for worker in order if worker.id not in plan.start):
+            worker.ahead = ahead
+            if worker.id not in plan.refine and not worker.refine.is_set():
+                worker.considered.set()
+            wait = plan.waits.get(worker.id)
+            worker.waits_for = wait.cause if wait is not None else worker.waits_for
+            if wait is not None and self._said.get(worker.id) != wait.cause:
+                self._said[worker.id] = wait.cause
+                self.events.append(
+                    "plan",
+                    worker.preset.id,
+                    decision="wait",
+                    worker=worker.id,
+                    cause=wait.cause,
+                    on=[by_id[id].preset.id for id in wait.on if id in by_id],
+                    position=ahead + 1,
+                    **self._numbers(worker),
+                )
+
+    def _start(self, worker: Worker, start: planner.Start) -> None:
+        worker.reserved = dict(start.claim)
+        worker.place = start.place
+        worker.waits_for, worker.ahead = "", 0
+        was, worker.state, worker.since = worker.state, State.STARTING, self.now()
+        worker.considered.set()
+        self.events.append("plan", worker.preset.id, decision="start", worker=worker.id, **self._numbers(worker))
+        tell(worker, self.events, was=was)
+        worker.room.set_result(start)
+
+    def _evict(self, worker: Worker, eviction: planner.Eviction, by_id: Mapping[int, Worker]) -> None:
+        asker = by_id.get(eviction.for_demand) if eviction.for_demand is not None else None
+        limit = self.limits.evict_timeout
+        self.events.append(
+            "plan",
+            worker.preset.id,
+            decision="evict",
+            worker=worker.id,
+            reason=eviction.reason,
+            **{"for": asker.preset.id if asker else ""},
+            idle_seconds=0.0 if worker.leases else round(self.now() - worker.last_used, 1),
+            frees={str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
+            **(self._numbers(asker) if asker else {}),
+        )
+        drain = None if limit < 0 else limit
+        self.retire(worker, eviction.reason, drain=drain, made_room_for=asker.preset.id if asker else "")
+
+    def _numbers(self, worker: Worker) -> dict[str, Any]:
+        """What was needed and what was free, by device, in bytes."""
+        if worker.costs is None:
+            return {}
+        devices = {
+            str(device.id): {
+                "total": device.total,
+                "used": device.used,
+                "foreign": device.foreign,
+                "margin": device.margin,
+                "limit": device.limit,
+            }
+            for device in self.devices
+            if device.id in worker.devices or device.id.index in (HOST, SLOTS)
+        }
+        estimate = worker.costs.estimate
+        return {"needs": list(estimate.shards), "source": estimate.source, "devices": devices}
+
+    async def preview(self, id: str) -> dict[str, Any]:
+        """What a load of `id` would do now; changes nothing. Raises ApiError if its files are not here."""
+        model = self.model(id)
+        worker = model.open
+        if worker is not None and worker.state >= State.STARTING:
+            return {"decision": "none", "message": f"{id} is {worker.state.name.lower()} already"}
+        if worker is None or worker.costs is None:
+            snapshot = self.files.find(model.preset)
+            if snapshot is None:
+                return {"decision": "unknown", "message": f"the files of {id} are not here yet; load it once"}
+            worker = Worker(0, model.preset, State.QUEUED, self.now())
+            worker.snapshot = snapshot
+            try:
+                await weigh(worker, self)
+            except EstimateError as unknown:
+                raise LoadFailed(f"{id} cannot be loaded: {unknown.message}") from None
+        demand = worker.demand()
+        residents = self._residents()
+        devices = self._ledger.observe(self.launcher.readings(), residents)
+        found = planner.plan([demand], residents, devices, self.now(), self._policy())
+        return self._preview(demand, found, self._numbers(worker))
+
+    def _preview(self, demand: Demand, found: Plan, numbers: dict[str, Any]) -> dict[str, Any]:
+        names = {worker.id: worker.preset.id for worker in self.workers()}
+        evict = [
+            {"model": names.get(id, ""), "reason": eviction.reason, "idle": eviction.idle}
+            for id, eviction in found.evict.items()
+            if eviction.for_demand == demand.id
+        ]
+        if demand.id in found.start:
+            start = found.start[demand.id]
+            claim = {str(device): size for device, size in start.claim.items()}
+            return {"decision": "start", "place": [str(device) for device in start.place], "claim": claim, **numbers}
+        if demand.id in found.refuse:
+            refusal = found.refuse[demand.id]
+            return {"decision": "refuse", "shortage": _shortages(refusal.devices), **numbers}
+        wait = found.waits.get(demand.id)
+        if wait is None:
+            return {"decision": "drop", **numbers}
+        return {
+            "decision": "evict" if evict else "wait",
+            "cause": wait.cause,
+            "evict": evict,
+            "waits_for": [names.get(id, "") for id in wait.on],
+            "later": [names.get(id, "") for id in wait.victims],
+            "keep": {names.get(id, ""): why for id, why in wait.keep.items()},
+            "shortage": _shortages(wait.shortage),
+            "refine": demand.id in found.refine,
+            **numbers,
+        }
+
+
+def _shortages(devices: Mapping[DeviceId, planner.Shortage]) -> dict[str, Any]:
+    return {
+        str(id): {"required": short.required, "available": short.available, "margin": short.margin, "used": short.used}
+        for id, short in devices.items()
+    }
+
+
+def does_not_fit(worker: Worker, refusal: planner.Refusal) -> DoesNotFit:
+    """507 with the arithmetic, in MiB by device."""
+    devices = {
+        str(id): {
+            "required_mib": -(-short.required // MIB),
+            "available_mib": short.available // MIB,
+            "margin_mib": short.margin // MIB,
+        }
+        for id, short in refusal.devices.items()
+        if id.index != SLOTS
+    }
+    parts = ", ".join(
+        f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB can be had"
+        f" (margin {row['margin_mib']} MiB)"
+        for name, row in devices.items()
+    )
+    return DoesNotFit(
+        f"{worker.preset.id} does not fit even alone: it needs {parts}; lower ctx-size or parallel, or the margin",
+        extra={"devices": devices},
+    )
+
+
+def slots(limits: Limits) -> DeviceId | None:
+    """The device that counts workers, if their number is limited."""
+    return DeviceId(LOCAL, SLOTS) if limits.models_max > 0 else None
+
+
+__all__ = ["Failure", "Fleet", "Lease", "Limits", "Model", "WorkerProcess", "lost_error"]

@@ -1,0 +1,602 @@
+"""A worker's life: one coroutine; it acts on what the fleet has recorded.
+
+    download, if files are missing > estimate > wait for room > serve > ready, until lost or retired > drain > stop
+
+Law: a life goes forwards only and ends once, with its outcome given to everybody who waits for it. Whatever can fail
+without a device comes before anybody is evicted.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from router import calibration
+from router import estimate as estimates
+from router.calibration import Calibration
+from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
+from router.estimate import Checkpoint, Estimate
+from router.events import EventLog
+from router.launchers import Launcher, Program, WorkerLost, WorkerProcess
+from router.ledger import HOST, SLOTS, Bytes, DeviceId, Reading, Resident
+from router.lifecycle import State, advance
+from router.planner import Demand, Start
+from router.presets import Preset
+from worker import contract
+
+log = logging.getLogger("router.life")
+
+CUT_GRACE = 1.0
+"""Seconds that cut requests get to write their error frames before their worker is stopped."""
+
+
+class Again(Exception):
+    """Told to those who wait: this life is over, but another one may be tried at once."""
+
+
+class Held(Protocol):
+    """A lease, as the worker that it holds sees it."""
+
+    def abort(self, error: ApiError) -> None:
+        """End the request with `error`; its lease comes back soon."""
+
+
+class Files(Protocol):
+    """Snapshots on disk."""
+
+    def find(self, preset: Preset) -> str | None:
+        """Folder of the preset's complete snapshot, if there is one; looks at a few names only."""
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        """The facts in it, as `preset` changes them. Raises UnknownCheckpoint."""
+
+    def download(self, preset: Preset) -> contract.Download:
+        """How to fetch it. Raises ApiError if it cannot be fetched."""
+
+
+class World(Protocol):
+    """What a life needs of its fleet."""
+
+    launcher: Launcher
+    calibration: Calibration
+    events: EventLog
+    files: Files
+
+    def now(self) -> float: ...
+
+    def changed(self) -> None:
+        """Something that a plan depends on is different now."""
+
+    def over(self, worker: "Worker") -> None:
+        """This life has ended; called before anybody hears of it."""
+
+    def hopeless(self, worker: "Worker") -> bool:
+        """Whether not even an empty machine has room for the weights alone."""
+
+    def turn(self, preset: Preset) -> float:
+        """Seconds that a fresh worker of `preset` keeps its place while it is in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a load will cost: bytes by shard, and whether a plan may evict or refuse on that word."""
+
+    estimate: Estimate
+    sure: bool
+    key: str
+    load_seconds: float
+
+
+class Worker:
+    """One life of one worker process, as fleet and planner see it. Times are seconds of the fleet's clock."""
+
+    def __init__(self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0):
+        self.id = id
+        self.preset = preset
+        self.state = state
+        self.attempt = attempt
+        """How many lives of this model ran out of memory at their start just before this one."""
+        self.since = now
+        """When it entered its state; the place in the queue while QUEUED."""
+        self.born = now
+        self.snapshot = ""
+        self.facts: Checkpoint | None = None
+        self.costs: Costs | None = None
+        self.devices: frozenset[DeviceId] = frozenset()
+        self.place: tuple[DeviceId, ...] = ()
+        self.reserved: dict[DeviceId, int] = {}
+        self.process: WorkerProcess | None = None
+        self.pulse: contract.Pulse | None = None
+        self.progress: contract.Progress | None = None
+        self.waits_for = ""
+        """Why it is still QUEUED, in a word of the planner."""
+        self.ahead = 0
+        self.leases: set[Held] = set()
+        self.last_used = now
+        self.turn_ends = now
+        self.reason = ""
+        """Why it was retired or ended."""
+        self.made_room_for = ""
+        self.deadline: float | None = None
+        """When running requests are cut, once retired; None: never."""
+        self.lost: WorkerLost | None = None
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[WorkerProcess] = loop.create_future()
+        self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.room: asyncio.Future[Start] = loop.create_future()
+        self.room.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.refine = asyncio.Event()
+        self.retired = asyncio.Event()
+        self.stirred = asyncio.Event()
+        self.ended = asyncio.Event()
+        """The process is known to be gone, or going: no answer can come from it any more."""
+        self.stopped = asyncio.Event()
+        self.considered = asyncio.Event()
+        """The planner has answered on a figure that it may refuse on."""
+        self.task: asyncio.Task[None] | None = None
+        self.load_seconds = 0.0
+        self.longest_prompt = 0
+
+    def __str__(self) -> str:
+        return f"{self.preset.id}#{self.id}"
+
+    @property
+    def open(self) -> bool:
+        """May take new leases."""
+        return self.state <= State.READY and not self.retired.is_set()
+
+    @property
+    def measured(self) -> Bytes:
+        return self.process.measured if self.process is not None else {}
+
+    def demand(self) -> Demand:
+        """This worker as the planner sees it while QUEUED with its costs known."""
+        assert self.costs is not None
+        estimate = self.costs.estimate
+        on_host = all(device.index == HOST for device in self.devices)
+        return Demand(
+            id=self.id,
+            model=self.preset.id,
+            shards=estimate.shards,
+            host=0 if on_host else estimate.host,
+            since=self.since,
+            priority=self.preset.priority,
+            sure=self.costs.sure,
+            quiet=contract.ENGINES[self.preset.engine].quiet,
+            devices=self.devices,
+            load_seconds=self.costs.load_seconds,
+        )
+
+    def resident(self) -> Resident:
+        """This worker as the planner sees it while it holds memory."""
+        busy = bool(self.leases)
+        ttl = self.preset.ttl
+        return Resident(
+            id=self.id,
+            model=self.preset.id,
+            reserved=self.reserved,
+            measured=self.measured,
+            last_used=self.last_used,
+            busy=busy,
+            leaving=self.retired.is_set() or self.state is State.STOPPING,
+            pinned=self.preset.pin,
+            priority=self.preset.priority,
+            starting=self.state is State.STARTING,
+            quiet=contract.ENGINES[self.preset.engine].quiet,
+            turn_ends=self.turn_ends,
+            expires=self.last_used + ttl if ttl >= 0 and self.state is State.READY else None,
+            linger=self.preset.linger if self.preset.linger >= 0 else None,
+            load_seconds=self.load_seconds,
+        )
+
+    def cut(self, error: ApiError) -> None:
+        """End every request that holds this worker."""
+        for lease in tuple(self.leases):
+            lease.abort(error)
+
+
+async def live(worker: Worker, world: World) -> None:
+    """Live one life, to its end. Cancelling it is how a worker that is not ready yet is retired."""
+    error: ApiError | Again | None = None
+    try:
+        await _live(worker, world)
+    except asyncio.CancelledError:
+        error = Draining(f"{worker.preset.id} was unloaded while it was loading; ask again", retry_after=1)
+    except WorkerLost as lost:
+        worker.lost, worker.reason = lost, lost.cause
+        error = _after_loss(worker, world, lost)
+    except estimates.EstimateError as unknown:
+        worker.reason = "load_failed"
+        worker.lost = WorkerLost(str(unknown), cause="load_failed", exit=contract.Exit.UNUSABLE)
+        error = LoadFailed(f"{worker.preset.id} cannot be loaded: {unknown.message}")
+    except ApiError as refused:
+        worker.reason = worker.reason or refused.reason
+        error = refused
+    except Exception as bug:
+        log.exception("%s: the router failed in this worker's life", worker)
+        worker.reason = "crashed"
+        worker.lost = WorkerLost(f"internal error: {type(bug).__name__}", cause="crashed")
+        error = Internal(f"{worker.preset.id}: the router failed while it ran this model; see its log")
+    _enter(worker, world, State.STOPPED)
+    worker.ended.set()
+    if not worker.ready.done():
+        worker.ready.set_exception(error or Again())
+    worker.reserved = {}
+    world.over(worker)
+    worker.considered.set()
+    worker.stopped.set()
+    world.changed()
+
+
+async def _live(worker: Worker, world: World) -> None:
+    preset = worker.preset
+    program = Program(
+        model=preset.id,
+        worker=str(worker),
+        python=preset.python,
+        env=preset.env,
+        start_timeout=preset.start_timeout,
+        stop_timeout=preset.stop_timeout,
+        stall_timeout=preset.stall_timeout,
+    )
+    if worker.state is State.DOWNLOADING:
+        command = world.files.download(preset)
+        worker.snapshot = await world.launcher.download(program, command, _listener(worker, world))
+    else:
+        worker.snapshot = world.files.find(preset) or ""
+    await weigh(worker, world)
+    if worker.state is State.DOWNLOADING:
+        _enter(worker, world, State.QUEUED)
+    _tell_estimate(worker, world)
+    world.changed()
+    start = await _room(worker, world, program)
+    worker.place = start.place
+    command_ = replace(
+        options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker)
+    )  # the launcher fills in devices, socket and leash
+    began = world.now()
+    listener = _listener(worker, world)
+    async with world.launcher.serve(program, command_, place_bytes(worker), listener) as process:
+        worker.process = process
+        worker.load_seconds = world.now() - began
+        await world.launcher.refresh()  # readings must be as new as what READY subtracts from them
+        assert worker.costs is not None
+        _settle_reservation(worker)
+        world.calibration.record_load(worker.costs.key, worker.load_seconds)
+        worker.last_used = world.now()
+        worker.turn_ends = worker.last_used + world.turn(preset)
+        _enter(worker, world, State.READY)
+        worker.ready.set_result(process)
+        world.changed()
+        try:
+            await _until_over(worker, world, process)
+        finally:
+            _enter(worker, world, State.STOPPING)
+            worker.ended.set()
+            _settle_reservation(worker)
+            _learn(worker, world)
+            world.changed()
+
+
+async def _room(worker: Worker, world: World, program: Program) -> Start:
+    """Returns once the fleet has reserved a place; works out the exact costs when the planner asks for them."""
+    while True:
+        refine = asyncio.ensure_future(worker.refine.wait())
+        try:
+            await asyncio.wait([worker.room, refine], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            refine.cancel()
+        if worker.room.done():
+            return worker.room.result()
+        await _refine(worker, world, program)
+        worker.refine.clear()
+        world.changed()
+
+
+async def _refine(worker: Worker, world: World, program: Program) -> None:
+    """Replace a static estimate by the exact one; if that cannot be had, stand by the static one."""
+    assert worker.costs is not None
+    try:
+        exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+    except WorkerLost as lost:
+        if lost.final:
+            raise
+        log.warning("%s: no exact estimate (%s); the static one stands", worker, lost.message)
+        worker.costs = replace(worker.costs, sure=True)
+        return
+    estimate = estimates.exact(exact, worker.preset)
+    world.calibration.store_exact(worker.costs.key, estimate)
+    worker.costs = replace(worker.costs, estimate=estimate, sure=True)
+    _tell_estimate(worker, world)
+
+
+async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> None:
+    """Returns once the worker is retired and drained; raises WorkerLost as soon as it is lost."""
+    lost = asyncio.ensure_future(process.lost())
+    over = asyncio.ensure_future(_retired_and_drained(worker, world))
+    try:
+        await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            worker.lost = lost.result()
+            raise worker.lost
+        over.result()
+    finally:
+        for task in (lost, over):
+            task.cancel()
+
+
+async def _retired_and_drained(worker: Worker, world: World) -> None:
+    await worker.retired.wait()
+    while worker.leases:
+        worker.stirred.clear()
+        left = None if worker.deadline is None else worker.deadline - world.now()
+        if left is not None and left <= 0:
+            worker.cut(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_GRACE):
+                    while worker.leases:
+                        worker.stirred.clear()
+                        await worker.stirred.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                await worker.stirred.wait()
+
+
+def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Again:
+    """What those hear who still wait for a worker that never became ready."""
+    name = worker.preset.id
+    if lost.memory and worker.costs is not None:
+        raised = world.calibration.raise_(worker.costs.key, worker.costs.estimate, lost.memory)
+        if worker.attempt == 0:
+            log.warning("%s ran out of %s memory while loading; its estimate is raised", worker, lost.memory)
+            return Again()
+        needs = sum(raised.shards)
+        return LoadBackoff(
+            f"{name} ran out of {lost.memory} memory while loading, twice; it is now expected to need "
+            f"{needs / 2**20:.0f} MiB. Lower ctx-size or parallel, or free memory: {lost.message}",
+            retry_after=1,
+        )
+    if lost.final:
+        return LoadFailed(f"{name} cannot be loaded: {lost.message}")
+    return LoadBackoff(f"{name} failed to load: {lost.message}", retry_after=1)
+
+
+def lost_error(worker: Worker) -> ApiError:
+    """What a request hears whose worker was lost under it."""
+    lost, name = worker.lost, worker.preset.id
+    if lost is None:
+        return WorkerCrashed(f"{name}: the connection to its worker broke; ask again")
+    if lost.cause == "stalled":
+        return Stalled(f"{name} stopped making progress and was ended: {lost.message}")
+    return WorkerCrashed(f"{name}: its worker ended in mid-answer: {lost.message}; ask again")
+
+
+def _enter(worker: Worker, world: World, state: State, **facts: Any) -> None:
+    """Record a transition; a state already reached stands."""
+    if state <= worker.state:
+        return
+    was, worker.state = worker.state, advance(worker.state, state)
+    worker.since = world.now()
+    tell(worker, world.events, was=was, **facts)
+
+
+def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -> None:
+    """One `state` event with what people want to know of this transition."""
+    data: dict[str, Any] = {"worker": worker.id, "state": worker.state.name.lower()}
+    if was is not None:
+        data["was"] = was.name.lower()
+    if worker.state is State.STARTING:
+        data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS}
+    elif worker.state is State.READY and worker.process is not None:
+        data["load_seconds"] = round(worker.load_seconds, 3)
+        data["measured"] = _by_name(worker.measured)
+        data["estimated"] = {str(id): size for id, size in _estimated(worker).items()}
+        data["pid"] = worker.process.pid
+    elif worker.state >= State.STOPPING:
+        data["reason"] = worker.reason
+        if worker.made_room_for:
+            data["for"] = worker.made_room_for
+        if worker.lost is not None:
+            data["error"] = worker.lost.message
+            if worker.lost.exit is not None:
+                data["exit_code"] = worker.lost.exit
+    events.append("state", worker.preset.id, **data, **facts)
+
+
+def _listener(worker: Worker, world: World) -> Any:
+    """Keeps what a worker's events say where fleet and faces look for it."""
+
+    def listen(event: contract.Event) -> None:
+        match event:
+            case contract.Progress():
+                worker.progress = event
+                world.events.append(
+                    "progress",
+                    worker.preset.id,
+                    worker=worker.id,
+                    stage=event.stage,
+                    done=event.done,
+                    total=event.total,
+                )
+            case contract.Pulse():
+                worker.pulse = event
+                if worker.state is State.READY:
+                    _settle_reservation(worker)
+            case contract.Request():
+                worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
+                world.events.mention(
+                    "request",
+                    worker.preset.id,
+                    worker=worker.id,
+                    id=event.id,
+                    prompt_tokens=event.prompt_tokens,
+                    cached_tokens=event.cached_tokens,
+                    completion_tokens=event.completion_tokens,
+                    outcome=event.outcome,
+                    ttft=event.ttft,
+                )
+
+    return listen
+
+
+async def weigh(worker: Worker, world: World) -> None:
+    """Fill in facts, devices and costs of a worker whose snapshot is here. Raises EstimateError, LoadFailed."""
+    worker.facts = await world.files.read(worker.snapshot, worker.preset)
+    _choose_devices(worker, world.launcher.readings())
+    _estimate(worker, world)
+
+
+def _choose_devices(worker: Worker, readings: Sequence[Reading]) -> None:
+    """The devices that this model may take: those it names, else all accelerators, else main memory."""
+    preset = worker.preset
+    accelerators = [reading for reading in readings if reading.id.index >= 0]
+    if not preset.device:
+        chosen = {reading.id for reading in accelerators}
+        worker.devices = frozenset(chosen or {reading.id for reading in readings if reading.id.index == HOST})
+        return
+    by_name = {str(reading.id): reading.id for reading in readings}
+    by_name |= {reading.uuid: reading.id for reading in accelerators if reading.uuid}
+    missing = [name for name in preset.device if name not in by_name]
+    if missing:
+        known = ", ".join(sorted(by_name))
+        raise LoadFailed(f"{preset.id}: there is no device {', '.join(missing)} here, only {known}; change `device`")
+    worker.devices = frozenset(by_name[name] for name in preset.device)
+    if len({device.index == HOST for device in worker.devices}) > 1:
+        raise LoadFailed(f"{preset.id}: `device` mixes cpu and accelerators; name one kind")
+
+
+def _estimate(worker: Worker, world: World) -> None:
+    """The best figure that can be had at once: the preset's word, learned, exact from before, or static."""
+    preset, facts = worker.preset, worker.facts
+    assert facts is not None
+    on_host = all(device.index == HOST for device in worker.devices)
+    names = {reading.id: reading.name for reading in world.launcher.readings()}
+    kinds = ["cpu"] if on_host else [names.get(min(worker.devices), "")]
+    key = calibration.key(facts, preset, kinds)
+    seconds = world.calibration.load_seconds(key) or 0.0
+    static = estimates.estimate(facts, preset, shards=1, on_host=on_host)
+    if not static.sure and (known := world.calibration.learned(key) or world.calibration.exact(key)) is not None:
+        worker.costs = Costs(known, True, key, seconds)
+    else:
+        worker.costs = Costs(static, static.sure, key, seconds)
+        if not static.sure and world.hopeless(worker):
+            worker.costs = replace(worker.costs, sure=True)
+
+
+def _tell_estimate(worker: Worker, world: World) -> None:
+    assert worker.costs is not None
+    found = worker.costs.estimate
+    world.events.append(
+        "estimate",
+        worker.preset.id,
+        worker=worker.id,
+        source=found.source,
+        weights=list(found.weights),
+        context=list(found.context),
+        compute=list(found.compute),
+        runtime=list(found.runtime),
+        host=found.host,
+    )
+
+
+def _settle_reservation(worker: Worker) -> None:
+    """Once ready, a worker is charged its estimate or what it measures, whichever is more: its pools are allocated,
+    but what a longer prompt computes may still come."""
+    for device, size in worker.measured.items():
+        worker.reserved[device] = max(worker.reserved.get(device, 0), size)
+
+
+def _learn(worker: Worker, world: World) -> None:
+    """Keep what a worker has measured, if that says more than its estimate did.
+
+    A worker that has seen no prompt of a whole prefill chunk has not been at its peak: of such a one only a figure
+    above the estimate is worth keeping.
+    """
+    costs = worker.costs
+    if costs is None or costs.estimate.source == "preset" or not worker.place:
+        return
+    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
+    host = worker.measured.get(DeviceId(worker.place[0].node, HOST), 0) if costs.estimate.host else 0
+    seen_whole = worker.longest_prompt >= worker.preset.prefill_chunk
+    if all(shards) and (seen_whole or any(a > b for a, b in zip(shards, costs.estimate.shards, strict=False))):
+        world.calibration.record(costs.key, costs.estimate, shards, host)
+
+
+def _estimated(worker: Worker) -> dict[DeviceId, int]:
+    """Estimated bytes by device of the place taken."""
+    if worker.costs is None:
+        return {}
+    found = dict(zip(worker.place, worker.costs.estimate.shards, strict=False))
+    host = DeviceId(worker.place[0].node, HOST) if worker.place else None
+    if host is not None and host not in found and worker.costs.estimate.host:
+        found[host] = worker.costs.estimate.host
+    return found
+
+
+estimated = _estimated
+
+
+def place_bytes(worker: Worker) -> dict[DeviceId, int]:
+    """The reservation in the order of shards, main memory last, for the launcher."""
+    place = {device: worker.reserved[device] for device in worker.place}
+    rest = {id: size for id, size in worker.reserved.items() if id not in place and id.index != SLOTS}
+    return place | rest
+
+
+def _by_name(sizes: Bytes) -> dict[str, int]:
+    return {str(device): size for device, size in sizes.items()}
+
+
+def options(worker: Worker, kind: Any, **fields: Any) -> Any:
+    """A command of `kind` (contract.Estimate or contract.Serve) with the model's options."""
+    preset, facts = worker.preset, worker.facts
+    assert facts is not None
+    on_host = all(device.index == HOST for device in worker.devices)
+    half = max(1, (os.cpu_count() or 2) // 2)
+    return kind(
+        snapshot=worker.snapshot,
+        tokenizer=preset.tokenizer,
+        task=preset.task,
+        devices=("cpu",) if on_host else ("cuda:0",),
+        dtype=preset.dtype,
+        quantization=preset.quantization,
+        load_format=preset.load_format,
+        trust_remote_code=preset.trust_remote_code,
+        config_override=preset.config_override,
+        attention=preset.attention,
+        ctx_size=estimates.effective_ctx(facts, preset),
+        parallel=preset.parallel,
+        prefill_chunk=preset.prefill_chunk,
+        threads=preset.threads or (half if on_host else 1),
+        **fields,
+    )
+
+
+def _serve_fields(worker: Worker) -> dict[str, Any]:
+    preset = worker.preset
+    names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
+    reserved = {name: worker.reserved[device] for name, device in zip(names, worker.place, strict=True)}
+    return {
+        "devices": tuple(names),
+        "name": preset.id,
+        "reserved": json.dumps(reserved),
+        "max_input_tokens": preset.max_input_tokens,
+        "n_predict": preset.n_predict,
+        "queue_size": preset.queue_size,
+        "max_logprobs": preset.max_logprobs,
+        "seed": preset.seed,
+        "sampling": json.dumps(dict(preset.sampling)) if preset.sampling else "",
+        "pooling": preset.pooling,
+        "embd_normalize": preset.embd_normalize,
+        "chat_template": preset.chat_template,
+        "chat_template_kwargs": preset.chat_template_kwargs,
+        "strict_fields": preset.strict_fields,
+    }
+
+
+__all__ = ["Again", "Costs", "Files", "Worker", "World", "live", "lost_error", "weigh"]

@@ -1,0 +1,114 @@
+"""Log lines: one per transition, rendered from the event log; text and JSON carry the same fields."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from router.events import Event, EventLog
+
+log = logging.getLogger("router.fleet")
+
+GIB, MIB = 1 << 30, 1 << 20
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+
+
+def set_up(level: str, form: str) -> None:
+    """Send all log records to stderr, as text or one JSON object a line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+
+
+def follow(events: EventLog) -> None:
+    """Render every event that people want to see from now on."""
+    events.fold(_tell)
+
+
+def _tell(event: Event) -> None:
+    data = event.data
+    match event.kind:
+        case "state":
+            level = logging.WARNING if "error" in data else logging.INFO
+            log.log(level, "%s", state_line(event))
+        case "plan" if data["decision"] != "start":
+            log.info("%s", plan_line(event))
+        case "estimate":
+            total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
+            parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
+            log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
+        case "config":
+            log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
+
+
+def state_line(event: Event) -> str:
+    """`demo-a#3 starting→ready load_seconds=3.2 measured=512MiB@cpu`."""
+    data = dict(event.data)
+    was = data.pop("was", None)
+    worker, state = data.pop("worker"), data.pop("state")
+    moved = f"{was}→{state}" if was else ("draining" if data.pop("draining", False) else state)
+    fields = []
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            value = ",".join(f"{size(each)}@{device}" for device, each in value.items())
+        elif isinstance(value, str) and (" " in value or not value):
+            value = json.dumps(value, ensure_ascii=False) if value else ""
+        if value != "":
+            fields.append(f"{name}={value}")
+    return " ".join([f"{event.model}#{worker}", moved, *fields])
+
+
+def plan_line(event: Event) -> str:
+    """`evict demo-a#1 for demo-c: needs 700MiB, …` in one line."""
+    data = event.data
+    name = f"{event.model}#{data['worker']}"
+    need = " ".join(
+        f"{device}:used={size(row['used'])},foreign={size(row['foreign'])},margin={size(row['margin'])}"
+        + (f",limit={size(row['limit'])}" if row["limit"] is not None else "")
+        for device, row in data.get("devices", {}).items()
+        if device != "slots"
+    )
+    needs = f" needs={size(sum(data['needs']))}({data['source']})" if "needs" in data else ""
+    if data["decision"] == "evict":
+        frees = ",".join(f"{size(each)}@{device}" for device, each in data["frees"].items())
+        asker = f" for={data['for']}" if data["for"] else ""
+        return f"evict {name} reason={data['reason']}{asker} idle={data['idle_seconds']}s frees={frees}{needs} {need}"
+    on = f" on={','.join(data['on'])}" if data["on"] else ""
+    return f"wait {name} cause={data['cause']}{on} position={data['position']}{needs} {need}"
+
+
+def size(count: int | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / GIB:.1f}GiB" if count >= 10 * GIB else f"{count / MIB:.0f}MiB"
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage().translate(CONTROL)
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return f"{_stamp(record)} {record.levelname} {record.name} {message}"
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        body: dict[str, Any] = {
+            "time": _stamp(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            body["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(body, ensure_ascii=False)
+
+
+def _stamp(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

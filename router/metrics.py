@@ -1,0 +1,161 @@
+"""Prometheus: a fold over the event log, and gauges read off the fleet when somebody asks.
+
+Durations are seconds, sizes bytes. `model` is a configured name or `unknown`.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.events import Event, EventLog
+from router.fleet import Fleet
+from router.ledger import SLOTS
+from router.life import estimated
+from router.lifecycle import State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+STATES = ("unloaded", "downloading", "loading", "loaded")
+
+
+class Metrics:
+    """All numbers of one router."""
+
+    def __init__(self, fleet: Fleet, events: EventLog):
+        self._fleet = fleet
+        self._registry = CollectorRegistry()
+        self._tokens: dict[tuple[str, str], float] = {}
+        registry = self._registry
+        self.requests = Counter(
+            "router_requests", "Finished requests.", ["model", "endpoint", "code"], registry=registry
+        )
+        self.rejections = Counter("router_rejections", "Requests turned away.", ["reason"], registry=registry)
+        self.disconnects = Counter(
+            "router_client_disconnects", "Clients that left early.", ["phase"], registry=registry
+        )
+        self.ttft = Histogram(
+            "router_ttft_seconds", "Arrival to first byte of the answer.", ["model"], registry=registry, buckets=WAITS
+        )
+        self._loads = Counter("router_loads", "Loads by outcome.", ["model", "result"], registry=registry)
+        self._load_seconds = Histogram(
+            "router_load_seconds", "Start of a worker to ready.", ["model", "stage"], registry=registry, buckets=WAITS
+        )
+        self._evictions = Counter(
+            "router_evictions", "Workers retired by the planner.", ["model", "reason"], registry=registry
+        )
+        self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
+        self._token_count = Counter("router_tokens", "Tokens by kind.", ["model", "kind"], registry=registry)
+        registry.register(_Gauges(fleet))
+        events.fold(self._fold)
+
+    def _fold(self, event: Event) -> None:
+        data = event.data
+        match event.kind:
+            case "request":
+                for kind, count in (
+                    ("prompt", data["prompt_tokens"]),
+                    ("cached", data["cached_tokens"]),
+                    ("completion", data["completion_tokens"]),
+                ):
+                    self._token_count.labels(event.model, kind).inc(count)
+            case "plan" if data["decision"] == "evict":
+                reason = "memory" if data["reason"] == "evicted" else data["reason"]
+                self._evictions.labels(event.model, reason).inc()
+            case "state" if data["state"] == "ready" and "load_seconds" in data:
+                self._loads.labels(event.model, "ready").inc()
+                self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
+            case "state" if data["state"] == "stopped":
+                self._exits.labels(event.model, data["reason"] or "stopped").inc()
+                if data.get("was") in ("starting", "queued", "downloading"):
+                    result = {"oom": "oom"}.get(data["reason"], "failed" if "error" in data else "cancelled")
+                    self._loads.labels(event.model, result).inc()
+
+    def render(self, model: str | None = None) -> bytes:
+        """The text of all metrics; with `model` its own only, plus llama-server's unlabelled names."""
+        if model is None:
+            return generate_latest(self._registry)
+        lines = [
+            line
+            for line in generate_latest(self._registry).decode().splitlines()
+            if line.startswith("#") or f'model="{_escape(model)}"' in line
+        ]
+        return "\n".join([*lines, *self._llama_server(model)]).encode() + b"\n"
+
+    def _llama_server(self, model: str) -> Iterator[str]:
+        worker = self._fleet.models[model].open if model in self._fleet.models else None
+        pulse = worker.pulse if worker is not None else None
+        rows: Mapping[str, tuple[str, float]] = {
+            "prompt_tokens_total": ("counter", self._value(model, "prompt")),
+            "tokens_predicted_total": ("counter", self._value(model, "completion")),
+            "n_decode_total": ("counter", pulse.steps if pulse else 0),
+            "requests_processing": ("gauge", pulse.running if pulse else 0),
+            "requests_deferred": ("gauge", pulse.waiting if pulse else 0),
+        }
+        for name, (kind, value) in rows.items():
+            yield f"# TYPE llamacpp:{name} {kind}"
+            yield f"llamacpp:{name} {float(value)}"
+
+    def _value(self, model: str, kind: str) -> float:
+        return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
+
+
+class _Gauges(Collector):
+    """What is so just now."""
+
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._devices()
+        yield from self._models()
+
+    def _devices(self) -> Iterator[Metric]:
+        labels = ["node", "device"]
+        total = GaugeMetricFamily("router_device_total_bytes", "Capacity.", labels=labels)
+        margin = GaugeMetricFamily("router_device_margin_bytes", "Never given out.", labels=labels)
+        reserved = GaugeMetricFamily("router_device_reserved_bytes", "Set aside for workers.", labels=labels)
+        memory = GaugeMetricFamily("router_device_memory_bytes", "By segment.", labels=[*labels, "segment"])
+        for device in self._fleet.devices:
+            if device.id.index == SLOTS:
+                continue
+            at = [device.id.node, str(device.id)]
+            total.add_metric(at, device.total)
+            margin.add_metric(at, device.margin)
+            ours = sum(worker.reserved.get(device.id, 0) for worker in self._fleet.workers())
+            reserved.add_metric(at, ours)
+            memory.add_metric([*at, "foreign"], device.foreign)
+            memory.add_metric([*at, "free"], max(0, device.total - device.used))
+        yield from (total, margin, reserved, memory)
+
+    def _models(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("router_model_state", "1 for the current state.", labels=["model", "state"])
+        memory = GaugeMetricFamily(
+            "router_model_memory_bytes", "By device.", labels=["model", "node", "device", "kind"]
+        )
+        ratio = GaugeMetricFamily("router_estimate_ratio", "Measured over estimated.", labels=["model"])
+        running = GaugeMetricFamily("router_requests_in_flight", "Leases of ready workers.", labels=["model"])
+        waiting = GaugeMetricFamily("router_queue_depth", "Leases of workers not ready.", labels=["model"])
+        words = {State.DOWNLOADING: "downloading", State.QUEUED: "loading", State.STARTING: "loading"}
+        for id, model in self._fleet.models.items():
+            shown = model.shown
+            value = "unloaded" if shown is None else words.get(shown.state, "loaded")
+            for word in STATES:
+                state.add_metric([id, word], float(word == value))
+            running.add_metric([id], sum(len(w.leases) for w in model.workers if w.state >= State.READY))
+            waiting.add_metric([id], sum(len(w.leases) for w in model.workers if w.state < State.READY))
+            if shown is None:
+                continue
+            planned = estimated(shown)
+            for device, size in planned.items():
+                memory.add_metric([id, device.node, str(device), "estimated"], size)
+            for device, size in shown.measured.items():
+                memory.add_metric([id, device.node, str(device), "measured"], size)
+            if shown.measured and sum(planned.values()):
+                ratio.add_metric([id], sum(shown.measured.values()) / sum(planned.values()))
+        yield from (state, memory, ratio, running, waiting)
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"")

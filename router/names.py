@@ -1,0 +1,88 @@
+"""Which model a request means: ids, aliases, near misses. Law: PURE."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+
+from router.errors import BadRequest, ModelNotFound
+from router.presets import Preset
+
+
+class Names:
+    """All ids and aliases of one set of presets."""
+
+    def __init__(self, presets: Mapping[str, Preset]):
+        self._exact: dict[str, str] = {id: id for id in presets}
+        for preset in presets.values():
+            for alias in preset.aliases:
+                self._exact.setdefault(alias, preset.id)
+        self._folded: dict[str, set[str]] = {}
+        for name, id in self._exact.items():
+            self._folded.setdefault(name.casefold(), set()).add(id)
+        self._ids = tuple(presets)
+
+    def find(self, name: str, allowed: Callable[[str], bool] = lambda id: True) -> str:
+        """The id that `name` means: exact id, exact alias, else unique without regard to case.
+
+        A model outside `allowed` is as unknown as one that does not exist. Raises ModelNotFound with up to three
+        near names that may be seen.
+        """
+        id = self._exact.get(name)
+        if id is None:
+            folded = self._folded.get(name.casefold(), set())
+            id = next(iter(folded)) if len(folded) == 1 else None
+        if id is not None and allowed(id):
+            return id
+        near = self._near(name, (known for known, id in self._exact.items() if allowed(id)))
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; GET /v1/models lists what there is"
+        raise ModelNotFound(f"model '{name}' not found{hint}", param="model")
+
+    def only(self, allowed: Callable[[str], bool]) -> str | None:
+        """The only configured model that may be seen."""
+        seen = [id for id in self._ids if allowed(id)]
+        return seen[0] if len(seen) == 1 else None
+
+    @staticmethod
+    def _near(name: str, known: Iterable[str]) -> list[str]:
+        by_fold = {each.casefold(): each for each in known}
+        return [by_fold[fold] for fold in difflib.get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.6)]
+
+
+def choose(
+    names: Names,
+    *,
+    path: str | None,
+    body: str | None,
+    query: str | None,
+    default: str,
+    fall_back: bool,
+    allowed: Callable[[str], bool],
+) -> tuple[str, str]:
+    """(id, name as asked) of the model that a request means; path, then body, then query, then the default.
+
+    With `fall_back` an unknown name means the default. Raises BadRequest (model_missing, model_conflict) and
+    ModelNotFound.
+    """
+
+    def find(name: str) -> str:
+        try:
+            return names.find(name, allowed)
+        except ModelNotFound:
+            if fall_back and default:
+                return names.find(default, allowed)
+            raise
+
+    if path is None and body and query and find(body) != find(query):
+        raise BadRequest(
+            f"the body asks for model '{body}', the query for '{query}'; name one",
+            reason="model_conflict",
+            param="model",
+        )
+    asked = path or body or query
+    if asked:
+        return find(asked), asked
+    if default:
+        return names.find(default, allowed), default
+    only = names.only(allowed)
+    if only is None:
+        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+    return only, only

@@ -1,0 +1,392 @@
+"""One request to a worker, its answer streamed back.
+
+The body goes on byte for byte and so does the answer. No status line is sent until it is known to be true, or until a
+stream has waited `commit` seconds; from then on silence is filled with comments, and a failure becomes the dialect's
+error frame and an aborted connection, never a clean end that a client would take for success.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import socket
+import struct
+import termios
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from router.errors import ApiError, RequestTimeout, WorkerCrashed
+from router.fleet import Fleet, Lease
+from router.launchers import WorkerProcess
+from router.life import lost_error
+from router.lifecycle import State
+from worker.routes import (
+    IGNORED_FIELDS_HEADER,
+    REQUEST_HEADERS,
+    REQUEST_ID_HEADER,
+    RESPONSE_HEADERS,
+    TOKEN_HEADER,
+    Route,
+    error_frame,
+)
+
+log = logging.getLogger("router.proxy")
+T = TypeVar("T")
+
+BUFFERED = 1 << 20
+"""Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
+LONGEST_TAIL = 1 << 20
+"""Bytes of an incomplete event that are held back at most."""
+FATE_KNOWN = 2.0
+"""Seconds to wait, after a connection broke, for word of what became of its worker."""
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache, no-transform",
+    "X-Accel-Buffering": "no",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request for a worker. `model` is its id, `body` the client's bytes."""
+
+    route: Route
+    model: str
+    body: bytes
+    stream: bool
+    autoload: bool | None
+    request_id: str
+    arrived: float
+    timeout: float
+    """Seconds in all; 0.0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds: until a waiting stream gets its status line; between its comments; that one write may take."""
+
+    commit: float = 10.0
+    ping: float = 15.0
+    write_stall: float = 30.0
+
+
+class Unanswered(Exception):
+    """The worker was lost before the first byte of its answer."""
+
+    def __init__(self, error: ApiError):
+        super().__init__(error.message)
+        self.error = error
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, or has not read for `write_stall` seconds."""
+
+
+class Answer:
+    """What has been sent to one client so far."""
+
+    def __init__(self, request: web.Request, call: Call, pace: Pace, headers: Mapping[str, str]):
+        self.call = call
+        self.headers = dict(headers)
+        self.response: web.StreamResponse | None = None
+        self.first_byte: float | None = None
+        self.finished = False
+        """The last event of a complete stream has been forwarded."""
+        self.request = request
+        self._pace = pace
+
+    @property
+    def committed(self) -> bool:
+        return self.response is not None
+
+    async def commit(self, status: int = 200, headers: Mapping[str, str] = STREAM_HEADERS) -> None:
+        """Send the status line and headers."""
+        response = web.StreamResponse(status=status, headers={**self.headers, **headers})
+        response.content_length = int(headers["Content-Length"]) if "Content-Length" in headers else None
+        if "Content-Length" not in headers and self.request.version >= (1, 1):
+            response.enable_chunked_encoding()
+        self.response = response
+        await response.prepare(self.request)
+
+    async def write(self, data: bytes) -> None:
+        """Raises ClientGone, after aborting the connection, if the client does not read."""
+        assert self.response is not None
+        try:
+            async with asyncio.timeout(self._pace.write_stall or None):
+                await self.response.write(data)
+        except TimeoutError:
+            if self.request.transport is not None:
+                self.request.transport.abort()
+            raise ClientGone from None
+        except ConnectionError:
+            raise ClientGone from None
+
+    async def comment(self, text: str) -> None:
+        if not self.committed:
+            await self.commit()
+        await self.write(f": {text}\n\n".encode())
+
+    async def abort(self, error: ApiError) -> None:
+        """One error frame, then the end of the connection without the end of the answer."""
+        face = self.call.route.face
+        frame = error_frame(
+            face, status=error.status, type=error.type, reason=error.reason, message=error.message, param=error.param
+        )
+        with contextlib.suppress(ClientGone):
+            await self.write(frame)
+        await self.break_off()
+
+    async def break_off(self) -> None:
+        """End the connection so that the client cannot take what it has for the whole answer.
+
+        In HTTP/1.1 the missing last chunk says so. In HTTP/1.0 an orderly end would mean "complete", so the
+        connection is reset once everything has left this machine's send queue.
+        """
+        transport = self.request.transport
+        if transport is None:
+            return
+        limit = time.monotonic() + self._pace.write_stall
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        old = self.request.version < (1, 1) and sock is not None and sock.family != socket.AF_UNIX
+        while time.monotonic() < limit and not transport.is_closing():
+            if transport.get_write_buffer_size() == 0 and not (old and sock is not None and _unsent(sock)):
+                break
+            await asyncio.sleep(0.01)  # the kernel tells nobody when its send queue is empty
+        if old and sock is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            transport.abort()
+        else:
+            transport.close()
+
+
+class Proxy:
+    """Forwards calls to the workers of one fleet."""
+
+    def __init__(self, fleet: Fleet, pace: Pace):
+        self._fleet = fleet
+        self._pace = pace
+
+    async def forward(self, request: web.Request, call: Call, headers: Mapping[str, str]) -> Answer:
+        """Returns once the answer is complete, or broken off with an error frame.
+
+        Raises ApiError while nothing has been sent. Cancelling (the client left) gives the lease back and closes the
+        connection to the worker, which cancels its work.
+        """
+        answer = Answer(request, call, self._pace, headers)
+        try:
+            async with asyncio.timeout(call.timeout or None) as limit:
+                await self._attempts(answer)
+        except ClientGone:
+            log.info("%s: the client is gone", call.request_id)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await _fail(answer, RequestTimeout(f"no complete answer within {call.timeout:.0f} s (request-timeout)"))
+        except ApiError as error:
+            await _fail(answer, error)
+        return answer
+
+    async def _attempts(self, answer: Answer) -> None:
+        """One resend on a new lease if a worker is lost before its first byte."""
+        try:
+            await self._attempt(answer)
+            return
+        except Unanswered as unanswered:
+            log.info("%s: %s; sent once more", answer.call.request_id, unanswered.error.message)
+        try:
+            await self._attempt(answer)
+        except Unanswered as unanswered:
+            raise unanswered.error from None
+
+    async def _attempt(self, answer: Answer) -> None:
+        call = answer.call
+        with self._fleet.lease(call.model, autoload=call.autoload) as lease:
+            before = time.monotonic()
+            process = await self._ready(lease, answer)
+            waited = time.monotonic() - before
+            if not answer.committed:
+                load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
+                timing = f"queue;dur={(waited - load) * 1000:.1f}, load;dur={load * 1000:.1f}"
+                answer.headers["Server-Timing"] = timing
+            await self._exchange(lease, process, answer)
+
+    async def _ready(self, lease: Lease, answer: Answer) -> WorkerProcess:
+        if lease.worker.state is State.READY:
+            return await lease.ready()
+        return await self._patiently(lease.ready(), lease, answer)
+
+    async def _patiently(self, work: Awaitable[T], lease: Lease, answer: Answer) -> T:
+        """The result of `work`; a stream that waits for it gets its status line in time, and comments."""
+        waiting = asyncio.ensure_future(work)
+        try:
+            if not answer.call.stream:
+                return await waiting
+            if not answer.committed:
+                left = answer.call.arrived + self._pace.commit - time.monotonic()
+                await asyncio.wait({waiting}, timeout=max(0.0, left))
+            while not waiting.done():
+                await answer.comment(status_comment(self._fleet, lease))
+                await asyncio.wait({waiting}, timeout=self._pace.ping if self._pace.ping > 0 else None)
+            return waiting.result()
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await waiting
+
+    async def _exchange(self, lease: Lease, process: WorkerProcess, answer: Answer) -> None:
+        call = answer.call
+        request = process.session.request(
+            call.route.method,
+            process.url + call.route.path,
+            data=call.body,
+            headers=_onward_headers(answer, process.token),
+            allow_redirects=False,
+        )
+        sending = asyncio.ensure_future(_enter(request))
+        lease.on_abort = lambda: sending.cancel() and None
+        try:
+            upstream = await self._patiently(sending, lease, answer)
+        except (aiohttp.ClientError, OSError, asyncio.CancelledError) as broken:
+            if lease.aborted is not None:
+                raise lease.aborted from None
+            if isinstance(broken, asyncio.CancelledError):
+                raise
+            error = await _fate(lease)
+            if isinstance(error, WorkerCrashed) and not answer.committed:
+                raise Unanswered(error) from None
+            raise error from None
+        lease.on_abort = upstream.close
+        try:
+            await self._relay(upstream, answer)
+        except (aiohttp.ClientError, OSError):
+            if answer.finished:
+                return
+            raise (lease.aborted or await _fate(lease)) from None
+        finally:
+            lease.on_abort = None
+            upstream.close()
+
+    async def _relay(self, upstream: aiohttp.ClientResponse, answer: Answer) -> None:
+        headers = {name: upstream.headers[name] for name in RESPONSE_HEADERS if name in upstream.headers}
+        if upstream.headers.get("Content-Type", "").startswith("text/event-stream"):
+            await self._relay_events(upstream, answer, headers)
+            return
+        body = await upstream.content.read(BUFFERED) if answer.committed else await _read_up_to(upstream, BUFFERED)
+        answer.first_byte = time.monotonic()
+        if answer.committed:  # the worker refused what is a stream to the client by now
+            await answer.write(b"data: " + body.replace(b"\n", b" ") + b"\n\n")
+            await answer.break_off()
+            return
+        if upstream.content.at_eof():
+            headers["Content-Length"] = str(len(body))
+            await answer.commit(upstream.status, headers)
+            await answer.write(body)
+        else:
+            await answer.commit(upstream.status, headers)
+            await answer.write(body)
+            async for chunk in upstream.content.iter_any():
+                await answer.write(chunk)
+        assert answer.response is not None
+        await answer.response.write_eof()
+
+    async def _relay_events(self, upstream: aiohttp.ClientResponse, answer: Answer, headers: dict[str, str]) -> None:
+        """Forward whole events; hold back what is not one yet."""
+        tail = b""
+        if answer.committed and IGNORED_FIELDS_HEADER in upstream.headers:
+            await answer.comment(f"ignored-fields {upstream.headers[IGNORED_FIELDS_HEADER]}")
+        async for chunk in upstream.content.iter_any():
+            if answer.first_byte is None:
+                answer.first_byte = time.monotonic()
+            tail += chunk
+            end = tail.rfind(b"\n\n") + 2
+            if end < 2:
+                if len(tail) > LONGEST_TAIL:
+                    raise WorkerCrashed(f"{answer.call.model}: its worker sent an event that does not end")
+                continue
+            events, tail = tail[:end], tail[end:]
+            if not answer.committed:
+                await answer.commit(upstream.status, headers)
+            await answer.write(events)
+            answer.finished = answer.finished or events.endswith(b"data: [DONE]\n\n")
+        if not answer.committed:
+            await answer.commit(upstream.status, headers)
+        if tail:
+            await answer.write(tail)
+        assert answer.response is not None
+        await answer.response.write_eof()
+
+
+def status_comment(fleet: Fleet, lease: Lease) -> str:
+    """Why a stream is still silent, for people who look at it."""
+    worker = lease.worker
+    progress = worker.progress
+    match worker.state:
+        case State.QUEUED:
+            cause = worker.waits_for or "memory"
+            eta = round(fleet.eta(lease.model))
+            return f"queued position={worker.ahead + 1} waiting_for={cause} eta_s={eta}"
+        case State.DOWNLOADING | State.STARTING:
+            word = "downloading" if worker.state is State.DOWNLOADING else "loading"
+            if progress is None:
+                return word
+            percent = f" percent={100 * progress.done // progress.total}" if progress.total else ""
+            return f"{word}{percent} stage={progress.stage}"
+    return "ping"
+
+
+async def _fail(answer: Answer, error: ApiError) -> None:
+    """Answer with `error`: by raising it while that is possible, else in mid-stream."""
+    if not answer.committed:
+        raise error
+    if answer.call.stream:
+        await answer.abort(error)
+    else:
+        await answer.break_off()
+
+
+async def _fate(lease: Lease) -> ApiError:
+    """Why the connection broke: as soon as it is known, or as far as it is after a moment."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FATE_KNOWN):
+            await lease.worker.ended.wait()
+    return lease.aborted or lost_error(lease.worker)
+
+
+async def _enter(request: Any) -> aiohttp.ClientResponse:
+    response: aiohttp.ClientResponse = await request
+    return response
+
+
+async def _read_up_to(upstream: aiohttp.ClientResponse, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in upstream.content.iter_any():
+        parts.append(chunk)
+        size += len(chunk)
+        if size >= limit:
+            break
+    return b"".join(parts)
+
+
+def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
+    asked = answer.request.headers
+    headers = {name: asked[name] for name in REQUEST_HEADERS if name in asked}
+    headers[REQUEST_ID_HEADER] = answer.call.request_id
+    headers[TOKEN_HEADER] = f"Bearer {token}"
+    headers.setdefault("Content-Type", "application/json")
+    return headers
+
+
+def _unsent(sock: socket.socket) -> int:
+    """Bytes in the kernel's send queue that the peer has not acknowledged (SIOCOUTQ, tcp(7))."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0])
+    except OSError:
+        return 0

@@ -1,0 +1,321 @@
+"""Settings, wiring, signals: one router from its start to its end."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp.http
+import platformdirs
+from aiohttp import web
+
+from router import __version__
+from router import log as log_lines
+from router.access import Access
+from router.app import App
+from router.calibration import Calibration
+from router.errors import ApiError, ConfigError
+from router.events import EventLog
+from router.fleet import Fleet, Limits
+from router.launchers.devices import Devices
+from router.launchers.local import LocalLauncher
+from router.ledger import HOST, DeviceId, Ledger
+from router.metrics import Metrics
+from router.names import Names
+from router.presets import Loaded, Preset
+from router.proxy import Pace, Proxy
+from router.settings import Key, Settings
+from router.site import Site
+from router.snapshots import Snapshots
+
+log = logging.getLogger("router.serve")
+
+KEEP_ALIVE = 75.0
+SPARE_FILES = 64
+GIB = 1 << 30
+
+
+def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+    """Serve until told to stop; the exit code. `load` reads presets and folders, `keys` the keys and key files."""
+    log_lines.set_up(settings.log_level, settings.log_format)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.umask(0o077)
+    if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
+        print(
+            "router: aiohttp runs without its C parser here; install a wheel of it for this platform", file=sys.stderr
+        )
+        return 1
+    try:
+        return asyncio.run(_main(settings, load, keys))
+    except ConfigError as broken:
+        print(f"router: {broken}", file=sys.stderr)
+        return 2
+    except OSError as failed:
+        print(
+            f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", file=sys.stderr
+        )
+        return 1
+
+
+async def _main(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+    loaded = load()
+    stop = _Stop()
+    async with AsyncExitStack() as stack:
+        site = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
+        _banner(settings, site, loaded)
+        for preset in loaded.presets.values():
+            if preset.load_on_startup:
+                stop.keep(asyncio.create_task(_load_at_start(site, preset)))
+        await stop.wanted.wait()
+        log.info("stopping: running answers get %.0f s", settings.drain_timeout)
+    return 130 if stop.hurry.is_set() else 0
+
+
+class _Stop:
+    """Signals: the first ends the router in good order, the second at once."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+
+    def _stop(self) -> None:
+        (self.hurry if self.wanted.is_set() else self.wanted).set()
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+@asynccontextmanager
+async def _router(
+    settings: Settings,
+    load: Callable[[], Loaded],
+    loaded: Loaded,
+    keys: Callable[[], tuple[Key, ...]],
+    stop: _Stop,
+) -> AsyncIterator[Site]:
+    """One router, listening for the length of the block."""
+    _raise_file_limit()
+    state = Path(settings.state_dir or platformdirs.user_state_dir("fleet-router"))
+    state.mkdir(parents=True, exist_ok=True)
+    sockets = _bind(settings)
+    port = _port(sockets[0]) if sockets else 0
+    runtime = Path(settings.runtime_dir or Path(platformdirs.user_runtime_dir("fleet-router")) / f"run-{port}")
+    events = EventLog()
+    log_lines.follow(events)
+    devices = Devices(os.environ)
+    for note in devices.notes:
+        log.info("%s", note)
+    holder: list[Fleet] = []
+    launcher = LocalLauncher(
+        devices=devices,
+        runtime_dir=runtime,
+        hf_token=settings.hf_token,
+        on_reading=lambda: holder[0].changed() if holder else None,
+    )
+    async with launcher:
+        margins = _by_device(settings.models_memory_margin, devices)
+        limits = _by_device(settings.device_limit, devices)
+        for name, limit in settings.device_limit.items():
+            if devices.device_id(name) not in {reading.id for reading in launcher.readings()}:
+                raise ConfigError([f"--device-limit {name}={limit >> 20}: there is no such device here"])
+        has_margin = any(settings.models_memory_margin.values())
+        ledger = Ledger(
+            margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
+            limit=limits.get,
+            models_max=settings.workers_at_once,
+        )
+        files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline)
+        fleet = Fleet(
+            launcher=launcher,
+            calibration=Calibration(state / "estimates.json"),
+            events=events,
+            files=files,
+            ledger=ledger,
+            presets=loaded.presets,
+            limits=Limits(
+                autoload=settings.models_autoload,
+                queue_size=settings.queue_size,
+                queue_timeout=settings.queue_timeout,
+                patience=settings.swap_patience,
+                drain_timeout=settings.drain_timeout,
+                evict_timeout=settings.evict_timeout,
+                models_max=settings.workers_at_once,
+                memory=has_margin,
+            ),
+        )
+        holder.append(fleet)
+        fleet.arrange()
+        access = Access(
+            keys(),
+            cors_origins=settings.cors_origins,
+            allowed_hosts=settings.allowed_hosts,
+            metrics_public=settings.metrics_public,
+        )
+        site = Site(
+            settings=settings,
+            fleet=fleet,
+            launcher=launcher,
+            files=files,
+            events=events,
+            access=access,
+            load=load,
+            keys=keys,
+            names=Names(loaded.presets),
+            port=port,
+            awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
+        )
+        pace = Pace(
+            commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
+        )
+        app = App(site, Proxy(fleet, pace), Metrics(fleet, events))
+        runner = web.AppRunner(
+            app.build(),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=KEEP_ALIVE,
+            shutdown_timeout=2.0,
+        )
+        await runner.setup()
+        for sock in sockets:
+            await web.SockSite(runner, sock, backlog=1024).start()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, lambda: stop.keep(asyncio.create_task(_reload(site))))
+        loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
+        try:
+            yield site
+        finally:
+            site.closing = True
+            events.append("shutdown", "*")
+            await _close(fleet, stop)
+            app.end_streams()
+            await runner.cleanup()
+            for sock in sockets:
+                if sock.family == socket.AF_UNIX:
+                    with contextlib.suppress(OSError):
+                        os.unlink(sock.getsockname())
+
+
+async def _close(fleet: Fleet, stop: _Stop) -> None:
+    """Returns once all workers are reaped; the second signal cuts their requests."""
+    closing = asyncio.create_task(fleet.close())
+    hurry = asyncio.create_task(stop.hurry.wait())
+    await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not closing.done():
+        await fleet.close(force=True)
+    hurry.cancel()
+    await closing
+
+
+async def _load_at_start(site: Site, preset: Preset) -> None:
+    """A failure is told and does not end the router."""
+    try:
+        await site.fleet.wanted(preset.id)
+    except ApiError as error:
+        log.error("%s was to be loaded on startup: %s", preset.id, error.message)
+        return
+    site.awaited -= {preset.id}
+
+
+async def _reload(site: Site) -> None:
+    with contextlib.suppress(ApiError):  # told to the log by reload itself
+        await site.reload()
+
+
+def _dump(site: Site) -> None:
+    for worker in site.fleet.workers():
+        log.warning("%s %s leases=%d reserved=%s", worker, worker.state.name, len(worker.leases), worker.reserved)
+    for task in asyncio.all_tasks():
+        log.warning("task %s: %s", task.get_name(), task.get_coro())
+
+
+def _bind(settings: Settings) -> list[socket.socket]:
+    """Listening sockets for each host of the list, or the unix socket. Raises OSError."""
+    sockets: list[socket.socket] = []
+    for host in settings.host.split(","):
+        host = host.strip()
+        if host.endswith(".sock"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(host)
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(host)
+            sockets.append(sock)
+            continue
+        port = _port(sockets[0]) if sockets and settings.port == 0 else settings.port
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except socket.gaierror as unknown:
+            raise ConfigError([f"--host {host}: {unknown.strerror}"]) from None
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            sock.bind(address)
+        except OSError as taken:
+            raise OSError(
+                taken.errno, f"cannot listen on {host} port {port}: {taken.strerror}; choose --port"
+            ) from None
+        sockets.append(sock)
+    return sockets
+
+
+def _port(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
+
+
+def _by_device(sizes: "dict[str, int] | object", devices: Devices) -> dict[DeviceId, int]:
+    assert hasattr(sizes, "items")
+    found: dict[DeviceId, int] = {}
+    for name, size in sizes.items():
+        if name:
+            try:
+                found[devices.device_id(name)] = size
+            except ValueError as unknown:
+                raise ConfigError([str(unknown)]) from None
+    return found
+
+
+def _raise_file_limit() -> None:
+    """A connection and its worker's take two descriptors: use all that the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
+    """What a person who starts a router wants to see first."""
+    host = settings.host.split(",")[0].strip()
+    shown = f"[{host}]" if ":" in host else host
+    address = host if host.endswith(".sock") else f"http://{shown}:{site.port}/v1"
+    lines = [f"router {__version__}   API {address}"]
+    for device in site.fleet.devices:
+        if device.id.index < HOST:
+            continue
+        limit = f"   limit {device.limit / GIB:.1f}" if device.limit is not None else ""
+        others = f"used by others {device.foreign / GIB:.1f}"
+        margin = f"margin {device.margin / GIB:.1f}"
+        lines.append(f"device   {device.id!s:8} total {device.total / GIB:.1f} GiB   {others}   {margin}{limit}")
+    names = " ".join(
+        id + (" (pinned)" if preset.pin else " (on startup)" if preset.load_on_startup else "")
+        for id, preset in loaded.presets.items()
+    )
+    lines.append(f"models   {len(loaded.presets)}: {names or 'none'}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+__all__ = ["run"]

@@ -1,0 +1,180 @@
+"""What all faces share: the fleet, the names of its models, the facts in their files, the keys.
+
+A face says one API; what it needs to know of the router it asks here.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from router import __version__
+from router.access import Access
+from router.checkpoint import meta, modalities
+from router.errors import BadRequest, ConfigError, ModelNotFound, PresetInvalid
+from router.estimate import Checkpoint, EstimateError, effective_ctx
+from router.events import EventLog
+from router.fleet import Fleet, Model
+from router.launchers import Launcher
+from router.life import Files
+from router.names import Names, choose
+from router.presets import Loaded, Preset
+from router.settings import Key, Settings
+
+log = logging.getLogger("router.site")
+
+BUILD = f"b0-{__version__}"
+TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
+
+
+@dataclass(slots=True)
+class Site:
+    """One router, as its faces see it."""
+
+    settings: Settings
+    fleet: Fleet
+    launcher: Launcher
+    files: Files
+    events: EventLog
+    access: Access
+    load: Callable[[], Loaded]
+    """Reads presets, folders and caches again; problems are part of what it returns."""
+    keys: Callable[[], tuple[Key, ...]]
+    """Reads key files again."""
+    names: Names
+    port: int = 0
+    awaited: frozenset[str] = frozenset()
+    """Models of `load-on-startup` that are not up yet."""
+    closing: bool = False
+    _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
+    _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def choose(self, key: Key, *, path: str | None, body: str | None, query: Mapping[str, str]) -> tuple[str, str]:
+        """(id, name as asked) of the model that a request means. Raises BadRequest, ModelNotFound."""
+        return choose(
+            self.names,
+            path=path,
+            body=body,
+            query=query.get("model") or query.get("model_name"),
+            default=self.settings.default_model,
+            fall_back=self.settings.unknown_model == "default",
+            allowed=lambda id: id in self.fleet.models and Access.may_use(key, id),
+        )
+
+    def model(self, key: Key, name: str) -> Model:
+        """Raises ModelNotFound."""
+        id = self.names.find(name, lambda id: id in self.fleet.models and Access.may_use(key, id))
+        return self.fleet.model(id)
+
+    def visible(self, key: Key) -> list[Model]:
+        return [model for id, model in self.fleet.models.items() if Access.may_use(key, id)]
+
+    async def facts(self, preset: Preset) -> Checkpoint | None:
+        """The facts in the preset's files; None if they are not here (yet) or cannot be read."""
+        worker = next(iter(self.fleet.models[preset.id].workers), None) if preset.id in self.fleet.models else None
+        snapshot = (worker.snapshot if worker is not None else "") or self.files.find(preset) or ""
+        known = self._facts.get(preset.id)
+        if known is not None and (not snapshot or known[0] == snapshot):
+            return known[1]
+        if not snapshot:
+            return None
+        try:
+            facts = await self.files.read(snapshot, preset)
+        except EstimateError:
+            return None
+        self._facts[preset.id] = (snapshot, facts)
+        return facts
+
+    async def describe(self, preset: Preset) -> tuple[Checkpoint | None, dict[str, Any], dict[str, Any]]:
+        """(facts, `meta`, `architecture`) of a model, from its files."""
+        facts = await self.facts(preset)
+        if facts is None:
+            return None, {}, {"input_modalities": ["text"], "output_modalities": ["text"]}
+        try:
+            n_ctx = effective_ctx(facts, preset)
+        except EstimateError:
+            n_ctx = 0
+        return facts, meta(facts, n_ctx), modalities(facts)
+
+    async def words(self, preset: Preset) -> "Words":
+        """The model's own template and special tokens, as far as its files say."""
+        known = self._facts.get(preset.id)
+        return await asyncio.to_thread(_words, Path(known[0])) if known is not None else Words()
+
+    async def reload(self) -> dict[str, Any]:
+        """Apply changed presets, folders and caches. Raises PresetInvalid, having changed nothing."""
+        async with self._reloading:
+            try:
+                loaded = await asyncio.to_thread(self.load)
+            except ConfigError as broken:
+                raise PresetInvalid(
+                    f"the presets cannot be used; the old ones still are: {broken.problems[0]}",
+                    extra={"errors": [{"message": problem} for problem in broken.problems]},
+                ) from None
+            if loaded.problems:
+                for problem in loaded.problems:
+                    log.error("%s", problem)
+                raise PresetInvalid(
+                    f"the presets cannot be used; the old ones still are: {loaded.problems[0]}",
+                    extra={"errors": [problem_row(problem) for problem in loaded.problems]},
+                )
+            self.access.keys = self.keys()
+            self._facts.clear()
+            result = self.fleet.apply(loaded.presets)
+            self.names = Names(loaded.presets)
+            return {**result, "warnings": [str(warning) for warning in loaded.warnings]}
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a tokenizer's files say for people."""
+
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+
+
+def _words(folder: Path) -> Words:
+    try:
+        said = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        said = {}
+    said = said if isinstance(said, dict) else {}
+    template = said.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((each.get("template") for each in template if each.get("name") == "default"), "")
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        template = (folder / "chat_template.jinja").read_text()
+    tokens = [said.get(name) for name in ("bos_token", "eos_token")]
+    bos, eos = (str(token.get("content", "")) if isinstance(token, dict) else str(token or "") for token in tokens)
+    return Words(template if isinstance(template, str) else "", bos, eos)
+
+
+def problem_row(problem: Any) -> dict[str, Any]:
+    return {
+        "file": problem.file,
+        "line": problem.line,
+        "section": problem.section,
+        "key": problem.key,
+        "message": problem.message,
+        "suggestion": problem.suggestion,
+    }
+
+
+def flag(query: Mapping[str, str], name: str) -> bool | None:
+    """A boolean of the query; None if it is not there. Raises BadRequest."""
+    text = query.get(name)
+    if text is None:
+        return None
+    if text.casefold() in TRUE:
+        return True
+    if text.casefold() in FALSE:
+        return False
+    raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
+
+
+__all__ = ["BUILD", "ModelNotFound", "Site", "flag", "problem_row"]

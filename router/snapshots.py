@@ -1,0 +1,45 @@
+"""Where models' files are: local folders, the hub cache, the state folder's demo models."""
+
+import asyncio
+from pathlib import Path
+
+from router import checkpoint
+from router.catalogue import find_snapshot
+from router.errors import LoadFailed
+from router.estimate import Checkpoint
+from router.presets import Preset
+from worker import contract
+
+
+class Snapshots:
+    """Finds, reads, and says how to fetch."""
+
+    def __init__(self, *, cache: str, state: Path, offline: bool):
+        self._cache = cache
+        self._demo = state / "demo"
+        self._offline = offline
+
+    def find(self, preset: Preset) -> str | None:
+        if preset.path:
+            return preset.path
+        if preset.demo:
+            return None  # made or found by `worker download`, which knows where and how
+        return find_snapshot(preset.repo, preset.revision, self._cache)
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        return await asyncio.to_thread(
+            checkpoint.read,
+            Path(snapshot),
+            override=preset.config_override,
+            needs_weights=preset.load_format != "dummy",
+        )
+
+    def download(self, preset: Preset) -> contract.Download:
+        if preset.demo:
+            return contract.Download(demo=preset.demo, target=str(self._demo))
+        if self._offline:
+            raise LoadFailed(
+                f"{preset.id}: {preset.repo} at {preset.revision} is not in the cache, and --offline forbids fetching"
+                " it; start once without --offline, or point `model` at a folder"
+            )
+        return contract.Download(repo=preset.repo, revision=preset.revision, cache=self._cache)

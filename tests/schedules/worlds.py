@@ -1,0 +1,115 @@
+"""Small worlds for schedule tests: a real fleet and planner over a launcher without processes, in virtual time."""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from router.calibration import Calibration
+from router.estimate import Checkpoint, Tally
+from router.events import EventLog
+from router.fleet import Fleet, Limits
+from router.ledger import DeviceId, Ledger
+from router.presets import Preset
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
+from worker import contract
+
+LLAMA = Checkpoint(
+    identity="a llama",
+    model_type="llama",
+    layers=4,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    intermediate=512,
+    vocab_size=1000,
+    max_positions=1024,
+    dtype="bfloat16",
+    tensors={"bfloat16": Tally(64 << 20, 128 << 20)},
+    capabilities=("chat", "completion"),
+)
+
+
+class FakeFiles:
+    """Snapshots that are all there, except those `missing`."""
+
+    def __init__(self, missing: tuple[str, ...] = ()):
+        self.missing = set(missing)
+
+    def find(self, preset: Preset) -> str | None:
+        return None if preset.id in self.missing else f"/snapshots/{preset.id}"
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        await asyncio.sleep(0)
+        return LLAMA
+
+    def download(self, preset: Preset) -> contract.Download:
+        return contract.Download(repo=preset.id)
+
+
+class Schedule:
+    """One fleet of models with stated sizes (bytes) on devices with stated totals."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        totals: Mapping[DeviceId, int] | None = None,
+        margin: int = 0,
+        limit: Mapping[DeviceId, int] | None = None,
+        limits: Limits | None = None,
+        keys: Mapping[str, Mapping[str, Any]] | None = None,
+        models: Mapping[str, FakeModel] | None = None,
+        missing: tuple[str, ...] = (),
+        stated: bool = True,
+    ):
+        keys = keys or {}
+        self.launcher = FakeLauncher(
+            totals or {CPU: 8 * GIB},
+            {name: FakeModel(shards=(size,)) for name, size in sizes.items()} | dict(models or {}),
+        )
+        self.events = EventLog()
+        limits = limits or Limits()
+        self.presets = {
+            name: Preset(id=name, path=f"/snapshots/{name}", **{**_required(size, stated=stated), **keys.get(name, {})})
+            for name, size in sizes.items()
+        }
+        self.fleet = Fleet(
+            launcher=self.launcher,
+            calibration=Calibration(Path(tempfile.mkdtemp()) / "estimates.json"),
+            events=self.events,
+            files=FakeFiles(missing),
+            ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),
+            limits=limits,
+            presets=self.presets,
+        )
+        self.launcher.on_reading = self.fleet.changed
+
+    @property
+    def journal(self) -> list[str]:
+        return self.launcher.journal
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def ask(self, model: str, seconds: float = 1.0) -> float:
+        """One request that is answered for `seconds`; returns the seconds that it waited first."""
+        arrived = self.now
+        with self.fleet.lease(model) as lease:
+            await lease.ready()
+            waited = self.now - arrived
+            await asyncio.sleep(seconds)
+        return waited
+
+    async def stop(self) -> None:
+        await self.fleet.close()
+        assert self.launcher.over_commits == []
+        assert self.launcher.running == {}
+
+
+def _required(size: int, *, stated: bool) -> dict[str, Any]:
+    return {"required_memory": {"": size}} if stated else {}
