@@ -1,11 +1,36 @@
 """Sections to `Preset`: types, defaults, origins.
 
-Law: PURE; what depends on a folder (does this path exist?) comes in as a value.
+Law: PURE; what depends on a folder (does this path exist?) comes in through `Disk`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal, Protocol
+
+from router import ini, keys
+from router.ini import Problem
+from router.keys import Key, Meaningless, Refused, Spelling
+from router.settings import BY_FLAG, BY_VARIABLE, LATER
+from router.values import JsonObject, Strings, plain, sendable, shown
+
+MASK = "***"
+BUILT_IN = "built-in"
+ALL_LAYERS = 99
+"""From so many on, n-gpu-layers is taken for `all`, as its users mean it."""
+CLIENT_VARIABLES = frozenset({"ROUTER_URL"})
+"""Read by client commands, not by a server."""
+_GGUF = "GGUF needs the llama-server engine, which this version does not offer; use a safetensors repository"
+_REPO = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
+)
+_QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q[0-9]|TQ[0-9]|MXFP4|BF16$|F16$|F32$).*", re.IGNORECASE)
+_SECRET = re.compile(r"(?:^|[_.-])(?:key|token|secret|password)$", re.IGNORECASE)
+_KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in keys.KEYS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +52,8 @@ class Preset:
     load_format: str = "auto"
     trust_remote_code: bool = False
     config_override: str = ""
+    dedup_cache_models: bool = False
+    """Whether the cached repository of this preset is not listed a second time."""
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     task: Literal["auto", "generate", "embed"] = "auto"
@@ -63,6 +90,8 @@ class Preset:
 
     # Prompt and sampling
     chat_template: str = ""
+    chat_template_file: str = ""
+    """Where `chat_template` was read from."""
     chat_template_kwargs: str = ""
     sampling: Mapping[str, float | int | str | tuple[str, ...]] = field(default_factory=dict)
     """Defaults for requests, by key: temp, top-k, top-p, min-p, repeat-penalty, repeat-last-n, presence-penalty,
@@ -92,3 +121,529 @@ class Preset:
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each key came from, as written for people: `models.ini:14`, `--ctx-size`, `ROUTER_CTX_SIZE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model that is on disk without a section naming it."""
+
+    id: str
+    source: Literal["models_dir", "cache"]
+    path: str = ""
+    repo: str = ""
+    revision: str = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All models that may be loaded, by id; none if there are problems."""
+
+    presets: dict[str, Preset]
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+
+class Disk(Protocol):
+    """What the meaning of a preset depends on, beside its text."""
+
+    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi"]:
+        """What is at an absolute path: nothing, a file, a folder, one with config.json, one with serving.properties."""
+
+    def read(self, path: str) -> str:
+        """A file's text; raises OSError or ValueError."""
+
+
+def load(
+    text: str = "",
+    *,
+    file: str = "",
+    folder: str = "/",
+    disk: Disk,
+    found: Sequence[Found] = (),
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    working: str = "/",
+    swap_patience: float = 10.0,
+    strict: bool = False,
+    strict_fields: bool = False,
+) -> Loaded:
+    """The presets that a file, flags (by key), the environment and the models found on disk make together.
+
+    Flags win over `[id]`, that over `[*]`, that over the environment, that over what is built in. `folder` is the
+    file's own, where its relative paths start; `working` the current one, where those of flags and variables do.
+    """
+    return _Loading(
+        file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict,
+        swap_patience=swap_patience, strict_fields=strict_fields,
+    ).load(ini.parse(text, file=file, environ=environ), found, flags or {})  # fmt: skip
+
+
+ENVIRONMENT, DEFAULTS, OWN, COMMAND_LINE = range(4)
+"""Ranks of a setting: environment, [*], [id], command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One key's value, where it was written, and its rank."""
+
+    value: Any
+    rank: int
+    place: Problem
+    """With an empty message: file, line, section, key."""
+
+    @property
+    def origin(self) -> str:
+        return f"{self.place.file}:{self.place.line}" if self.place.line else self.place.file
+
+
+_Layer = dict[str, _Setting]
+
+
+class _Loading:
+    """One pass over everything; collects what is wrong instead of stopping."""
+
+    def __init__(
+        self, *, file: str, folder: str, disk: Disk, environ: Mapping[str, str], working: str, strict: bool,
+        swap_patience: float, strict_fields: bool,
+    ):  # fmt: skip
+        self.file, self.folder, self.working = file, folder, working
+        self.disk, self.environ = disk, environ
+        self.strict, self.swap_patience, self.strict_fields = strict, swap_patience, strict_fields
+        self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self._warned: set[str] = set()
+        self._faulty: set[tuple[str, str]] = set()
+        """(section, key) of values that could not be read: nothing more is said about them."""
+
+    def load(self, document: ini.Document, found: Sequence[Found], flags: Mapping[str, str]) -> Loaded:
+        self.problems += document.problems
+        under, over = self._environment(), self._flags(flags)
+        star: _Layer = {}
+        for section in document.sections:
+            if section.name == "*":
+                star |= self._section(section, DEFAULTS)
+        general = under | star
+        presets: dict[str, Preset] = {}
+        aliases: list[tuple[str, Problem]] = []
+        for section in document.sections:
+            if section.name == "*":
+                continue
+            settings = general | self._section(section, OWN) | over
+            preset = self._preset(section, settings, found)
+            if preset is not None:
+                presets[preset.id] = preset
+                if "alias" in settings:
+                    aliases.append((preset.id, settings["alias"].place))
+        self._unique(presets, aliases)
+        for entry in self._unconfigured(found, presets):
+            preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
+            if preset is not None:
+                presets[preset.id] = preset
+        return Loaded({} if self.problems else presets, tuple(self.problems), tuple(self.warnings))
+
+    # Layers: text to values
+
+    def _section(self, section: ini.Section, rank: int) -> _Layer:
+        layer: _Layer = {}
+        written: dict[str, ini.Entry] = {}
+        for entry in section.entries:
+            place = Problem(self.file, entry.line, section.name, entry.key, "")
+            for spelling, text in self._spelled(entry.key, entry.value, place):
+                before = written.get(spelling.canonical)
+                if before is not None and spelling.word.name != "env":
+                    self._warn(
+                        place, f'key "{entry.key}" repeats "{before.key}" of line {before.line}; the last counts'
+                    )
+                written[spelling.canonical] = entry
+                self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
+        return layer
+
+    def _environment(self) -> _Layer:
+        """Values of variables: ROUTER_<KEY>, then llama-server's name, then LMI's."""
+        layer: _Layer = {}
+        order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
+        for name in sorted(self.environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
+            spelling = None
+            if name not in BY_VARIABLE and self.environ[name]:
+                is_ours = name.startswith(("ROUTER_", "LLAMA_ARG_", "OPTION_", "SERVING_")) or name in keys.VARIABLES
+                spelling = keys.find(name) if is_ours else None
+                if spelling is None and name.startswith(("ROUTER_", "LLAMA_ARG_")) and name not in CLIENT_VARIABLES:
+                    self._unknown_variable(name)
+            if spelling is None or spelling.canonical in layer:
+                continue
+            place = Problem(name, 0, "", name, "")
+            if isinstance(spelling.word, Key) and spelling.word.own:
+                self._warn(place, "names one model, so it is not read; write a section in a file for --models-preset")
+                continue
+            for each, text in self._spelled(name, self.environ[name], place):
+                self._add(layer, each, text, place, ENVIRONMENT)
+        return layer
+
+    def _flags(self, flags: Mapping[str, str]) -> _Layer:
+        layer: _Layer = {}
+        for name, text in flags.items():
+            place = Problem(f"-{name}" if len(name) == 1 else f"--{name}", 0, "", name, "")
+            for spelling, value in self._spelled(name, text, place):
+                if isinstance(spelling.word, Key) and spelling.word.own:
+                    message = "names one model; write a section [id] with it in a file for --models-preset"
+                    self._fail(place, f"{message}, or use --models-dir")
+                else:
+                    self._add(layer, spelling, value, place, COMMAND_LINE)
+        return layer
+
+    def _spelled(self, written: str, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
+        """What a setting means; nothing if it cannot stand. `env` yields its members."""
+        spelling = keys.find(written)
+        if spelling is None:
+            self._unknown(written, place)
+            return
+        word = spelling.word
+        if isinstance(word, Meaningless):
+            if word.name not in self._warned:
+                self._warned.add(word.name)
+                message = f'"{written.lstrip("-")}" has no meaning here; remove it'
+                (self._fail if self.strict else self._warn)(place, message)
+            return
+        try:
+            text = spelling.text(text)
+        except ValueError as error:
+            self._fault(place, word.name, str(error))
+            return
+        if isinstance(word, Refused):
+            if not word.accepts(text):
+                self._fail(place, word.message)
+        elif word.name == "env" and not spelling.variable:
+            yield from self._variables(text, place)
+        else:
+            yield spelling, text
+
+    def _variables(self, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
+        for pair in text.split(","):
+            name, has_value, value = pair.strip().partition("=")
+            spelling = keys.find(f"env.{name}")
+            if has_value and spelling is not None:
+                yield spelling, value
+            elif pair.strip():
+                self._fail(place, "env: write NAME=value, several with commas, or one env.NAME = value each")
+
+    def _add(
+        self, layer: _Layer, spelling: Spelling, text: str, place: Problem, rank: int, *, quoted: bool = False
+    ) -> None:
+        key = spelling.word
+        assert isinstance(key, Key)
+        if key.own and rank == DEFAULTS:
+            self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
+            return
+        try:
+            layer[spelling.canonical] = _Setting(self._read(key, spelling, text, place, quoted), rank, place)
+        except ValueError as error:
+            self._fault(place, key.name, str(error))
+
+    def _read(self, key: Key, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
+        if not sendable(text):
+            raise ValueError("the value has a NUL or is not UTF-8")
+        if spelling.variable == "CUDA_VISIBLE_DEVICES":
+            raise ValueError("the router chooses the devices; write device = instead")
+        if isinstance(key.kind, Strings) and quoted:
+            return (text,) if text else ()
+        value = key.kind.read(text)
+        if key.path and value and (key.name != "python" or "/" in value):
+            value = self._path(value, place)
+        if key.name == "tokenizer" and value and self.disk.kind(value) not in {"folder", "snapshot"}:
+            raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
+        if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
+            raise ValueError(f"no file {value}")
+        if key.name == "n-gpu-layers" and 0 < value < ALL_LAYERS:
+            raise ValueError(
+                "a part of the layers in host memory is not offered by this version; remove it, or 0 for cpu"
+            )
+        if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
+            raise ValueError("is no Jinja text; names of built-in templates are not known here, see chat-template-file")
+        return value
+
+    def _path(self, text: str, place: Problem) -> str:
+        """Absolute. From a file it starts at that file's folder, or, with a warning, where llama-server would look."""
+        if text == "~" or text.startswith("~/"):
+            return str(PurePosixPath(self.environ.get("HOME", "/")) / text[2:])
+        start = self.folder if place.line else self.working
+        path = str(PurePosixPath(start) / text)
+        fallback = str(PurePosixPath(self.working) / text)
+        if not self.disk.kind(path) and fallback != path and self.disk.kind(fallback):
+            self._warn(place, f"{text} is not in {start} but in the working directory; write {fallback}")
+            return fallback
+        return path
+
+    # Models: values to a Preset
+
+    def _preset(self, section: ini.Section, settings: _Layer, found: Sequence[Found]) -> Preset | None:
+        place = Problem(self.file, section.line, section.name, "", "")
+        fields = self._source(section.name, settings, found, place)
+        if fields is None:
+            return None
+        fields |= self._fields(settings)
+        self._place(settings, fields)
+        self._template(section.name, settings, fields)
+        origins = {name: setting.origin for name, setting in settings.items()}
+        if fields.get("max_input_tokens", 0) and 0 < fields.get("ctx_size", 0) <= fields["max_input_tokens"]:
+            self._fail(settings["max-input-tokens"].place, "max-input-tokens must be less than ctx-size")
+        if fields.get("min_residency", -1.0) > self.swap_patience:
+            message = f"min-residency must not be more than --swap-patience, {plain(self.swap_patience)} s"
+            self._fail(settings["min-residency"].place, message)
+        aliases = tuple(alias for alias in fields.pop("aliases", ()) if alias != section.name)
+        return Preset(
+            id=section.name, aliases=aliases, strict_fields=self.strict_fields, origins=origins, **fields
+        )  # fmt: skip
+
+    def _fields(self, settings: _Layer) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        variables: dict[str, str] = {}
+        for name, setting in settings.items():
+            if name.startswith("env."):
+                variables[name[4:]] = setting.value
+                continue
+            key = keys.BY_NAME[name]
+            if key.item:
+                sampling[key.item] = setting.value
+            elif key.field and key.name != "revision":
+                fields[key.field] = setting.value
+        return fields | {"sampling": sampling, "env": variables}
+
+    def _source(self, id: str, settings: _Layer, found: Sequence[Found], place: Problem) -> dict[str, Any] | None:
+        """Where the model's files are; None, with a problem, if that is not said."""
+        model, repo, revision = (settings.get(name) for name in ("model", "hf-repo", "revision"))
+        if model and repo:
+            self._fail(repo.place, f"hf-repo and model (line {model.place.line}) both name a source; remove one")
+            return None
+        named = model or repo
+        fields: dict[str, Any] | None
+        if named is not None:
+            fields = self._named(named, is_repo=named is repo)
+        elif (id, "model") in self._faulty or (id, "hf-repo") in self._faulty:
+            return None
+        else:
+            entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
+            if entry is None:
+                self._fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
+                return None
+            source = "preset" if place.line else entry.source
+            fields = {"source": source, "path": entry.path, "repo": entry.repo, "revision": entry.revision}
+        if fields is None or revision is None:
+            return fields
+        if not fields.get("repo"):
+            self._fail(revision.place, "revision belongs to a repository of the hub, and this model is none; remove it")
+        elif named is not None and ":" in named.value:
+            self._fail(revision.place, f"a revision stands in line {named.place.line} already; remove one of the two")
+        return {**fields, "revision": revision.value}
+
+    def _named(self, setting: _Setting, *, is_repo: bool) -> dict[str, Any] | None:
+        """Path, repository or built-in model that a text means."""
+        text, place = setting.value, setting.place
+        if text.startswith("demo:") and not is_repo:
+            if text[5:] in keys.DEMOS:
+                return {"demo": text[5:]}
+            near = next(iter(difflib.get_close_matches(text[5:], keys.DEMOS, n=1)), "")
+            known = ", ".join(keys.DEMOS)
+            self._fail(place, f"{shown(text)} is no built-in model; there are {known}", f"demo:{near}" if near else "")
+            return None
+        if "://" in text:
+            self._fail(place, f"{shown(text)} is a URL; download the model and name its folder, or use hf-repo")
+            return None
+        path = "" if is_repo or not text else self._path(text, place)
+        kind = self.disk.kind(path) if path else ""
+        if text.lower().endswith(".gguf") or (kind and not is_repo and kind == "file"):
+            self._fail(place, _GGUF if text.lower().endswith(".gguf") else f"{path} is a file; name the model's folder")
+            return None
+        if kind == "snapshot":
+            return {"path": path}
+        if kind:
+            what = "has serving.properties; such folders are not offered by this version" if kind == "lmi" else (
+                "has no config.json")  # fmt: skip
+            self._fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
+            return None
+        match = _REPO.fullmatch(text)
+        if match is None or (text.startswith((".", "~", "/")) and not is_repo):
+            self._fail(place, f"{shown(text)} is neither a folder ({path}) nor org/name" if path else
+                       f"{shown(text)} is not org/name")  # fmt: skip
+            return None
+        if match[1].lower().endswith("-gguf") or (match[2] and _QUANTISATION.fullmatch(match[2])):
+            self._fail(place, _GGUF)
+            return None
+        return {"repo": match[1], "revision": match[2] or "main"}
+
+    def _place(self, settings: _Layer, fields: dict[str, Any]) -> None:
+        """n-gpu-layers = 0 is device = cpu, unless something stronger says where."""
+        layers, device = settings.get("n-gpu-layers"), settings.get("device")
+        if layers is None or layers.value:
+            return
+        if device is None or device.rank < layers.rank or (device.rank == layers.rank and not device.value):
+            fields["device"] = ("cpu",)
+        elif device.rank == layers.rank and device.value != ("cpu",):
+            self._fail(layers.place, f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}")
+
+    def _template(self, id: str, settings: _Layer, fields: dict[str, Any]) -> None:
+        text, file = settings.get("chat-template"), settings.get("chat-template-file")
+        if file is None or not file.value or (text is not None and text.value and text.rank > file.rank):
+            fields.pop("chat_template_file", None)
+            return
+        if text is not None and text.value and text.rank == file.rank:
+            self._fail(file.place, "chat-template and chat-template-file are both set; remove one")
+            return
+        try:
+            fields["chat_template"] = self.disk.read(file.value)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+            self._fail(file.place, f"chat-template-file: {file.value}: {reason}")
+
+    def _unique(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
+        """Ids and aliases are one set of names."""
+        owners = {id: id for id in presets}
+        for id, place in aliases:
+            for alias in presets[id].aliases:
+                owner = owners.setdefault(alias, id)
+                if owner != id:
+                    what = "the id of another model" if owner == alias else f"already an alias of {owner}"
+                    self._fail(place, f'alias "{alias}" is {what}; choose another')
+
+    def _unconfigured(self, found: Sequence[Found], presets: Mapping[str, Preset]) -> Iterator[Found]:
+        """What was found and no section configures; earlier sources win over later ones of the same name."""
+        taken = {id.casefold() for id in presets}
+        aliases = {alias for preset in presets.values() for alias in preset.aliases}
+        hidden = {preset.repo for preset in presets.values() if preset.dedup_cache_models and preset.repo}
+        for entry in found:
+            if entry.id.casefold() in taken or (entry.source == "cache" and entry.repo in hidden):
+                continue
+            if entry.id in aliases:
+                place = Problem(entry.path or entry.repo, 0, "", "", "")
+                self._warn(place, f'is not listed: "{entry.id}" is an alias of another model')
+                continue
+            taken.add(entry.id.casefold())
+            yield entry
+
+    # Complaints
+
+    def _fail(self, place: Problem, message: str, suggestion: str = "") -> None:
+        problem = replace(place, message=message, suggestion=suggestion)
+        if problem not in self.problems:  # a setting of [*] or of all models is wrong once
+            self.problems.append(problem)
+
+    def _fault(self, place: Problem, key: str, message: str) -> None:
+        self._faulty.add((place.section, key))
+        self._fail(place, f"{place.key}: {message}" if place.line else message)  # else the place is the key
+
+    def _warn(self, place: Problem, message: str, suggestion: str = "") -> None:
+        warning = replace(place, message=message, suggestion=suggestion)
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+
+    def _unknown(self, written: str, place: Problem) -> None:
+        flag = written.lstrip("-").replace("_", "-")
+        option = BY_FLAG.get(flag) or BY_VARIABLE.get(written)
+        if option is not None:
+            further = ", or request-timeout for one model" if option.flag == "timeout" else ""
+            self._fail(place, f'"{flag}" is an option of the router, not of a model: use --{option.flag}{further}')
+        elif flag in LATER:
+            self._fail(place, f'"{flag}" is an option of the router that this version does not offer: remove it')
+        else:
+            self._fail(place, f'unknown key "{written.lstrip("-")}"', keys.nearest(written))
+
+    def _unknown_variable(self, name: str) -> None:
+        near = difflib.get_close_matches(name, [*BY_VARIABLE, *_KEY_VARIABLES], n=1, cutoff=0.75)
+        self._warn(Problem(name, 0, "", name, ""), "is no variable that this router reads", next(iter(near), ""))
+
+
+# A preset, seen from outside
+
+
+def effective(preset: Preset) -> list[tuple[str, str, str]]:
+    """(key, value, origin) of every setting of a model, in the order of the reference; secrets are masked."""
+    rows: list[tuple[str, str, str]] = []
+    for key in keys.KEYS:
+        if key.name in {"model", "hf-repo", "revision"}:
+            value = dict(_source_of(preset)).get(key.name)
+            if value is not None:
+                rows.append((key.name, value, preset.origins.get(key.name) or _given_by(preset)))
+        elif key.name == "env":
+            rows += [(f"env.{name}", MASK, preset.origins.get(f"env.{name}", BUILT_IN)) for name in preset.env]
+        elif key.field and not (key.name == "chat-template" and preset.chat_template_file):
+            text, is_set = _written(key, preset)
+            rows.append((key.name, text if is_set else key.unset or text, preset.origins.get(key.name, BUILT_IN)))
+    return rows
+
+
+def args(preset: Preset) -> list[str]:
+    """The settings that differ from what is built in, as flags; secrets are masked."""
+    words = [word for name, value in _source_of(preset) for word in (f"--{name}", value)]
+    for key in keys.KEYS:
+        if not key.field or key.name == "revision" or (key.name == "chat-template" and preset.chat_template_file):
+            continue
+        text, is_set = _written(key, preset)
+        if not is_set:
+            continue
+        if key.is_flag:
+            words.append(f"--{key.name}" if text == "on" else f"--no-{key.name}")
+        else:
+            words += [f"--{key.name}", text]
+    return [*words, *(word for name in preset.env for word in ("--env", f"{name}={MASK}"))]
+
+
+LIVE_KEYS = frozenset(key.name for key in keys.KEYS if key.live)
+"""Keys that a running worker does not see: when only these differ, it goes on."""
+_LIVE_FIELDS = {key.field for key in keys.KEYS if key.live} | {"source", "chat_template_file", "origins"}
+_LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
+
+
+_DEFAULTS = {
+    field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    for field in dataclasses.fields(Preset)
+}
+
+
+def same_load(a: Preset, b: Preset) -> bool:
+    """Whether both would start the same worker."""
+    return all(getattr(a, name) == getattr(b, name) for name in _LOAD_FIELDS)
+
+
+def _source_of(preset: Preset) -> list[tuple[str, str]]:
+    if preset.demo:
+        return [("model", f"demo:{preset.demo}")]
+    if preset.path:
+        return [("model", preset.path)]
+    return [("hf-repo", preset.repo), ("revision", preset.revision)]
+
+
+def _given_by(preset: Preset) -> str:
+    if preset.source != "preset":
+        return "--models-dir" if preset.source == "models_dir" else "Hugging Face cache"
+    return preset.origins.get("model") or preset.origins.get("hf-repo") or BUILT_IN
+
+
+def _written(key: Key, preset: Preset) -> tuple[str, bool]:
+    """The key's value as text, and whether it is another than the built-in one."""
+    value = getattr(preset, key.field)
+    if key.item:
+        return (key.kind.write(value[key.item]), True) if key.item in value else ("", False)
+    is_set = value != _DEFAULTS[key.field]
+    if value is None:
+        return "", False
+    text = key.kind.write(value)
+    return (_masked_json(text) if isinstance(key.kind, JsonObject) and text else text), is_set
+
+
+def _masked_json(text: str) -> str:
+    """Members whose name says that they are secret lose their text."""
+
+    def masked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                name: MASK if isinstance(member, str) and _SECRET.search(name) else masked(member)
+                for name, member in value.items()
+            }
+        return [masked(item) for item in value] if isinstance(value, list) else value
+
+    return json.dumps(masked(json.loads(text)), separators=(",", ":"), ensure_ascii=False)
+
+
+__all__ = [
+    "LIVE_KEYS", "Disk", "Found", "Loaded", "Preset", "Problem", "args", "effective", "load", "same_load",
+]  # fmt: skip

@@ -1,0 +1,199 @@
+"""INI text to sections, with line numbers.
+
+    line    = ws ( "[" name "]" | key ws "=" ws value | comment )? ws comment?
+    comment = ";" or "#" at the start of a line or after white space, to its end
+    value   = "double" with escapes | 'single' without | JSON ({..} or [..]) | bare text
+
+Law: PURE. Whatever the text, `parse` returns; all that is wrong with it comes back as `Problem`s, each with its line.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_BYTES = 1 << 20
+"""Of one file."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}")
+_HEADER = re.compile(r"\[([^\]]*)\](.*)", re.DOTALL)
+_KEY = re.compile(r"(-*[A-Za-z_][A-Za-z0-9_.-]*)[ \t]*=(.*)", re.DOTALL)
+_END = re.compile(r"[ \t]*(?:[ \t][;#].*)?", re.DOTALL)
+_DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_SINGLE = re.compile(r"'([^']*)'", re.DOTALL)
+_COMMENT = re.compile(r"[ \t][;#]")
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
+_ESCAPES = {'"': '"', "\\": "\\", "n": "\n", "t": "\t"}
+_VARIABLE = re.compile(r"\$\{env:([^}]*)(\}?)")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_JSON = json.JSONDecoder(parse_constant=lambda word: _reject(f"{word} is no JSON"))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a file, a flag or a variable; printed as one line."""
+
+    file: str
+    """Or the flag or variable itself."""
+    line: int
+    """From 1; 0: none."""
+    section: str
+    key: str
+    message: str
+    suggestion: str = ""
+    """The nearest valid spelling."""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        section = f"[{self.section}] " if self.section else ""
+        hint = f'; did you mean "{self.suggestion}"?' if self.suggestion else ""
+        return f"{place}: {section}{self.message}{hint}" if place else f"{section}{self.message}{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`key = value`, the key as written, the value without quotes and with variables filled in."""
+
+    key: str
+    value: str
+    line: int
+    quoted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`[name]` and what stands below it."""
+
+    name: str
+    line: int
+    entries: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file's sections in their order; not to be used if there are problems."""
+
+    sections: tuple[Section, ...]
+    problems: tuple[Problem, ...]
+
+
+def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None) -> Document:
+    """The sections of `text`; `file` is what problems call it, `environ` what `${env:NAME}` is filled in from."""
+    if len(text) > MAX_BYTES:
+        return Document((), (Problem(file, 0, "", "", f"is larger than {MAX_BYTES >> 20} MiB"),))
+    sections: list[Section] = []
+    entries: list[Entry] = []
+    problems: list[Problem] = []
+    name, first_line, lines_of = "", 0, dict[str, int]()  # line 0: before the first section
+
+    def complain(line: int, key: str, message: str) -> None:
+        problems.append(Problem(file, line, name, key, message))
+
+    for number, raw in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        line = raw.removesuffix("\r").strip(" \t")
+        if not line or line[0] in ";#":
+            continue
+        control = _CONTROL.search(line)
+        header, pair = _HEADER.fullmatch(line), _KEY.fullmatch(line)
+        if control:
+            complain(number, "", f"control character U+{ord(control[0]):04X}; remove it")
+        elif header:
+            if first_line:
+                sections.append(Section(name, first_line, tuple(entries)))
+            name, first_line, entries = header[1].strip(" \t"), number, []
+            fault = _header_fault(name, header[2])
+            if fault:
+                problems.append(Problem(file, number, "", "", fault))
+            elif name in lines_of:
+                complain(number, "", f"this section already began in line {lines_of[name]}; merge the two")
+            lines_of.setdefault(name, number)
+        elif pair:
+            try:
+                value, quoted = _value(pair[2], environ or {})
+            except ValueError as error:
+                complain(number, pair[1], f"{pair[1]}: {error}")
+                continue
+            entry = Entry(pair[1], value, number, quoted)
+            if first_line:
+                entries.append(entry)
+            else:
+                fault = _preamble_fault(entry)
+                if fault:
+                    complain(number, entry.key, fault)
+        else:
+            complain(number, "", "[ without ]" if line[0] == "[" else "neither [section] nor key = value")
+    if first_line:
+        sections.append(Section(name, first_line, tuple(entries)))
+    return Document(tuple(sections), tuple(problems))
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can name a model: of the grammar, without an empty part and without `..`."""
+    return bool(NAME.fullmatch(text)) and all(part not in {"", ".", ".."} for part in text.split("/"))
+
+
+def _header_fault(name: str, rest: str) -> str:
+    if not _END.fullmatch(rest):
+        return f"text after [{name}]; a comment needs a blank before it"
+    if name != "*" and not is_name(name):
+        return f"[{name[:60]}] is no model name; use letters, digits and ._:/@+- (192 at most, no empty part)"
+    return ""
+
+
+def _preamble_fault(entry: Entry) -> str:
+    """`version = 1` alone may stand before the first section."""
+    if entry.key.lstrip("-") != "version":
+        return f"{entry.key} stands before the first section; write [*] above it to set it for all models"
+    return "" if entry.value == "1" else f"version {entry.value[:20]} is not known; this router reads version 1"
+
+
+def _value(text: str, environ: Mapping[str, str]) -> tuple[str, bool]:
+    """Value and whether it stood in quotes; `text` is all that follows the equals sign. Raises ValueError."""
+    start = text.lstrip(" \t")
+    for quoted in (_DOUBLE, _SINGLE):
+        match = quoted.match(start)
+        if match and _END.fullmatch(start[match.end() :]):
+            return (_fill(_unescape(match[1]), environ), True) if quoted is _DOUBLE else (match[1], True)
+    if (start[:1] == '"' and not _DOUBLE.match(start)) or (start[:1] == "'" and not _SINGLE.match(start)):
+        raise ValueError(f"{start[0]} without its closing {start[0]}; quote the whole value")
+    if start[:1] in {"{", "["}:
+        try:
+            end = _JSON.raw_decode(start)[1]
+        except (ValueError, RecursionError):
+            pass  # bare text that begins with a bracket, such as a template
+        else:
+            if _END.fullmatch(start[end:]):
+                return _fill(start[:end], environ, in_json=True), False
+    comment = _COMMENT.search(text)
+    return _fill(text[: comment.start()].strip(" \t") if comment else start.rstrip(" \t"), environ), False
+
+
+def _unescape(text: str) -> str:
+    def character(match: re.Match[str]) -> str:
+        code = match[1]
+        if len(code) == 5:
+            return chr(int(code[1:], 16))
+        if code not in _ESCAPES:
+            raise ValueError(f'\\{code} is no escape in "..."; write \\\\ for a backslash, or use single quotes')
+        return _ESCAPES[code]
+
+    # two escapes may be one character outside the basic plane
+    return _ESCAPE.sub(character, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+def _fill(text: str, environ: Mapping[str, str], *, in_json: bool = False) -> str:
+    def variable(match: re.Match[str]) -> str:
+        name = match[1]
+        if not match[2] or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError("write ${env:NAME}, or single quotes to mean it literally")
+        if name not in environ:
+            raise ValueError(f"the environment variable {name} is not set")
+        return json.dumps(environ[name])[1:-1] if in_json else environ[name]
+
+    filled = _VARIABLE.sub(variable, text)
+    if "\0" in filled or any("\ud800" <= char <= "\udfff" for char in filled):
+        raise ValueError("the value has a NUL or half a surrogate pair")
+    return filled
+
+
+def _reject(message: str) -> None:
+    raise ValueError(message)

@@ -1,0 +1,367 @@
+"""The words that values are written in: numbers, times, sizes, lists, devices; read and written back.
+
+Shared by presets, flags and environment variables, so that one spelling means one thing everywhere. Law: PURE.
+`read` raises ValueError with a message for a person, which never echoes more than a few characters.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+MIB = 1 << 20
+_ON = frozenset({"on", "true", "yes", "enabled", "1"})
+_OFF = frozenset({"off", "false", "no", "disabled", "0"})
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][+-]?[0-9]{1,2})?")
+_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?)[ ]*(ms|s|m|h|d)?")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?)[ ]*([A-Za-z]*)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES = {
+    "": MIB, "b": 1, "kib": 1 << 10, "mib": MIB, "gib": 1 << 30, "tib": 1 << 40,
+    "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_ACCELERATOR = re.compile(r"(?:cuda:?|gpu:?)?([0-9]{1,3})", re.IGNORECASE)
+_UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
+
+
+class Kind(Protocol):
+    """One type of value."""
+
+    @property
+    def hint(self) -> str:
+        """What may be written, in a few words."""
+
+    def read(self, text: str) -> Any:
+        """The value; raises ValueError."""
+
+    def write(self, value: Any) -> str:
+        """A text that reads as `value` again."""
+
+
+def shown(text: str) -> str:
+    """`text` in quotes, short enough for one line of a message."""
+    return json.dumps(text if len(text) <= 40 else text[:37] + "...", ensure_ascii=True)
+
+
+def plain(value: float) -> str:
+    """A number without a needless fraction."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """on or off."""
+
+    hint: str = "on/off"
+
+    def read(self, text: str) -> bool:
+        word = text.strip().lower()
+        if word not in _ON | _OFF:
+            raise ValueError(f"{shown(text)} is neither on nor off")
+        return word in _ON
+
+    def write(self, value: bool) -> str:
+        return "on" if value else "off"
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A whole number between `low` and `high`, or one of `words`."""
+
+    low: int = 0
+    high: int = 1 << 31
+    words: Mapping[str, int] = field(default_factory=dict)
+    unit: str = ""
+
+    @property
+    def hint(self) -> str:
+        return _hint(self.unit or "number", self.words)
+
+    def read(self, text: str) -> int:
+        word = text.strip().lower()
+        if word in self.words:
+            return self.words[word]
+        value = int(word) if _WHOLE.fullmatch(word) else None
+        if value is None or not self.low <= value <= self.high:
+            raise ValueError(f"{shown(text)} is not a whole number {_between(self.low, self.high, 1 << 31)}")
+        return value
+
+    def write(self, value: int) -> str:
+        return _word(self.words, value, self.low, self.high) or str(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number between `low` and `high`."""
+
+    low: float = -1e9
+    high: float = 1e9
+    hint: str = "number"
+
+    def read(self, text: str) -> float:
+        value = float(text) if _DECIMAL.fullmatch(text.strip()) else math.nan
+        if not self.low <= value <= self.high:  # false for NaN as well
+            raise ValueError(f"{shown(text)} is not a number {_between(self.low, self.high, 1e9)}")
+        return value
+
+    def write(self, value: float) -> str:
+        return plain(value)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time such as 30, 5m or 2h; `off` is what -1 stands for, None where it cannot be turned off."""
+
+    low: float = 0.0
+    off: float | None = None
+    words: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def hint(self) -> str:
+        return _hint("seconds", [*self.words, *(["-1"] if self.off is not None else [])])
+
+    def read(self, text: str) -> float:
+        word = text.strip().lower()
+        if word in self.words:
+            return self.words[word]
+        if _DECIMAL.fullmatch(word) and float(word) == -1:
+            if self.off is None:
+                raise ValueError("this time cannot be turned off (-1)")
+            return self.off
+        match = _TIME.fullmatch(word)
+        if match is None:
+            raise ValueError(f"{shown(text)} is not a time; write seconds, or 5m, 2h")
+        value = float(match[1]) * _SECONDS[match[2] or ""]
+        if not self.low <= value <= 1e9:
+            raise ValueError(f"{shown(text)} is not a time of {plain(self.low)} seconds or more (and 30 years or less)")
+        return value
+
+    def write(self, value: float) -> str:
+        return next((word for word, meaning in self.words.items() if meaning == value), plain(value))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few words; `also` are other spellings, `refused` words that are known, and what to do instead."""
+
+    values: tuple[str, ...]
+    also: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hint(self) -> str:
+        return ", ".join(self.values)
+
+    def read(self, text: str) -> str:
+        word = text.strip().lower()
+        word = self.also.get(word, word)
+        if word in self.refused:
+            raise ValueError(f"{word} is not offered by this version: {self.refused[word]}")
+        if word not in self.values:
+            raise ValueError(f"{shown(text)} is none of {', '.join(self.values)}")
+        return word
+
+    def write(self, value: str) -> str:
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """Any text."""
+
+    hint: str = "text"
+    pattern: str = ""
+    complaint: str = ""
+
+    def read(self, text: str) -> str:
+        if self.pattern and not re.fullmatch(self.pattern, text):
+            raise ValueError(f"{shown(text)} {self.complaint}")
+        return text
+
+    def write(self, value: str) -> str:
+        return value
+
+
+@dataclass(frozen=True)
+class Names:
+    """A list with commas, or a JSON list of strings; empty items are dropped, so are repeated ones."""
+
+    pattern: str = ""
+    complaint: str = ""
+    hint: str = "list"
+
+    def read(self, text: str) -> tuple[str, ...]:
+        items = tuple(dict.fromkeys(item.strip() for item in _items(text) if item.strip()))
+        for item in items:
+            if self.pattern and not re.fullmatch(self.pattern, item):
+                raise ValueError(f"{shown(item)} {self.complaint}")
+        return items
+
+    def write(self, value: tuple[str, ...]) -> str:
+        simple = all("," not in item for item in value) and not (value and value[0].startswith("["))
+        return ",".join(value) if simple else json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Strings:
+    """A JSON list of strings, or a list with commas whose items keep their blanks."""
+
+    hint: str = "list, or JSON list"
+
+    def read(self, text: str) -> tuple[str, ...]:
+        items = tuple(item for item in _items(text) if item)
+        if any(_unsendable(item) for item in items):
+            raise ValueError("a string has half a surrogate pair")
+        return items
+
+    def write(self, value: tuple[str, ...]) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, written in MiB or with a unit: 9000, 9GiB, 512MB."""
+
+    low: int = 0
+    hint: str = "MiB"
+
+    def read(self, text: str) -> int:
+        match = _SIZE.fullmatch(text.strip())
+        if match is None or match[2].lower() not in _BYTES:
+            raise ValueError(f"{shown(text)} is not a size; write MiB, or 9GiB, 512MB")
+        value = int(float(match[1]) * _BYTES[match[2].lower()])
+        if not self.low <= value < 1 << 60:
+            raise ValueError(f"{shown(text)} is not a size of at least {self.write(self.low)} MiB")
+        return value
+
+    def write(self, value: int) -> str:
+        return str(value // MIB) if value % MIB == 0 else f"{value}B"
+
+
+@dataclass(frozen=True)
+class MemoryByDevice:
+    """Bytes by device: `9000` for all, or `cuda:0=9000,cpu=1500`; a list without names counts accelerators up."""
+
+    low: int = 0
+    named: bool = False
+    """Whether each size needs its device."""
+    hint: str = "MiB, or cuda:0=MiB,cpu=MiB"
+
+    def read(self, text: str) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        if not items:
+            raise ValueError("no size is given")
+        for position, item in enumerate(items):
+            device, has_name, size = item.rpartition("=")
+            if self.named and not has_name:
+                raise ValueError(f"{shown(item)} names no device; write {self.hint}")
+            nameless = "" if len(items) == 1 else f"cuda:{position}"
+            name = device_name(device) if has_name else nameless
+            if name in sizes:
+                raise ValueError(f"{name} stands there twice")
+            sizes[name] = Memory(low=self.low).read(size)
+        return sizes
+
+    def write(self, value: Mapping[str, int]) -> str:
+        return ",".join(
+            f"{name}={Memory().write(size)}" if name else Memory().write(size) for name, size in value.items()
+        )
+
+
+@dataclass(frozen=True)
+class Devices:
+    """`auto` (empty), `cpu`, or accelerators as `cuda:0`, `0`, `gpu0` or a UUID."""
+
+    hint: str = "auto, cpu, cuda:0,cuda:1 or UUIDs"
+
+    def read(self, text: str) -> tuple[str, ...]:
+        if text.strip().lower() in {"auto", ""}:
+            return ()
+        names = tuple(dict.fromkeys(device_name(item) for item in text.split(",") if item.strip()))
+        if "cpu" in names and len(names) > 1:
+            raise ValueError("cpu and accelerators do not mix; name one kind")
+        return names
+
+    def write(self, value: tuple[str, ...]) -> str:
+        return ",".join(value) or "auto"
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """A JSON object, kept as normal text: sorted members, no blanks; empty for none."""
+
+    hint: str = "JSON object"
+
+    def read(self, text: str) -> str:
+        if not text.strip():
+            return ""
+        try:
+            value = json.loads(text, parse_constant=_no_constant)
+            normal = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{shown(text)} is not JSON") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{shown(text)} is not a JSON object")
+        if _unsendable(normal):
+            raise ValueError("the JSON has half a surrogate pair")
+        return normal
+
+    def write(self, value: str) -> str:
+        return value
+
+
+def device_name(text: str) -> str:
+    """`cpu`, `cuda:N` or a UUID, however it was spelled. Raises ValueError."""
+    name = text.strip()
+    if name.lower() in {"cpu", "none", "host"}:
+        return "cpu"
+    match = _ACCELERATOR.fullmatch(name)
+    if match:
+        return f"cuda:{int(match[1])}"
+    if _UUID.fullmatch(name):
+        return name
+    raise ValueError(f"{shown(text)} is no device; write cpu, cuda:0, 0, gpu0 or a UUID such as GPU-...")
+
+
+def sendable(text: str) -> bool:
+    """Whether `text` can be handed to a program: UTF-8, no NUL."""
+    return "\0" not in text and not _unsendable(text)
+
+
+def _unsendable(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _items(text: str) -> list[str]:
+    if not text.lstrip().startswith("["):
+        return text.split(",")
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{shown(text)} is not a JSON list") from None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{shown(text)} is not a JSON list of strings")
+    return items
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _between(low: float, high: float, endless: float) -> str:
+    if high >= endless:
+        return f"of {plain(low)} or more" if low > -endless else "that is finite"
+    return f"between {plain(low)} and {plain(high)}"
+
+
+def _word(words: Mapping[str, int], value: int, low: int, high: int) -> str:
+    """The word for a value that no digits stand for."""
+    return "" if low <= value <= high else next((word for word, meaning in words.items() if meaning == value), "")
+
+
+def _hint(what: str, words: Any) -> str:
+    return ", ".join([what, *words])
