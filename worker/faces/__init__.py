@@ -1,0 +1,213 @@
+"""What every face is given, a Model, and what it makes of a request for tokens, a Call; one module per API."""
+
+import asyncio
+import copy
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from worker import sampling
+from worker.chat import Conversation, Template
+from worker.contract import ModelOptions, Serve
+from worker.detokenize import TokenBytes
+from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
+from worker.fields import Fields, Json
+from worker.generation import Delta, Engine, Generation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LONG_TEXT = 64 * 1024
+"""Characters from which a text is tokenized in a thread: about 10 ms of the loop's time below that."""
+MAX_PROMPTS = 2048
+"""In one request, as at OpenAI."""
+DEFAULT_PING_INTERVAL = 15.0
+
+
+class Model:
+    """The loaded model as faces see it."""
+
+    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", options: Serve):
+        """Raises StartError if the preset's sampling or chat template cannot be used."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.options = options
+        self.template = Template(tokenizer, text=options.chat_template, variables=options.chat_template_kwargs)
+        self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.fingerprint = _fingerprint(options)
+        self.token_bytes = _token_bytes(tokenizer)
+        """The bytes of one token alone."""
+        self._literal: PreTrainedTokenizerBase | None = None
+        self._encode(["?"], add_special=True, parse_special=True)  # settles what a first call changes in the tokenizer
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Of chat, completion and embedding."""
+        can = self.engine.capabilities
+        has = {"chat": "completion" in can and self.template.exists}
+        return [name for name in ("chat", "completion", "embedding") if has.get(name, name in can)]
+
+    def require(self, capability: str) -> None:
+        """Raise UnsupportedByModel, naming what the model can do instead, unless it has `capability`."""
+        if capability not in self.engine.capabilities:
+            offered = {"completion": "POST /v1/chat/completions or /v1/completions", "embedding": "POST /v1/embeddings"}
+            instead = " and ".join(path for name, path in offered.items() if name in self.engine.capabilities)
+            wanted = "generate text" if capability == "completion" else "compute embeddings"
+            raise UnsupportedByModel(f"this model does not {wanted}; it answers {instead or 'tokenizer calls only'}")
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens; one place is left for the answer."""
+        return min(self.options.max_input_tokens or self.engine.ctx_size, self.engine.ctx_size - 1)
+
+    def check_prompt(self, prompt: Sequence[int], *, param: str) -> None:
+        """Raise ContextExceeded if the prompt leaves no room for an answer."""
+        if len(prompt) > self.max_prompt:
+            is_full = self.max_prompt == self.engine.ctx_size - 1
+            raise ContextExceeded(len(prompt), self.engine.ctx_size if is_full else self.max_prompt, param=param)
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text; long ones are made in a thread, so that the loop goes on.
+
+        `add_special`: with the tokens that the tokenizer puts around a text; `parse_special`: `<s>` in a text is the
+        token of that name, else just three characters.
+        """
+        if not texts:
+            return []
+        is_quick = parse_special or self._literal is not None
+        if is_quick and sum(map(len, texts)) <= LONG_TEXT:
+            return self._encode(texts, add_special=add_special, parse_special=parse_special)
+        return await asyncio.to_thread(self._encode, texts, add_special=add_special, parse_special=parse_special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, special ones included, spaces as they are."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    async def render(self, conversation: Conversation) -> str:
+        """The chat as one prompt; a long one is made in a thread."""
+        if conversation.size <= LONG_TEXT:
+            return self.template.render(conversation)
+        return await asyncio.to_thread(self.template.render, conversation)
+
+    def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
+        tokenizer = self.tokenizer if parse_special else self._literal_tokenizer()
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=add_special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            split_special_tokens=not parse_special,
+            verbose=False,  # no warning about long texts: we check lengths ourselves
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _literal_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """A copy that reads special tokens as text: the switch is a state of the tokenizer, which other threads use."""
+        if self._literal is None:
+            self._literal = copy.deepcopy(self.tokenizer)
+        return self._literal
+
+
+class Reply(Protocol):
+    """How one dialect puts an answer. Deltas come with the number of their generation in the call."""
+
+    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
+        """The body of an answer in one piece."""
+
+    def frames(self, number: int, delta: Delta) -> bytes:
+        """The whole frames that `delta` adds to a stream; perhaps none."""
+
+    def closing(self) -> bytes:
+        """The frames after the last delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request for tokens, understood."""
+
+    generations: tuple[Generation, ...]
+    reply: Reply
+    stream: bool = False
+    ping_interval: float | None = DEFAULT_PING_INTERVAL
+    """Seconds of silence in a stream before a comment; None: never."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields that made no difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """An answer that needed no tokens generated: its body, what was ignored, and the tokens it read."""
+
+    body: Json
+    ignored: tuple[str, ...] = ()
+    prompt_tokens: int = 0
+
+
+async def read_texts(fields: Fields, name: str, model: Model) -> tuple[list[list[int]], list[str | None]]:
+    """Token ids of each text in field `name`, in its four forms: string, [string], [int], [[int]]; and the texts, where
+    they were texts. Raises InvalidValue naming the field."""
+    value = fields.take(name)
+    items = value if isinstance(value, list) and value and not _is_number(value[0]) else [value]
+    if len(items) > MAX_PROMPTS:
+        raise InvalidValue(f"{name} must have at most {MAX_PROMPTS} entries", param=name)
+    if all(isinstance(item, str) for item in items):
+        prompts = await model.encode(items)
+        if not all(prompts):
+            prompts = [prompt or _start_of_text(model, name) for prompt in prompts]
+        return prompts, items
+    if all(isinstance(item, list) and item for item in items):
+        largest = model.vocab_size
+        if all(type(token) is int and 0 <= token < largest for item in items for token in item):
+            return items, [None] * len(items)
+        raise InvalidValue(f"{name} must hold token ids between 0 and {largest - 1}", param=name)
+    raise InvalidValue(f"{name} must be a string, an array of strings, token ids or arrays of them", param=name)
+
+
+def read_ping_interval(fields: Fields) -> float | None:
+    """Seconds of `sse_ping_interval`; -1 is off."""
+    interval = fields.number("sse_ping_interval", -1, 86400)
+    if interval is None:
+        return DEFAULT_PING_INTERVAL
+    if interval != -1 and interval < 0.01:
+        raise InvalidValue("sse_ping_interval must be seconds above 0, or -1 for off", param="sse_ping_interval")
+    return None if interval == -1 else interval
+
+
+def _start_of_text(model: Model, name: str) -> list[int]:
+    """What stands for an empty text."""
+    if isinstance(model.tokenizer.bos_token_id, int):
+        return [model.tokenizer.bos_token_id]
+    raise InvalidValue(f"{name} must not be empty: this model has no token that begins a text", param=name)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _token_bytes(tokenizer: "PreTrainedTokenizerBase") -> TokenBytes:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
+    spell: Any = tokenizer.convert_ids_to_tokens  # of one id one token, which its types do not say
+    return TokenBytes(decoder.__getstate__().decode() if decoder else "", spell, added)
+
+
+def _generation_config(snapshot: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((snapshot / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _fingerprint(options: Serve) -> str:
+    """Changes whenever the same seed may give another text."""
+    settings = {name: str(getattr(options, name)) for name in ModelOptions.__dataclass_fields__}
+    return "fp_" + hashlib.blake2s(json.dumps(settings, sort_keys=True).encode(), digest_size=5).hexdigest()

@@ -1,0 +1,200 @@
+"""An engine without a model: it says a script, honestly token by token, and misbehaves when the prompt says so.
+
+Words in a prompt that change its course:
+    hold        waits for `gate` before the first token
+    hold-later  waits for `gate` after the second token
+    silent      says nothing at all, only its end
+    full        raises QueueFull
+    break       raises an error that nobody foresaw
+    fail        raises SequenceFailed before the first token
+    fail-later  raises SequenceFailed after the second token
+    long        repeats the script until max_tokens
+`journal` tells what happened, in order; `until` waits for an entry.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from worker import detokenize
+from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
+from worker.generation import Delta, Finish, Generation, Occupancy, Timings, TokenLogprob
+
+SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
+CACHED, PREFILL, DECODE = 2, 0.5, 0.25
+DEADLINE = 20.0
+
+
+class FakeEngine:
+    """Implements `generation.Engine`. Choice i of a prompt of p tokens is `<i> SCRIPT <p>`."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        capabilities: Sequence[str] = ("completion", "embedding"),
+        ctx_size: int = 256,
+        waiting: int = 0,
+    ):
+        self.tokenizer = tokenizer
+        self.capabilities = frozenset(capabilities)
+        self.ctx_size = ctx_size
+        self.gate = asyncio.Event()
+        self.requests: list[Generation] = []
+        self.journal: list[str] = []
+        self._changed = asyncio.Condition()
+        self._waiting = waiting
+        self._steps = 0
+        self._is_closed = False
+        added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
+        decoder = tokenizer.backend_tokenizer.decoder.__getstate__().decode()
+        spell: Any = tokenizer.convert_ids_to_tokens
+        self._bytes = detokenize.TokenBytes(decoder, spell, added)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        return Occupancy(steps=self._steps, running=0, waiting=self._waiting)
+
+    @property
+    def measured(self) -> dict[str, int]:
+        return {"cpu": 1 << 20}
+
+    async def close(self) -> None:
+        self._is_closed = True
+
+    async def until(self, entry: str) -> None:
+        """Returns once the journal has `entry`."""
+        async with asyncio.timeout(DEADLINE), self._changed:
+            await self._changed.wait_for(lambda: entry in self.journal)
+
+    def script(self, request: Generation, index: int) -> str:
+        """What choice `index` will say, were it not for max_tokens and stop strings."""
+        text = f"{index} {SCRIPT} {len(request.prompt)}"
+        words = self._words(request)
+        return "" if "silent" in words else text * 40 if "long" in words else text
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+        self.requests.append(request)
+        self._admit(request)
+        await self._note("begin")
+        try:
+            words = self._words(request)
+            if "hold" in words:
+                await self.gate.wait()
+            if "fail" in words:
+                raise SequenceFailed("the logits of this sequence are not numbers")
+            choices = [_Choice(self, request, index) for index in range(request.n)]
+            while choices:
+                for choice in list(choices):
+                    self._steps += 1
+                    yield choice.step()
+                    if choice.finish is not None:
+                        choices.remove(choice)
+                if "hold-later" in words and choices and choices[0].said == 2:
+                    await self._note("holding")
+                    await self.gate.wait()
+                if "fail-later" in words and choices and choices[0].said == 2:
+                    raise SequenceFailed("the logits of this sequence are not numbers")
+                await asyncio.sleep(0)  # the step loop lets others live
+            await self._note("end")
+        except (GeneratorExit, asyncio.CancelledError):
+            self.journal.append("cancelled")
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._note("")))
+            raise
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Not normalised: component i is (length of the prompt) x (i + 1)."""
+        await self._note("embed")
+        if any("hold" in self.tokenizer.decode(list(prompt)) for prompt in prompts):
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.journal.append("cancelled")
+                asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._note("")))
+                raise
+        return [[float(len(prompt) * (index + 1)) for index in range(4)] for prompt in prompts]
+
+    def entry(self, token: int, logprob: float | None, top: int = 0) -> TokenLogprob:
+        alternatives = tuple(
+            self.entry((token + 1 + rank) % 256, -math.inf if rank == 1 else -2.0 - rank) for rank in range(top)
+        )
+        return TokenLogprob(token, self._bytes(token), logprob, alternatives)
+
+    def _admit(self, request: Generation) -> None:
+        if self._is_closed:
+            raise Draining("the engine is stopping")
+        if "full" in self._words(request):
+            raise QueueFull("4 requests are waiting already; try again later")
+        if "break" in self._words(request):
+            raise ValueError(f"a secret of the prompt: {self.tokenizer.decode(list(request.prompt))}")
+        if len(request.prompt) >= self.ctx_size:
+            raise ContextExceeded(len(request.prompt), self.ctx_size)
+        if max(request.prompt) >= len(self.tokenizer):
+            raise InvalidValue("a token id outside the vocabulary")
+
+    def _words(self, request: Generation) -> list[str]:
+        return str(self.tokenizer.decode(list(request.prompt))).split()
+
+    async def _note(self, entry: str) -> None:
+        async with self._changed:
+            if entry:
+                self.journal.append(entry)
+            self._changed.notify_all()
+
+
+class _Choice:
+    """One choice on its way through the script."""
+
+    def __init__(self, engine: FakeEngine, request: Generation, index: int):
+        self._engine = engine
+        self._request = request
+        self._index = index
+        self._script = engine.tokenizer.encode(engine.script(request, index), add_special_tokens=False)
+        room = engine.ctx_size - len(request.prompt)
+        self._limit = min(room, request.max_tokens or room)
+        self._answer = detokenize.Answer(
+            lambda ids: str(engine.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)), request.stop
+        )
+        self.said = 0
+        self.finish: Finish | None = None
+
+    def step(self) -> Delta:
+        token = self._script[self.said] if self.said < len(self._script) else None
+        if token is None:
+            return self._end("stop", self._answer.finish().text)
+        self.said += 1
+        piece = self._answer.push(token)
+        if piece.stop is not None:
+            return self._end("stop", piece.text, token, piece.stop)
+        if self.said == self._limit:
+            return self._end("length", piece.text + self._answer.finish().text, token)
+        return self._delta(piece.text, token)
+
+    def _end(self, finish: Finish, text: str, token: int | None = None, stop: str | None = None) -> Delta:
+        self.finish = finish
+        timings = Timings(
+            prompt_tokens=len(self._request.prompt),
+            cached_tokens=CACHED if self._index == 0 else len(self._request.prompt) - 1,
+            completion_tokens=self.said,
+            queue_seconds=0.0,
+            prefill_seconds=PREFILL,
+            decode_seconds=DECODE,
+        )
+        return self._delta(text, token, finish=finish, stop=stop, timings=timings)
+
+    def _delta(self, text: str, token: int | None, **further: Any) -> Delta:
+        wanted = self._request.sampling.logprobs
+        tokens = () if token is None else (token,)
+        # a later choice is a likelier one, so that the best is not just the first
+        logprob = -1.0 / (1 + self._index)
+        logprobs = tuple(self._engine.entry(each, logprob, wanted) for each in tokens) if wanted is not None else ()
+        prompt: tuple[TokenLogprob, ...] = ()
+        if self._request.prompt_logprobs and self.said <= 1:
+            prompt = tuple(
+                self._engine.entry(each, None if place == 0 else -0.5, (wanted or 0) if place else 0)
+                for place, each in enumerate(self._request.prompt)
+            )
+        return Delta(index=self._index, text=text, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt, **further)

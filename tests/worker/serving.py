@@ -1,0 +1,101 @@
+"""A worker's server over a fake engine, on a real socket, for the length of a block."""
+
+import contextlib
+import functools
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from transformers import PreTrainedTokenizerFast
+
+from tests import tiny
+from tests.worker.fake_engine import FakeEngine
+from worker import contract
+from worker.server import Server
+
+TOKEN = "the-token-of-this-worker"
+LOOPBACK = "tcp:127.0.0.1:0"
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny.make_tokenizer("llama")
+
+
+def options(**settings: Any) -> contract.Serve:
+    return contract.Serve(**{"snapshot": "", "listen": LOOPBACK, "name": "tiny", **settings})
+
+
+@dataclass
+class Serving:
+    """What a test may look at: the engine behind, the client in front, the announced events."""
+
+    engine: FakeEngine
+    client: aiohttp.ClientSession
+    url: str
+    server: Server
+    events: list[contract.Request] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
+        """Status, headers, JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=data, headers=headers) as answer:
+            return answer.status, answer.headers, await answer.json()
+
+    async def stream(self, path: str, body: Any) -> list[str]:
+        """The frames of a stream, each without its blank line, comments included."""
+        async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
+            assert answer.status == 200, await answer.text()
+            text = (await answer.read()).decode()
+        assert text.endswith("\n\n")
+        return text[:-2].split("\n\n")
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: FakeEngine | None = None,
+    *,
+    token: str | None = TOKEN,
+    bearer: str | None = TOKEN,
+    write_stall: float = 20.0,
+    **settings: Any,
+) -> AsyncIterator[Serving]:
+    engine = engine or FakeEngine(tokenizer())
+    events: list[contract.Request] = []
+
+    def announce(event: contract.Event) -> None:
+        assert isinstance(event, contract.Request)
+        events.append(event)
+
+    server = Server(
+        engine, engine.tokenizer, options(**settings), token=token, announce=announce, write_stall=write_stall
+    )
+    address = await server.start()
+    headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+    if address.startswith("unix:"):
+        connector: aiohttp.BaseConnector = aiohttp.UnixConnector(address.removeprefix("unix:"))
+        url = "http://worker"
+    else:
+        connector, url = aiohttp.TCPConnector(), address.replace("tcp:", "http://")
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as client:
+        try:
+            yield Serving(engine, client, url, server, events)
+        finally:
+            engine.gate.set()
+            await server.close()
+
+
+def chunks(frames: Sequence[str]) -> list[Any]:
+    """The JSON of data frames; `[DONE]` stays a string."""
+    data = [frame.removeprefix("data: ") for frame in frames if frame.startswith("data: ")]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def chat(content: str, **further: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **further}

@@ -1,0 +1,274 @@
+"""Chats: what a request's messages may be, and how the model's template makes one prompt of them."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import orjson
+
+from worker.contract import Exit
+from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
+from worker.fields import Fields, Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+FIELDS = frozenset({
+    "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "logit_bias",
+    "seed", "stop", "n", "stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "response_format", "json_schema", "grammar", "reasoning_effort", "reasoning_format",
+    "chat_template_kwargs", "verbosity", "add_generation_prompt", "continue_final_message", "ignore_eos", "min_tokens",
+    "return_progress", "timings_per_token", "adapters", "lora", "sse_ping_interval",
+})  # fmt: skip
+"""What a chat body may state; whoever only renders its prompt passes over the rest."""
+
+_MODALITIES = {
+    "image_url": "images",
+    "image": "images",
+    "input_image": "images",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "file": "files",
+    "input_file": "files",
+}
+_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a template raises about messages that it was not written for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What the template is told. `variables` are its further ones, by name."""
+
+    messages: Sequence[Json]
+    variables: Mapping[str, Any]
+    tools: Sequence[Json] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def size(self) -> int:
+        """Characters of all contents, about."""
+        return sum(len(message.get("content") or "") for message in self.messages)
+
+
+class Template:
+    """The model's chat template: the tokenizer's, or the one that the preset states instead."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, text: str, variables: str):
+        """`text`: Jinja, empty for the tokenizer's own; `variables`: a JSON object for every rendering, or empty.
+
+        Raises StartError if the template does not compile or the variables are no object.
+        """
+        self._tokenizer = tokenizer
+        self._text = text or None
+        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        try:
+            self._variables: Json = orjson.loads(variables or "{}")
+            self._check_names(self._variables)
+        except (orjson.JSONDecodeError, TypeError, InvalidValue):
+            raise StartError("chat-template-kwargs: must be a JSON object of variables", Exit.USAGE) from None
+        self._source = self._compile() if self.exists else ""
+
+    @property
+    def exists(self) -> bool:
+        return self._text is not None or bool(self._tokenizer.chat_template)
+
+    def mentions(self, word: str) -> bool:
+        """Whether the template's text holds `word`: if not, a variable of that name makes no difference."""
+        return word in self._source
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt. Raises InvalidValue with the template's own words where it refuses these messages.
+
+        Takes time in proportion to the text: for a long one, call it from a thread.
+        """
+        if not self.exists:
+            raise UnsupportedByModel(
+                "this model has no chat template; use /v1/completions, or set chat-template in its preset"
+            )
+        self._check_names(conversation.variables)
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                list(conversation.messages),
+                tools=list(conversation.tools) or None,
+                chat_template=self._text,
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
+                tokenize=False,
+                **{**self._variables, **conversation.variables},
+            )
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidValue(f"the chat template refuses these messages: {error}", param="messages") from None
+        except RecursionError:
+            raise InvalidValue("messages are nested too deeply for the chat template", param="messages") from None
+        return str(prompt)
+
+    def _check_names(self, variables: Mapping[str, Any]) -> None:
+        taken = self._reserved & variables.keys()
+        if taken:
+            name = min(taken)
+            raise InvalidValue(
+                f"chat_template_kwargs cannot set {name}: it has a meaning of its own", param="chat_template_kwargs"
+            )
+
+    def _compile(self) -> str:
+        """The template's text, once it is known to compile."""
+        try:
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": "?"}], chat_template=self._text, tokenize=False, **self._variables
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise StartError(
+                f"chat template, line {error.lineno}: {error.message}; set another with chat-template in the preset"
+            ) from None
+        except _TEMPLATE_FAULTS:
+            pass  # it compiles; that it wants other messages than this one is its right
+        templates = self._text or self._tokenizer.chat_template
+        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+
+
+def read(fields: Fields, template: Template) -> Conversation:
+    """The request's messages and what goes with them to the template.
+
+    Raises InvalidValue or UnsupportedField naming the field. `tools` are read but not judged: whether they may be
+    shown is the face's affair.
+    """
+    messages = [_message(index, message) for index, message in enumerate(_required(fields))]
+    if not template.mentions("developer"):
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    is_continued = fields.flag("continue_final_message") or False
+    adds_prompt = fields.flag("add_generation_prompt")
+    if is_continued and adds_prompt:
+        raise InvalidValue(
+            "continue_final_message and add_generation_prompt exclude each other; state one",
+            param="continue_final_message",
+        )
+    if is_continued and messages[-1]["role"] != "assistant":
+        raise InvalidValue(
+            "continue_final_message needs a last message of the assistant", param="continue_final_message"
+        )
+    return Conversation(
+        messages=messages,
+        variables=_variables(fields, template),
+        tools=_tools(fields),
+        add_generation_prompt=not is_continued if adds_prompt is None else adds_prompt,
+        continue_final_message=is_continued,
+    )
+
+
+def _required(fields: Fields) -> list[Any]:
+    messages = fields.sequence("messages")
+    if not messages:
+        raise InvalidValue("messages must be an array of at least one message", param="messages")
+    return messages
+
+
+def _variables(fields: Fields, template: Template) -> Json:
+    variables = dict(fields.mapping("chat_template_kwargs") or {})
+    effort = fields.choice("reasoning_effort", EFFORTS)
+    verbosity = fields.choice("verbosity", ("low", "medium", "high"))
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            variables.setdefault("enable_thinking", False)
+        if not template.mentions("reasoning_effort") and not (
+            effort == "none" and template.mentions("enable_thinking")
+        ):
+            fields.mark_unused("reasoning_effort")
+    if verbosity is not None:
+        variables.setdefault("verbosity", verbosity)
+        if not template.mentions("verbosity"):
+            fields.mark_unused("verbosity")
+    return variables
+
+
+def _tools(fields: Fields) -> list[Json]:
+    tools = fields.sequence("tools") or []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidValue(f"tools[{index}] must be of type function and name one", param=f"tools[{index}]")
+    return tools
+
+
+def _message(index: int, message: Any) -> Json:
+    """The message as templates know it: content is text, arguments of tool calls are objects."""
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise InvalidValue(f"{where} must be an object", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidValue(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    for name in ("audio", "function_call"):
+        if message.get(name) is not None:
+            raise UnsupportedField(f"{where}.{name} is not supported; leave it out", param=f"{where}.{name}")
+    plain: Json = {"role": role, "content": _content(f"{where}.content", message.get("content"))}
+    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
+    if calls:
+        plain["tool_calls"] = calls
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidValue(f"{where}.{name} must be a string", param=f"{where}.{name}")
+        if value is not None:
+            plain[name] = value
+    if plain["content"] is None:
+        if not calls and "reasoning_content" not in plain:
+            raise InvalidValue(f"{where}.content is missing", param=f"{where}.content")
+        plain["content"] = ""  # a template that adds contents up fails on null
+    return plain
+
+
+def _content(where: str, content: Any) -> str | None:
+    """The text of a string or of text parts; parts are put on lines of their own."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidValue(f"{where} must be a string or an array of text parts", param=where)
+    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "refusal") and isinstance(part.get(kind), str):
+        return str(part[kind])
+    modality = _MODALITIES.get(kind) if isinstance(kind, str) else None
+    if modality:
+        raise UnsupportedField(f"{where}: this model takes text, not {modality}", param=where)
+    raise InvalidValue(f'{where} must be {{"type": "text", "text": string}}', param=where)
+
+
+def _tool_calls(where: str, calls: Any) -> list[Json]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise InvalidValue(f"{where} must be an array", param=where)
+    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: Any) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidValue(f"{where}.function must be an object with a name", param=where)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _to_object(arguments)
+    elif not isinstance(arguments, dict):
+        raise InvalidValue(f"{where}.function.arguments must be a string", param=where)
+    known: Json = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **known} if isinstance(call.get("id"), str) else known
+
+
+def _to_object(arguments: str) -> Json | str:
+    """Templates of tool-using models expect an object; what a model once wrote amiss stays the string it was."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,226 @@
+"""OpenAI's chat and text completions: bodies to Generations."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from worker import chat as chats
+from worker import sampling
+from worker.errors import InvalidValue, UnsupportedField
+from worker.faces import Call, Model, read_ping_interval, read_texts
+from worker.fields import Fields, Json
+from worker.generation import Generation, Sampling
+from worker.replies import ChatReply, TextReply
+
+MAX_CHOICES = 128
+_NOT_CONSTRAINED = (
+    "is not supported yet: answers cannot be constrained; leave it out and say in the prompt what you want"
+)
+
+
+async def chat(body: Json, model: Model) -> Call:
+    """A chat completion; raises RequestError."""
+    model.require("completion")
+    fields = Fields(body)
+    conversation = chats.read(fields, model.template)
+    _refuse_tools(fields, conversation)
+    _refuse_unbuilt(fields)
+    has_logprobs = fields.flag("logprobs") or False
+    top = fields.integer("top_logprobs", 0, model.options.max_logprobs)
+    if top and not has_logprobs:
+        raise InvalidValue("top_logprobs needs logprobs: true", param="top_logprobs")
+    common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
+    common.check_max_tokens()
+    ignored = fields.settle(strict=model.options.strict_fields)
+    prompt = await model.render(replace(conversation, tools=()))
+    [tokens] = await model.encode([prompt], add_special=False)
+    if not tokens:
+        raise InvalidValue("messages render to an empty prompt with this model's chat template", param="messages")
+    model.check_prompt(tokens, param="messages")
+    id = f"chatcmpl-{uuid.uuid4().hex}"
+    generations = common.generations(id, [tokens])
+    return Call(
+        generations=generations,
+        reply=ChatReply(common.head(id, model), generations, include_usage=common.include_usage),
+        stream=common.stream,
+        ping_interval=common.ping_interval,
+        ignored=ignored,
+    )
+
+
+async def completions(body: Json, model: Model) -> Call:
+    """A text completion of one or more prompts; raises RequestError."""
+    model.require("completion")
+    fields = Fields(body)
+    _refuse_unbuilt(fields)
+    fields.refuse(
+        "suffix", [""], "suffix is not supported: this model has no tokens to fill in the middle; leave it out"
+    )
+    echo = fields.flag("echo") or False
+    logprobs = fields.integer("logprobs", 0, model.options.max_logprobs)
+    common = _read_common(fields, model, logprobs=logprobs)
+    is_only_echo = echo and common.max_tokens == 0
+    if not is_only_echo:
+        common.check_max_tokens()
+    best_of = _best_of(fields, common)
+    prompts, texts = await read_texts(fields, "prompt", model)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    for prompt in prompts:
+        model.check_prompt(prompt, param="prompt")
+    id = f"cmpl-{uuid.uuid4().hex}"
+    wanted = replace(
+        common,
+        n=best_of,
+        max_tokens=1 if is_only_echo else common.max_tokens,
+        # the best is the likeliest, so the choice among them needs to know
+        sampling=replace(common.sampling, logprobs=logprobs or 0) if best_of > common.n else common.sampling,
+    )
+    generations = wanted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None)
+    echoes = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
+    reply = TextReply(
+        common.head(id, model),
+        generations,
+        n=common.n,
+        include_usage=common.include_usage,
+        has_logprobs=logprobs is not None,
+        echoes=echoes if echo else [""] * len(prompts),
+        is_only_echo=is_only_echo,
+        special_ids=model.special_ids,
+    )
+    return Call(
+        generations=generations,
+        reply=reply,
+        stream=common.stream,
+        ping_interval=common.ping_interval,
+        ignored=ignored,
+    )
+
+
+# Bodies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Common:
+    """What both endpoints read alike."""
+
+    model: str
+    max_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+    ping_interval: float | None
+
+    def check_max_tokens(self) -> None:
+        if self.max_tokens == 0:
+            raise InvalidValue("max_tokens must be at least 1, or -1 for all that fits", param="max_tokens")
+        if self.max_tokens is not None and self.sampling.min_tokens > self.max_tokens:
+            raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
+
+    def generations(
+        self, id: str, prompts: Sequence[Sequence[int]], *, prompt_logprobs: bool = False
+    ) -> tuple[Generation, ...]:
+        return tuple(
+            Generation(
+                id=f"{id}.{number}",
+                prompt=tuple(prompt),
+                max_tokens=self.max_tokens,
+                stop=self.stop,
+                n=self.n,
+                sampling=self.sampling,
+                prompt_logprobs=prompt_logprobs,
+            )
+            for number, prompt in enumerate(prompts)
+        )
+
+    def head(self, id: str, model: Model) -> Json:
+        """What every object of the answer repeats."""
+        return {
+            "id": id,
+            "object": "",
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": model.fingerprint,
+        }
+
+
+def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Common:
+    options = model.options
+    picked, stop = sampling.read(
+        fields,
+        model.defaults,
+        vocab_size=model.vocab_size,
+        logprobs=logprobs,
+        seed=options.seed if options.seed >= 0 else None,
+    )
+    stream_options = Fields(fields.mapping("stream_options") or {}, path="stream_options.")
+    return _Common(
+        model=fields.text("model") or options.name,
+        max_tokens=_max_tokens(fields, options.n_predict),
+        sampling=picked,
+        stop=stop,
+        n=fields.integer("n", 1, MAX_CHOICES) or 1,
+        stream=fields.flag("stream") or False,
+        include_usage=stream_options.flag("include_usage") or False,
+        ping_interval=read_ping_interval(fields),
+    )
+
+
+def _best_of(fields: Fields, common: _Common) -> int:
+    best_of = fields.integer("best_of", 1, MAX_CHOICES) or common.n
+    if best_of < common.n:
+        raise InvalidValue("best_of must be at least n", param="best_of")
+    if best_of > common.n and common.stream:
+        raise InvalidValue("best_of above n cannot be streamed: the best is known at the end", param="best_of")
+    return best_of
+
+
+def _max_tokens(fields: Fields, default: int) -> int | None:
+    """New tokens at most; None for -1, llama-server's word for all that fits."""
+    stated = fields.integer("max_tokens", -1)
+    newer = fields.integer("max_completion_tokens", -1)
+    if stated is not None and newer is not None and stated != newer:
+        raise InvalidValue(
+            "max_tokens and max_completion_tokens mean the same but differ; state one", param="max_completion_tokens"
+        )
+    if newer is None and stated is None:
+        return default if default > 0 else None
+    tokens = stated if newer is None else newer
+    return None if tokens == -1 else tokens
+
+
+def _refuse_unbuilt(fields: Fields) -> None:
+    """Raise UnsupportedField for what changes the answer and is not built yet, unless its value changes nothing."""
+    form = fields.mapping("response_format")
+    if form is not None and form.get("type") != "text":
+        raise UnsupportedField(f"response_format {_NOT_CONSTRAINED}", param="response_format")
+    fields.refuse("json_schema", [], f"json_schema {_NOT_CONSTRAINED}")
+    fields.refuse("grammar", [""], f"grammar {_NOT_CONSTRAINED}")
+    for name in ("adapters", "lora"):
+        fields.refuse(
+            name, ["", [], {}], f"{name}: adapters are not supported yet; merge yours into a snapshot of its own"
+        )
+    fields.refuse(
+        "reasoning_format",
+        ["none", "auto"],
+        "reasoning_format: reasoning is not separated yet; leave it out and find it in content",
+    )
+    fields.refuse("return_progress", [False], "return_progress is not supported yet; leave it out")
+    fields.refuse(
+        "timings_per_token", [False], "timings_per_token is not supported yet; the last chunk has the timings"
+    )
+
+
+def _refuse_tools(fields: Fields, conversation: chats.Conversation) -> None:
+    """Calls are not parsed yet, so a model may be told of no tool; with tool_choice none it need not be told."""
+    choice = fields.take("tool_choice")
+    fields.flag("parallel_tool_calls")
+    if choice not in (None, "none", "auto") and not conversation.tools:
+        raise InvalidValue("tool_choice needs tools", param="tool_choice")
+    if conversation.tools and choice != "none":
+        raise UnsupportedField(
+            'tools are not supported yet; leave them out, or send tool_choice "none" and describe them in a message',
+            param="tools",
+        )

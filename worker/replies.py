@@ -1,0 +1,330 @@
+"""OpenAI's answers, `chat.completion` and `text_completion`: deltas to one body, or to the frames of a stream.
+
+Both ways give the same text: deltas concatenate to it.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+import orjson
+
+from worker.fields import Json
+from worker.generation import Delta, Finish, Generation, Timings, TokenLogprob
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Totals:
+    """Counts and times of all choices of an answer together."""
+
+    def __init__(self, generations: Sequence[Generation]):
+        self._prompt_tokens = sum(len(generation.prompt) for generation in generations)
+        self._open = sum(generation.n for generation in generations)
+        self._cached = 0
+        self._completion_tokens = 0
+        self._prefill_seconds = 0.0
+        self._decode_seconds = 0.0
+
+    def add(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            self._open -= 1
+        if delta.timings is not None:
+            self._add(delta.index, delta.timings)
+
+    def _add(self, index: int, timings: Timings) -> None:
+        if index == 0:  # what further choices share with the first of their prompt was no earlier request's work
+            self._cached += timings.cached_tokens
+        self._completion_tokens += timings.completion_tokens
+        self._prefill_seconds = max(self._prefill_seconds, timings.prefill_seconds)
+        self._decode_seconds = max(self._decode_seconds, timings.decode_seconds)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._open <= 0
+
+    def without_completion(self) -> None:
+        self._completion_tokens = 0
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def timings(self) -> Json:
+        """As llama-server reports them. Choices run side by side, so seconds are the longest one's."""
+        prompt_n = self._prompt_tokens - self._cached
+        return {
+            "cache_n": self._cached,
+            "prompt_n": prompt_n,
+            "prompt_ms": self._prefill_seconds * 1e3,
+            "prompt_per_second": _rate(prompt_n, self._prefill_seconds),
+            "predicted_n": self._completion_tokens,
+            "predicted_ms": self._decode_seconds * 1e3,
+            "predicted_per_second": _rate(self._completion_tokens, self._decode_seconds),
+        }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice, as far as it has come."""
+
+    text: list[str]
+    logprobs: list[TokenLogprob]
+    finish: Finish | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.finish = delta.finish or self.finish
+
+    def mean_logprob(self) -> float:
+        known = [entry.logprob for entry in self.logprobs if entry.logprob is not None]
+        return sum(known) / len(known) if known else float("-inf")
+
+
+class ChatReply:
+    """`chat.completion` and its chunks."""
+
+    def __init__(self, head: Json, generations: Sequence[Generation], *, include_usage: bool):
+        [self._generation] = generations
+        self._head = head
+        self._totals = Totals(generations)
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._held: dict[int, list[TokenLogprob]] = {}
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return self._generation.sampling.logprobs is not None
+
+    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
+        choices = [_Choice([], []) for _ in range(self._generation.n)]
+        for _, delta in deltas:
+            self._totals.add(delta)
+            choices[delta.index].add(delta)
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(choice.text)},
+                    "logprobs": self._logprobs(choice.logprobs) if self._has_logprobs else None,
+                    "finish_reason": choice.finish,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": self._totals.usage(),
+            "timings": self._totals.timings(),
+        }
+
+    def frames(self, number: int, delta: Delta) -> bytes:
+        del number  # a chat has one prompt
+        self._totals.add(delta)
+        frames = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            frames.append(self._chunk(delta.index, {"role": "assistant", "content": None}))
+        held = self._held.setdefault(delta.index, [])
+        held.extend(delta.logprobs)
+        if delta.text:
+            frames.append(self._chunk(delta.index, {"content": delta.text}, held))
+            held.clear()
+        if delta.finish is not None:
+            timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
+            frames.append(self._chunk(delta.index, {}, held, delta.finish, **timings))
+        return b"".join(frames)
+
+    def closing(self) -> bytes:
+        return _closing({**self._head, "object": "chat.completion.chunk"}, self._totals, self._include_usage)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Sequence[TokenLogprob] = (),
+        finish: Finish | None = None,
+        **further: Any,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(logprobs) if logprobs else None,
+            "finish_reason": finish,
+        }
+        usage = {"usage": None} if self._include_usage else {}
+        return _frame({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **further})
+
+    @staticmethod
+    def _logprobs(entries: Sequence[TokenLogprob]) -> Json:
+        return {"content": [{**_entry(entry), "top_logprobs": [_entry(top) for top in entry.top]} for entry in entries]}
+
+
+def _entry(entry: TokenLogprob) -> Json:
+    return {
+        "token": entry.piece.decode(errors="replace"),
+        "logprob": _finite(entry.logprob),
+        "bytes": list(entry.piece),
+    }
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity: a token that cannot be is null, like one without a probability."""
+    return logprob if logprob is not None and isfinite(logprob) else None
+
+
+class TextReply:
+    """`text_completion`, whole and in chunks. Choice i of prompt p has index p x n + i."""
+
+    def __init__(
+        self,
+        head: Json,
+        generations: Sequence[Generation],
+        *,
+        n: int,
+        include_usage: bool,
+        has_logprobs: bool,
+        echoes: Sequence[str],
+        is_only_echo: bool,
+        special_ids: frozenset[int],
+    ):
+        self._head = {**head, "object": "text_completion"}
+        self._generations = generations
+        self._n = n
+        self._include_usage = include_usage
+        self._has_logprobs = has_logprobs
+        self._echoes = echoes
+        self._is_only_echo = is_only_echo
+        self._special_ids = special_ids
+        self._totals = Totals(generations)
+        self._streams: dict[tuple[int, int], _LegacyLogprobs] = {}
+        self._held: dict[tuple[int, int], list[TokenLogprob]] = {}
+
+    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
+        made = [[_Choice([], []) for _ in range(generation.n)] for generation in self._generations]
+        prompts: dict[int, Sequence[TokenLogprob]] = {}
+        for number, delta in deltas:
+            delta = self._count(delta)
+            made[number][delta.index].add(delta)
+            if delta.prompt_logprobs:
+                prompts[number] = delta.prompt_logprobs
+        choices: list[Json] = []
+        for number, candidates in enumerate(made):
+            best = sorted(candidates, key=_Choice.mean_logprob, reverse=True)[: self._n]
+            for choice in best if len(candidates) > self._n else candidates:
+                legacy = _LegacyLogprobs(self._special_ids, self._echoes[number])
+                logprobs = legacy.arrays(prompts.get(number, ()), choice.logprobs) if self._has_logprobs else None
+                text = self._echoes[number] + "".join(choice.text)
+                choices.append(self._choice(len(choices), text, logprobs, choice.finish))
+        return {**self._head, "choices": choices, "usage": self._totals.usage(), "timings": self._totals.timings()}
+
+    def frames(self, number: int, delta: Delta) -> bytes:
+        delta = self._count(delta)
+        key, index = (number, delta.index), number * self._n + delta.index
+        text = delta.text
+        if key not in self._streams:
+            self._streams[key] = _LegacyLogprobs(self._special_ids, self._echoes[number])
+            self._held[key] = []
+            text = self._echoes[number] + text
+        held = self._held[key]
+        held.extend(delta.logprobs)
+        frames = []
+        if text or delta.prompt_logprobs:
+            frames.append(self._chunk(index, text, self._arrays(key, delta.prompt_logprobs, held)))
+            held.clear()
+        if delta.finish is not None:
+            timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
+            frames.append(self._chunk(index, "", self._arrays(key, (), held), delta.finish, **timings))
+        return b"".join(frames)
+
+    def closing(self) -> bytes:
+        return _closing(self._head, self._totals, self._include_usage)
+
+    def _count(self, delta: Delta) -> Delta:
+        """The delta as it is shown: of an echo alone, nothing that was generated."""
+        self._totals.add(delta)
+        if not self._is_only_echo:
+            return delta
+        self._totals.without_completion()
+        return replace(delta, text="", tokens=(), logprobs=(), finish=delta.finish and "length")
+
+    def _arrays(
+        self, key: tuple[int, int], prompt: Sequence[TokenLogprob], entries: Sequence[TokenLogprob]
+    ) -> Json | None:
+        if not self._has_logprobs or not (prompt or entries):
+            return None
+        return self._streams[key].arrays(prompt, entries)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _chunk(
+        self, index: int, text: str, logprobs: Json | None, finish: Finish | None = None, **further: Any
+    ) -> bytes:
+        usage = {"usage": None} if self._include_usage else {}
+        return _frame({**self._head, "choices": [self._choice(index, text, logprobs, finish)], **usage, **further})
+
+
+class _LegacyLogprobs:
+    """The four arrays of one choice; offsets count characters of its text, an echoed prompt included."""
+
+    def __init__(self, special_ids: frozenset[int], echo: str):
+        self._special_ids = special_ids
+        self._echo = echo
+        self._offset = 0
+        self._decode: Callable[[bytes], str] = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def arrays(self, prompt: Sequence[TokenLogprob], entries: Sequence[TokenLogprob]) -> Json:
+        offsets = [self._advance(entry, self._echo) for entry in prompt]
+        if prompt:
+            self._offset = len(self._echo)
+        offsets += [self._advance(entry, "") for entry in entries]
+        every = [*prompt, *entries]
+        return {
+            "tokens": [_legacy_token(entry) for entry in every],
+            "token_logprobs": [_finite(entry.logprob) for entry in every],
+            "top_logprobs": [None if entry.logprob is None else _alternatives(entry) for entry in every],
+            "text_offset": offsets,
+        }
+
+    def _advance(self, entry: TokenLogprob, text: str) -> int:
+        """Where the token begins. A special token has length only where the echoed text spells it."""
+        begin = self._offset
+        characters = self._decode(entry.piece)
+        if entry.token not in self._special_ids or text.startswith(characters, begin):
+            self._offset += len(characters)
+        return begin
+
+
+def _alternatives(entry: TokenLogprob) -> Json:
+    """Logprobs by token, the chosen one included, as at OpenAI."""
+    return {_legacy_token(each): _finite(each.logprob) for each in (*entry.top, entry)}
+
+
+def _legacy_token(entry: TokenLogprob) -> str:
+    """The token's text; a part of a character is spelt as OpenAI does, so that two of them never look alike."""
+    try:
+        return entry.piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.piece)
+
+
+def _frame(body: Json) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def _closing(head: Json, totals: Totals, include_usage: bool) -> bytes:
+    usage = _frame({**head, "choices": [], "usage": totals.usage()}) if include_usage else b""
+    return usage + _DONE

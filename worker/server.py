@@ -1,0 +1,429 @@
+"""The worker's socket: token, health, faces. Who leaves takes the work along.
+
+The status of an answer is decided before its first byte: a stream begins with its first delta. What fails later ends
+in one error frame and a broken connection, never in a clean end.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import math
+import os
+import re
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import orjson
+from aiohttp import web
+
+from worker import contract, routes
+from worker.connection import WRITE_STALL, ClientGone, Connection
+from worker.contract import Exit
+from worker.deltas import Batch, Deltas
+from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
+from worker.faces import Call, Model, Result, embeddings, llama_server, openai
+from worker.fields import Json, parse
+from worker.generation import Engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_BODY_BYTES = 512 << 20
+"""The router bounds bodies far below; this keeps a worker served by hand from being filled."""
+MAX_PATH_BYTES = 107
+"""Of a unix socket (sun_path, Linux)."""
+SHUTDOWN_TIMEOUT = 2.0
+KEEPALIVE_TIMEOUT = 75.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache, no-transform",
+    "X-Accel-Buffering": "no",
+}
+_ID = web.RequestKey("id", str)
+_PING = b": ping\n\n"
+_RETRIED = (429, 503)
+_MAX_REPORTED = 32
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
+
+
+class Encoded(RequestError):
+    status, type, reason = 415, "invalid_request_error", "encoding"
+
+
+class TooLarge(RequestError):
+    status, type, reason = 413, "invalid_request_error", "too_large"
+
+
+class WrongMethod(RequestError):
+    status, type, reason = 405, "not_found_error", "method"
+
+
+class _Exchange:
+    """One request on its way, and what is announced at its end."""
+
+    def __init__(self, request: web.Request, write_stall: float):
+        self.id: str = request[_ID]
+        self.request = request
+        self.connection = Connection(request, write_stall)
+        self.began = time.monotonic()
+        self.prompt_tokens = 0
+        self.is_broken = False
+        """It ended in an error frame; the connection must end so, too."""
+        self.outcome = "ok"
+        self._cached_tokens = 0
+        self._completion_tokens = 0
+        self._ttft = 0.0
+
+    def count(self, batch: Batch) -> None:
+        for _, delta in batch:
+            if delta.tokens and not self._completion_tokens:
+                self._ttft = time.monotonic() - self.began
+            self._completion_tokens += len(delta.tokens)
+            if delta.timings is not None and delta.index == 0:
+                self._cached_tokens += delta.timings.cached_tokens
+
+    def to_event(self) -> contract.Request:
+        return contract.Request(
+            id=self.id,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            outcome=self.outcome,
+            ttft=self._ttft,
+        )
+
+
+class Server:
+    """Answers HTTP for one loaded model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: "PreTrainedTokenizerBase",
+        options: contract.Serve,
+        *,
+        token: str | None,
+        announce: Callable[[contract.Event], None],
+        write_stall: float = WRITE_STALL,
+    ):
+        """`token`: what every request must bear; None: none, on loopback only. `announce` is told of each request's
+        end. Raises StartError if the options cannot be served."""
+        self._model = Model(engine, tokenizer, options)
+        self._listen = options.listen
+        self._token = token
+        self._announce = announce
+        self._write_stall = write_stall
+        self._running: set[Deltas] = set()
+        self._is_closing = False
+        self._usual_seconds = 1.0
+        """How long a request takes, for Retry-After."""
+        self._runner = web.AppRunner(
+            self._application(),
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_TIMEOUT,
+            shutdown_timeout=SHUTDOWN_TIMEOUT,
+        )
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Of chat, completion, embedding."""
+        return self._model.capabilities
+
+    async def start(self) -> str:
+        """Bind and answer; returns the real address. Raises StartError for an address that cannot be used."""
+        kind, _, place = self._listen.partition(":")
+        if kind not in ("unix", "tcp") or not place:
+            raise StartError("--listen must be unix:PATH or tcp:HOST:PORT", Exit.USAGE)
+        await self._runner.setup()
+        try:
+            return await (self._bind_unix(place) if kind == "unix" else self._bind_tcp(place))
+        except OSError as error:
+            await self._runner.cleanup()
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise StartError(f"cannot listen on {self._listen}: {why}; choose another --listen", Exit.USAGE) from None
+        except StartError:
+            await self._runner.cleanup()
+            raise
+
+    async def close(self) -> None:
+        """Stop listening and end what runs with Draining; returns once every connection is closed."""
+        self._is_closing = True
+        for deltas in self._running:
+            deltas.fail(_draining())
+        await self._runner.cleanup()
+        kind, _, path = self._listen.partition(":")
+        if kind == "unix":
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    async def _bind_unix(self, path: str) -> str:
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise StartError(f"--listen: a socket's path has at most {MAX_PATH_BYTES} bytes; shorten it", Exit.USAGE)
+        await web.UnixSite(self._runner, path, backlog=1024).start()
+        os.chmod(path, 0o600)
+        return f"unix:{path}"
+
+    async def _bind_tcp(self, place: str) -> str:
+        host, _, port = place.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+            raise StartError("--listen must be tcp:HOST:PORT with a port between 0 and 65535", Exit.USAGE)
+        if self._token is None and not _is_loopback(host):
+            raise StartError(
+                f"--listen: without a token only loopback is served, and {host} is not; use tcp:127.0.0.1:{port}",
+                Exit.USAGE,
+            )
+        await web.TCPSite(self._runner, host, int(port), backlog=1024).start()
+        bound = self._runner.addresses[0]
+        return f"tcp:[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"tcp:{bound[0]}:{bound[1]}"
+
+    def _application(self) -> web.Application:
+        handlers: dict[str, Handler] = {
+            "chat": self._generating(openai.chat),
+            "completions": self._generating(openai.completions),
+            "embeddings": self._answering(embeddings.embeddings),
+            "tokenize": self._answering(llama_server.tokenize),
+            "detokenize": self._answering(llama_server.detokenize),
+            "apply_template": self._answering(llama_server.apply_template),
+        }
+        application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        for route in routes.ROUTES:
+            if route.worker:
+                application.router.add_route(route.method, route.path, handlers[route.name])
+        application.router.add_get("/health", self._health)
+        return application
+
+    # A request's life
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Nobody without the token comes further; whatever happens behind, there is one answer."""
+        given = request.headers.get(routes.REQUEST_ID_HEADER, "")
+        request[_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        try:
+            self._check_token(request)
+            if self._is_closing:
+                raise _draining()
+            return await handler(request)
+        except RequestError as error:
+            return self._refusal(request, error)
+        except web.HTTPException as error:
+            return self._refusal(request, _to_request_error(error), error.headers.get("Allow"))
+
+    def _check_token(self, request: web.Request) -> None:
+        if self._token is None:
+            return
+        scheme, _, given = request.headers.get(routes.TOKEN_HEADER, "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            raise Unauthorized("Invalid API Key")
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return _json({"status": "ok"})
+
+    def _answering(self, face: Callable[[Json, Model], Awaitable[Result]]) -> Handler:
+        """A handler for what needs no tokens generated."""
+
+        async def answer(exchange: _Exchange) -> web.StreamResponse:
+            made = await face(parse(await _read(exchange.request)), self._model)
+            exchange.prompt_tokens = made.prompt_tokens
+            return await _send(exchange, _json(made.body, made.ignored))
+
+        return self._living(answer)
+
+    def _generating(self, face: Callable[[Json, Model], Awaitable[Call]]) -> Handler:
+        """A handler for what asks for tokens."""
+
+        async def generate(exchange: _Exchange) -> web.StreamResponse:
+            call = await face(parse(await _read(exchange.request)), self._model)
+            exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
+            async with self._deltas(call) as deltas:
+                if call.stream:
+                    return await self._stream(exchange, call, deltas)
+                collected: Batch = []
+                while batch := await deltas.some():
+                    exchange.count(batch)
+                    collected += batch
+            return await _send(exchange, _json(call.reply.whole(collected), call.ignored))
+
+        return self._living(generate)
+
+    def _living(self, work: Callable[[_Exchange], Awaitable[web.StreamResponse]]) -> Handler:
+        """A request from its arrival to its announced end, however it ends."""
+
+        async def live(request: web.Request) -> web.StreamResponse:
+            exchange = _Exchange(request, self._write_stall)
+            try:
+                response = await work(exchange)
+                if exchange.is_broken:
+                    await exchange.connection.break_off()
+                return response
+            except asyncio.CancelledError:
+                if exchange.outcome == "ok":
+                    exchange.outcome = "cancelled"
+                raise
+            except (ClientGone, ConnectionError):
+                exchange.outcome = "cancelled"
+                return web.Response()  # to nobody: the connection is closed
+            except Exception as error:  # noqa: BLE001 - the end of a request's life: delivered to its client
+                exchange.outcome = "error"
+                return self._refusal(request, _known(exchange, error))
+            finally:
+                self._usual_seconds += 0.1 * (time.monotonic() - exchange.began - self._usual_seconds)
+                self._announce(exchange.to_event())
+
+        return live
+
+    @contextlib.asynccontextmanager
+    async def _deltas(self, call: Call) -> AsyncIterator[Deltas]:
+        async with Deltas(self._model.engine, call.generations) as deltas:
+            self._running.add(deltas)
+            try:
+                yield deltas
+            finally:
+                self._running.discard(deltas)
+
+    async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas) -> web.StreamResponse:
+        """The answer frame by frame. Raises what fails before the first delta: it still has its own status."""
+        batch: Batch | None = await deltas.some()
+        connection = exchange.connection
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, **_headers(exchange, call.ignored)})
+        await connection.begin(response)
+        try:
+            while batch or batch is None:
+                exchange.count(batch or [])
+                frames = b"".join(call.reply.frames(number, delta) for number, delta in batch or ())
+                if frames or batch is None:
+                    await connection.write(response, frames or _PING)
+                batch = await _within(call.ping_interval, deltas)
+            await connection.write(response, call.reply.closing())
+        except ClientGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - the end of a request's life: delivered to its client
+            exchange.outcome, exchange.is_broken = "error", True
+            await connection.write(response, _frame(_known(exchange, error)))
+        return response
+
+    def _refusal(self, request: web.Request, error: RequestError, allow: str | None = None) -> web.Response:
+        is_retried = error.status in _RETRIED
+        headers = {routes.REQUEST_ID_HEADER: request[_ID], "X-Should-Retry": "true" if is_retried else "false"}
+        if is_retried:
+            headers["Retry-After"] = str(self._retry_after(error))
+        if isinstance(error, Unauthorized):
+            headers["WWW-Authenticate"] = "Bearer"
+        if allow is not None:
+            headers["Allow"] = allow
+        body = routes.error_body(
+            routes.Face.OPENAI,
+            status=error.status,
+            type=error.type,
+            reason=error.reason,
+            message=error.message,
+            param=error.param,
+            extra=error.extra,
+        )
+        return _json(body, status=error.status, headers=headers)
+
+    def _retry_after(self, error: RequestError) -> int:
+        """Seconds, 1 to 60, until a place in the queue should be free, by the usual length of a request."""
+        if not isinstance(error, QueueFull):
+            return 1
+        ahead = self._model.engine.occupancy.waiting / max(1, self._model.options.parallel)
+        return min(60, max(1, math.ceil(self._usual_seconds * (1 + ahead))))
+
+
+async def _read(request: web.Request) -> bytes:
+    """The whole body, so that from now on a closed connection is noticed."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Encoded("compressed bodies are not accepted; send it without Content-Encoding")
+    try:
+        return await request.read()
+    except web.RequestPayloadError:
+        raise InvalidJson("the request body is broken off or badly framed") from None
+
+
+async def _send(exchange: _Exchange, response: web.Response) -> web.StreamResponse:
+    response.headers.update(_headers(exchange))
+    await exchange.connection.send(response)
+    return response
+
+
+async def _within(seconds: float | None, deltas: Deltas) -> Batch | None:
+    """What arrives next; None if nothing does within `seconds` (None: however long)."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await deltas.some()
+    except TimeoutError:
+        return None
+
+
+def _known(exchange: _Exchange, error: Exception) -> RequestError:
+    """The error as clients may see it. One that nobody foresaw is logged, without its message: that may quote the
+    prompt."""
+    if isinstance(error, web.HTTPException):
+        return _to_request_error(error)
+    if isinstance(error, RequestError):
+        return error
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("request %s failed: %s\n%s", exchange.id, type(error).__name__, frames)
+    return RequestError("internal error; the worker's log has the cause")
+
+
+def _to_request_error(error: web.HTTPException) -> RequestError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return WrongMethod("this path has other methods; see the Allow header")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return TooLarge(f"the request body has more than {MAX_BODY_BYTES} bytes; send less at once")
+    return NotFound("File Not Found")
+
+
+def _draining() -> Draining:
+    return Draining("this worker is stopping; send the request again")
+
+
+def _frame(error: RequestError) -> bytes:
+    return routes.error_frame(
+        routes.Face.OPENAI,
+        status=error.status,
+        type=error.type,
+        reason=error.reason,
+        message=error.message,
+        param=error.param,
+    )
+
+
+def _json(
+    body: Json, ignored: Sequence[str] = (), *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    every = {**(headers or {}), **_report(ignored)}
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=every)
+
+
+def _headers(exchange: _Exchange, ignored: Sequence[str] = ()) -> dict[str, str]:
+    return {routes.REQUEST_ID_HEADER: exchange.id, **_report(ignored)}
+
+
+def _report(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names ignored fields, in characters that a header may have."""
+    if not ignored:
+        return {}
+    names = [quote(name[:64], safe="") for name in ignored[:_MAX_REPORTED]]
+    return {routes.IGNORED_FIELDS_HEADER: ",".join(names + ["..."] * (len(ignored) > _MAX_REPORTED))}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
