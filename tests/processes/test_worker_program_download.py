@@ -1,0 +1,394 @@
+"""`worker download` against a real hub program that misbehaves on demand."""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.children import ROOT, TOKEN, Child, environment, python
+from worker import contract
+from worker.contract import Exit
+
+WEIGHT_BYTES = 300_000
+SECRET = "hf_secretOfThisTest"
+
+
+class Hub:
+    """A running fake hub and the folder that it serves."""
+
+    def __init__(self, root: Path, url: str):
+        self.root = root
+        self.url = url
+
+    def repo(self, name: str, **content: bytes) -> str:
+        """Make `org/name`, as a minimal model with one weights file; `content` adds or replaces files."""
+        folder = self.root / "org" / name
+        folder.mkdir(parents=True)
+        for path, data in {**MODEL, **content}.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_bytes(data)
+        return f"org/{name}"
+
+    def fails(self, **faults: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """From now on these faults, and no others; `repo` of the name stands for its listing."""
+        self._ask("PUT", "/_faults", json.dumps(faults).encode())
+
+    def journal(self, repo: str) -> list[str]:
+        """Requests for this repository so far."""
+        return [line for line in self._ask("GET", "/_journal").decode().split("\n") if repo in line]
+
+    def fetched(self, repo: str) -> list[str]:
+        """The files asked for so far, with ranges."""
+        return [line.partition("/resolve/")[2].partition("/")[2] for line in self.journal(repo) if "/resolve/" in line]
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(self.url + path, body, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            content: bytes = answer.read()
+            return content
+
+
+def safetensors(size: int, seed: int = 0) -> bytes:
+    """A whole file of exactly `size` bytes, different for each seed."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    for _ in range(3):  # the header names the size of the data, whose size depends on the header's
+        data = size - 8 - len(header)
+        header = json.dumps({"w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}).encode()
+    return len(header).to_bytes(8, "little") + header + hashlib.shake_128(bytes([seed])).digest(size - 8 - len(header))
+
+
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}" + b" " * 2000,
+    "model.safetensors": safetensors(WEIGHT_BYTES),
+    "README.md": b"# not needed",
+    "pytorch_model.bin": b"a pickle",
+}
+NEEDED = sorted(path for path in MODEL if path not in ("README.md", "pytorch_model.bin"))
+
+
+@pytest.fixture(scope="module")
+def running_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    root = tmp_path_factory.mktemp("hub")
+    with Child(python(str(ROOT / "tests" / "fake_hub.py"), str(root))) as program:
+        yield Hub(root, program.line() or "")
+
+
+@pytest.fixture
+def hub(running_hub: Hub) -> Hub:
+    running_hub.fails()
+    return running_hub
+
+
+def download(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> Child:
+    argv = python("-m", "worker", "download", f"--repo={repo}", f"--cache={cache}", *options)
+    return Child(argv, env=environment(**{"HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "1", **env}))
+
+
+def succeed(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tuple[Path, list[contract.Event]]:
+    with download(hub, cache, repo, *options, **env) as child:
+        events = child.events()
+        assert child.exit() == Exit.OK, child.log
+    last = events[-1]
+    assert isinstance(last, contract.Downloaded)
+    return Path(last.snapshot), events
+
+
+def refused(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tuple[int, str]:
+    """Exit code, and the last line of the log."""
+    with download(hub, cache, repo, *options, **env) as child:
+        assert not any(isinstance(event, contract.Downloaded) for event in child.events())
+        code = child.exit()
+        assert "Traceback" not in child.log
+        return code, child.log.strip().splitlines()[-1]
+
+
+def partials(cache: Path) -> list[Path]:
+    return sorted(cache.rglob("*.incomplete"))
+
+
+def test_a_model_is_fetched_verified_and_named(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("plain")
+    snapshot, events = succeed(hub, tmp_path, repo)
+    assert sorted(path.name for path in snapshot.iterdir()) == NEEDED
+    assert all((snapshot / name).read_bytes() == MODEL[name] for name in NEEDED)
+    assert snapshot == tmp_path / "models--org--plain" / "snapshots" / snapshot.name
+    assert (tmp_path / "models--org--plain" / "refs" / "main").read_text() == snapshot.name
+    total = sum(len(MODEL[name]) for name in NEEDED)
+    progress = [event for event in events if isinstance(event, contract.Progress)]
+    assert progress[-1] == contract.Progress(stage="download", done=total, total=total)
+    assert all(event.total == total for event in progress)
+    assert [event.done for event in progress] == sorted(event.done for event in progress)
+
+
+def test_a_complete_snapshot_needs_no_network(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("cached")
+    snapshot, _ = succeed(hub, tmp_path, repo)
+    before = hub.journal(repo)
+    assert succeed(hub, tmp_path, repo) == (snapshot, [contract.Downloaded(snapshot=str(snapshot))])
+    assert succeed(hub, tmp_path, repo, f"--revision={snapshot.name}")[0] == snapshot
+    assert succeed(hub, tmp_path, repo, HF_HUB_OFFLINE="1")[0] == snapshot
+    assert hub.journal(repo) == before
+
+
+def test_the_hub_library_finds_our_snapshots_and_we_find_its(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("shared")
+    code = (
+        "import sys; from huggingface_hub import snapshot_download\n"
+        "print(snapshot_download(sys.argv[1], cache_dir=sys.argv[2], local_files_only=sys.argv[3] == 'local'))"
+    )
+    env = environment(HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1")
+
+    def library(cache: Path, mode: str) -> Path:
+        argv = python("-c", code, repo, str(cache), mode)
+        return Path(subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.strip())
+
+    ours, _ = succeed(hub, tmp_path / "ours", repo)
+    assert library(tmp_path / "ours", "local") == ours
+    theirs = library(tmp_path / "theirs", "online")
+    before = hub.journal(repo)
+    assert succeed(hub, tmp_path / "theirs", repo)[0] == theirs
+    assert hub.journal(repo) == before
+
+
+def test_shards_are_those_of_the_index(hub: Hub, tmp_path: Path) -> None:
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {"a": names[0], "b": names[1], "c": names[0]}}
+    repo = hub.repo(
+        "sharded",
+        **{name: safetensors(WEIGHT_BYTES, seed) for seed, name in enumerate(names)},
+        **{"model.safetensors.index.json": json.dumps(index).encode(), "stray.safetensors": b"x"},
+    )
+    (hub.root / repo / "model.safetensors").unlink()
+    snapshot, events = succeed(hub, tmp_path, repo)
+    assert sorted(path.name for path in snapshot.glob("*.safetensors")) == names
+    last = [event for event in events if isinstance(event, contract.Progress)][-1]
+    assert last.done == last.total > 2 * WEIGHT_BYTES
+    (hub.root / repo / names[1]).unlink()
+    code, message = refused(hub, tmp_path / "again", repo)
+    assert code == Exit.UNUSABLE
+    assert names[1] in message
+
+
+def test_a_broken_line_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("broken-line")
+    hub.fails(**{f"{repo}/model.safetensors": [{"drop": 100_000}, {"drop": 200_000}]})
+    succeed(hub, tmp_path, repo)
+    asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
+    assert asked == [f"model.safetensors{part}" for part in ("", " bytes=100000-", " bytes=200000-")]
+
+
+def test_a_killed_download_is_taken_up_where_it_was(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("killed")
+    hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
+    with download(hub, tmp_path, repo, HF_HUB_DOWNLOAD_TIMEOUT="60") as child:
+        while child.event(contract.Progress).done < 100_000:
+            pass
+    assert [path.stat().st_size for path in partials(tmp_path)] == [100_000]
+    hub.fails()
+    succeed(hub, tmp_path, repo)
+    asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
+    assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
+    assert hub.fetched(repo).count("tokenizer.json") == 1, "what was there is not fetched twice"
+    assert partials(tmp_path) == []
+
+
+def test_a_server_that_ignores_ranges_costs_time_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("no-ranges")
+    hub.fails(**{f"{repo}/model.safetensors": [{"drop": 100_000}, {"ranges": False}]})
+    snapshot, _ = succeed(hub, tmp_path, repo)
+    assert (snapshot / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "exit", "words"),
+    [
+        ("", {"status": 401, "code": "RepoNotFound"}, Exit.UNUSABLE, "HF_TOKEN"),
+        ("", {"status": 403, "code": "GatedRepo"}, Exit.UNUSABLE, "is gated: accept its terms at http"),
+        ("", {"status": 403}, Exit.UNUSABLE, "answers 403"),
+        ("", {"status": 404, "code": "RepoNotFound"}, Exit.UNUSABLE, "is not on http"),
+        ("", {"status": 429}, Exit.NETWORK, "answers 429"),
+        ("", {"status": 500}, Exit.NETWORK, "answers 500"),
+        ("/tokenizer.json", {"status": 403, "code": "GatedRepo"}, Exit.UNUSABLE, "is gated: accept its terms at http"),
+        ("/model.safetensors", {"status": 503}, Exit.NETWORK, "answers 503"),
+    ],
+)
+def test_a_refusing_hub_is_told_apart_from_a_failing_one(
+    hub: Hub, tmp_path: Path, place: str, fault: dict[str, Any], exit: Exit, words: str
+) -> None:
+    repo = hub.repo(f"refused.{fault['status']}{fault.get('code', '')}{len(place)}")
+    hub.fails(**{repo + place: fault})
+    code, message = refused(hub, tmp_path, repo)
+    assert code == exit
+    assert words in message
+    assert repo in message
+
+
+def test_names_that_do_not_exist_are_unusable(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("known")
+    assert refused(hub, tmp_path, "org/unknown")[0] == Exit.UNUSABLE
+    assert refused(hub, tmp_path, "not/a/name")[0] == Exit.UNUSABLE
+    code, message = refused(hub, tmp_path, repo, "--revision=v9")
+    assert (code, message) == (Exit.UNUSABLE, f"worker: {repo} has no revision 'v9'")
+
+
+def test_a_hub_that_is_not_there_is_a_network_failure(hub: Hub, tmp_path: Path) -> None:
+    code, message = refused(hub, tmp_path, "org/any", HF_ENDPOINT="http://127.0.0.1:9")
+    assert code == Exit.NETWORK
+    assert "http://127.0.0.1:9 cannot be reached" in message
+
+
+def test_a_hub_that_is_switched_off_is_not_asked(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("offline")
+    code, message = refused(hub, tmp_path, repo, HF_HUB_OFFLINE="1")
+    assert code == Exit.UNUSABLE
+    assert "HF_HUB_OFFLINE" in message
+    assert hub.journal(repo) == []
+
+
+@pytest.mark.slow
+def test_a_stalled_hub_is_a_network_failure_and_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("stalled")
+    hub.fails(**{f"{repo}/model.safetensors": {"stall": 1000}})
+    code, message = refused(hub, tmp_path, repo)
+    assert code == Exit.NETWORK
+    assert "timed out" in message
+    assert [path.stat().st_size for path in partials(tmp_path)] == [1000]
+
+
+@pytest.mark.parametrize("fault", [{"flip": 200_000}, {"short": 200_000}], ids=["wrong bytes", "too few bytes"])
+def test_damaged_content_is_removed_and_fetched_anew(hub: Hub, tmp_path: Path, fault: dict[str, int]) -> None:
+    repo = hub.repo("damaged-" + next(iter(fault)))
+    hub.fails(**{f"{repo}/model.safetensors": fault})
+    code, message = refused(hub, tmp_path, repo)
+    assert code == Exit.DAMAGED
+    assert "model.safetensors" in message
+    assert partials(tmp_path) == []
+    hub.fails()
+    snapshot, _ = succeed(hub, tmp_path, repo)
+    assert (snapshot / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+def test_a_wrong_small_file_is_noticed_too(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("damaged-small")
+    hub.fails(**{f"{repo}/config.json": {"flip": 3}})
+    assert refused(hub, tmp_path, repo)[0] == Exit.DAMAGED
+
+
+def test_weights_that_contradict_their_header_are_damaged(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("bad-header", **{"model.safetensors": MODEL["model.safetensors"][:-7]})
+    code, message = refused(hub, tmp_path, repo)
+    assert code == Exit.DAMAGED
+    assert f"has {WEIGHT_BYTES - 7} bytes where its header says {WEIGHT_BYTES}" in message
+    assert [path.name for path in tmp_path.rglob("model.safetensors")] == []
+
+
+def test_a_file_damaged_in_the_cache_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("rotten")
+    snapshot, _ = succeed(hub, tmp_path, repo)
+    with (snapshot / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert succeed(hub, tmp_path, repo)[0] == snapshot
+    assert (snapshot / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert hub.fetched(repo).count("tokenizer.json") == 1
+
+
+def test_a_full_disk_is_noticed_before_it_is_filled(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("huge")
+    hub.fails(**{f"{repo}/model.safetensors": {"size": 10**15}})
+    code, message = refused(hub, tmp_path, repo)
+    assert code == Exit.DISK_FULL
+    assert f"needs {10**15 // 2**20} MiB more below {tmp_path}" in message
+    assert "MiB are free" in message
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_meanwhile_gets_its_room_back(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("filling")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
+        with download(hub, disk, repo) as child:
+            while child.event(contract.Progress).done < 100_000:
+                pass
+            with contextlib.suppress(OSError):
+                (disk / "filler").write_bytes(bytes(1 << 20))
+            assert child.exit() == Exit.DISK_FULL
+            assert f"no room left below {disk}" in child.log
+        assert partials(disk) == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_the_token_goes_to_the_hub_alone(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("private")
+    with Child(python(str(ROOT / "tests" / "fake_hub.py"), str(hub.root))) as program:
+        elsewhere = Hub(hub.root, program.line() or "")
+        hub.fails(**{repo: {"token": SECRET}, f"{repo}/model.safetensors": {"redirect": elsewhere.url}})
+        assert refused(hub, tmp_path, repo)[0] == Exit.UNUSABLE
+        with download(hub, tmp_path, repo, HF_TOKEN=SECRET) as child:
+            said = child.events()
+            assert child.exit() == Exit.OK, child.log
+            assert SECRET not in child.log + repr(said)
+        assert any(line.endswith(" token") for line in hub.journal(repo))
+        assert elsewhere.fetched(repo) == ["model.safetensors"], "and no token with it"
+
+
+def test_two_downloads_of_one_model_fetch_each_file_once(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("twice")
+    hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
+    with download(hub, tmp_path, repo) as first:
+        while first.event(contract.Progress).done < 100_000:
+            pass
+        snapshot, _ = succeed(hub, tmp_path, repo)
+        assert first.event(contract.Downloaded).snapshot == str(snapshot)
+        assert first.exit() == Exit.OK
+    asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
+    assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
+
+
+def test_only_pickles_are_refused_by_name(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("pickled")
+    (hub.root / repo / "model.safetensors").unlink()
+    code, message = refused(hub, tmp_path, repo)
+    assert code == Exit.UNUSABLE
+    assert "only pytorch_model.bin, and pickled weights are never loaded" in message
+
+
+def test_a_leashed_download_says_why_it_failed_and_dies_with_its_router(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("leashed")
+    argv = python("-m", "worker", "download", f"--repo={repo}", f"--cache={tmp_path}", "--leashed")
+    env = environment(HF_ENDPOINT=hub.url)
+    hub.fails(**{repo: {"status": 503}})
+    with Child([*argv, f"--spawner={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
+        assert "answers 503" in child.event(contract.Failed).message
+        assert child.exit() == Exit.NETWORK
+    hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
+    with Child([*argv, f"--spawner={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
+        while child.event(contract.Progress).done < 100_000:
+            pass
+        child.close_stdin()
+        assert child.exit() == Exit.ORPHANED
+
+
+def test_a_download_never_imports_torch(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.repo("light")
+    code = (
+        "import sys; from worker.__main__ import run\n"
+        "print(run(sys.argv[1:]), *{'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
+    )
+    argv = python("-c", code, "download", f"--repo={repo}", f"--cache={tmp_path}")
+    with Child(argv, env=environment(HF_ENDPOINT=hub.url)) as child:
+        child.event(contract.Downloaded)
+        assert child.exit() == 0
+        assert child.log == "0\n"

@@ -1,0 +1,149 @@
+"""What of a repository is fetched, and how a file is known to be whole; the conversation itself is in
+tests/processes/test_worker_program_download.py."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.contract import Download, Exit
+from worker.download import RemoteFile, RepoCache, download, safetensors_fault, shard_names, wanted
+from worker.errors import StartError
+
+HASH = "0" * 40
+NEEDED = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "modules.json",
+    "additional_chat_templates/rag.jinja", "sentence_bert_config.json", "config_sentence_transformers.json",
+    "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modeling_mine.py", "qwen.tiktoken",
+}  # fmt: skip
+UNNEEDED = {
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "model.fp16.safetensors", "consolidated.safetensors",
+    "original/model.safetensors", "onnx/model.onnx", "onnx/config.json", "README.md", "tf_model.h5", ".gitattributes",
+    "2_Dense/pytorch_model.bin", "training_args.bin", "model-q4.gguf", "flax_model.msgpack", "../config.json",
+    "/etc/passwd.json", "runs/events.json",
+}  # fmt: skip
+
+
+def listed(*paths: str) -> dict[str, RemoteFile]:
+    return {path: RemoteFile(path, 1, HASH) for path in paths}
+
+
+def safetensors(tensors: dict[str, int], data: int) -> bytes:
+    """A file whose header gives each tensor so many bytes, followed by `data` bytes."""
+    entries, end = {}, 0
+    for name, size in tensors.items():
+        entries[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps({**entries, "__metadata__": {"format": "pt"}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(data)
+
+
+def fault_of(content: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(content)
+        file.flush()
+        return safetensors_fault(Path(file.name))
+
+
+def test_only_what_serving_needs_is_fetched() -> None:
+    small, has_index = wanted("o/n", listed(*NEEDED, *UNNEEDED, "model.safetensors"))
+    assert {file.path for file in small} == NEEDED
+    assert not has_index
+
+
+def test_a_single_file_is_preferred_to_shards_as_transformers_does() -> None:
+    index = "model.safetensors.index.json"
+    assert wanted("o/n", listed("config.json", index)) == (list(listed("config.json", index).values()), True)
+    small, has_index = wanted("o/n", listed("config.json", "model.safetensors", index))
+    assert [file.path for file in small] == ["config.json"]
+    assert not has_index
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["README.md"], "o/n has no config.json"),
+        (["m.gguf"], "o/n has no config.json; it is a GGUF repository: choose the model's original one, with"),
+        (["config.json", "pytorch_model.bin"], "o/n has no model.safetensors, only pytorch_model.bin, and pickled"),
+        (["config.json"], "o/n has no model.safetensors; choose"),
+    ],
+)
+def test_a_repository_that_cannot_be_served_is_refused_with_the_reason(paths: list[str], message: str) -> None:
+    with pytest.raises(StartError) as caught:
+        wanted("o/n", listed(*paths))
+    assert str(caught.value).startswith(message)
+    assert caught.value.exit == Exit.UNUSABLE
+
+
+@given(tensors=st.dictionaries(st.text(max_size=5), st.integers(0, 100), max_size=5), more=st.integers(-3, 3))
+def test_a_safetensors_file_is_whole_only_with_the_size_its_header_says(tensors: dict[str, int], more: int) -> None:
+    tensors.pop("__metadata__", None)
+    stated = sum(tensors.values())
+    actual = max(0, stated + more)
+    assert (fault_of(safetensors(tensors, actual)) == "") == (actual == stated)
+
+
+@given(st.binary(max_size=60))
+def test_no_content_breaks_the_look_at_a_header(content: bytes) -> None:
+    assert isinstance(fault_of(content), str)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"weight_map": {}}', b'{"weight_map": {"a": "../x"}}', b"\xff"])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^index\.json "):
+        shard_names(tmp_path / "index.json")
+
+
+def test_a_snapshot_is_complete_only_with_config_tokenizer_and_every_shard(tmp_path: Path) -> None:
+    commit = "a" * 40
+    cache = RepoCache(tmp_path, "o/n")
+    folder = cache.snapshot(commit)
+    folder.mkdir(parents=True)
+    assert cache.complete_snapshot(commit) is None
+    index = {"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}
+    for name, content in {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-1.safetensors": safetensors({"w": 3}, 3),
+    }.items():
+        (folder / name).write_bytes(content)
+        assert cache.complete_snapshot(commit) is None
+    (folder / "model-2.safetensors").write_bytes(safetensors({"v": 3}, 3))
+    assert cache.complete_snapshot(commit) == folder
+    assert cache.complete_snapshot("main") is None, "nobody has said what main means"
+    cache.name_revision("main", commit)
+    assert cache.complete_snapshot("main") == folder
+    (folder / "tokenizer.json").unlink()
+    assert cache.complete_snapshot("main") is None
+
+
+def test_a_damaged_file_in_the_cache_is_removed_with_its_content(tmp_path: Path) -> None:
+    cache = RepoCache(tmp_path, "o/n")
+    file = RemoteFile("model.safetensors", 5, HASH)
+    cache.blob(file).parent.mkdir(parents=True)
+    cache.blob(file).write_bytes(b"short")
+    cache.link(file, "b" * 40)
+    assert cache.snapshot("b" * 40).joinpath("model.safetensors").read_bytes() == b"short"
+    assert cache.complete_snapshot("b" * 40) is None
+    assert not cache.has(file)
+    assert list(cache.snapshot("b" * 40).iterdir()) == []
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/abs", "a/../b", "", "-x", "a b"])
+def test_a_revision_cannot_leave_the_cache(tmp_path: Path, revision: str) -> None:
+    with pytest.raises(StartError, match="no name of a revision"):
+        download(Download(repo="o/n", revision=revision, cache=str(tmp_path)), lambda event: None, token=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [Download(), Download(repo="o/n", demo="a"), Download(demo="a")])
+def test_a_download_of_nothing_or_two_things_is_a_usage_error(command: Download) -> None:
+    with pytest.raises(StartError) as caught:
+        download(command, lambda event: None, token=None)
+    assert caught.value.exit == Exit.USAGE

@@ -1,0 +1,188 @@
+"""Verbs: download, estimate, serve. A worker as a program: options in, events and an exit code out.
+
+Everything heavy is imported by the verb that needs it, after the leash is taken: `download` and `--help` never see
+torch, and a worker whose router dies while torch is being imported is gone at once.
+"""
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from worker import leash
+
+if TYPE_CHECKING:
+    from worker import contract
+
+CRASHED = 1
+"""Exit code of what nobody expected; to the router a crash, as any code that it does not know."""
+_QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the driver's own order, by which the router counts
+}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one verb and end the process with its exit code (`contract.Exit`)."""
+    code = run(sys.argv[1:] if argv is None else list(argv))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Past the interpreter's own farewell: it would wait for threads that wait for the network, and would give back
+    # piece by piece the memory that the kernel takes back at once.
+    os._exit(code)
+
+
+def run(words: list[str]) -> int:
+    """Do what `words` (verb first) ask for; returns the exit code. Takes the leash, so once in a process."""
+    if {"-h", "--help"} & set(words):
+        from worker import help  # late, like all imports below: see the module's docstring
+
+        print(help.of(words[0]))
+        return 0
+    if not words:
+        print("worker: say what to do: download, estimate or serve; see worker --help", file=sys.stderr)
+        return 2
+    leashed, spawner = "--leashed" in words, _spawner(words)
+    if leashed and not spawner:
+        print("worker: --leashed needs --spawner=PID, the process id of whoever starts this one", file=sys.stderr)
+        return 2
+    tied = leash.take(leashed=leashed, spawner=spawner)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))  # asked to stop; nothing is half-done that needs an end
+    try:
+        _dispatch(words, tied)
+    except BaseException as error:  # noqa: BLE001 - the end of the program: whatever it is becomes words and a code
+        return _report(error, tied)
+    return 0
+
+
+def _spawner(words: list[str]) -> int:
+    """The number after `--spawner`; 0: none. Looked up by hand, since parsing has to wait until the leash is taken."""
+    for number, word in enumerate(words):
+        name, _, value = word.partition("=")
+        value = value or "".join(words[number + 1 : number + 2])
+        if name == "--spawner" and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _dispatch(words: list[str], tied: leash.Leash) -> None:
+    import logging
+
+    from worker import contract
+    from worker.errors import StartError
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request
+    try:
+        command = contract.from_argv(words)
+    except ValueError as error:
+        raise StartError(f"{error}; see worker --help", contract.Exit.USAGE) from None
+    os.environ.update(_QUIET)
+    hub_token = os.environ.pop("HF_TOKEN", None)
+    if isinstance(command, contract.Download):
+        os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # seconds without a byte
+        from worker import download
+
+        download.download(command, tied.say, token=hub_token)
+        return
+    os.environ.update(_OFFLINE)
+    for library in ("OMP", "MKL", "OPENBLAS"):
+        os.environ[f"{library}_NUM_THREADS"] = str(command.threads)
+    if isinstance(command, contract.Estimate):
+        from worker import estimate
+
+        tied.say(estimate.estimate(command))
+    else:
+        _serve(command, tied)
+
+
+def _serve(command: "contract.Serve", tied: leash.Leash) -> None:
+    """Returns once the worker has been asked to stop and its running answers have ended."""
+    import asyncio
+
+    from worker.contract import Exit
+    from worker.errors import StartError
+
+    if tied.leashed and not tied.token:
+        raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
+    asyncio.run(_serve_until_told(command, tied))
+
+
+async def _serve_until_told(command: "contract.Serve", tied: leash.Leash) -> None:
+    import asyncio
+    import logging
+
+    from worker import contract
+    from worker.engine.engine import TransformersEngine
+    from worker.server import Server
+
+    engine = TransformersEngine.load(command, progress=tied.say, pulse=tied.say)
+    server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
+    address = await server.start()
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    if not tied.leashed:
+        where = address.replace("tcp:", "http://")
+        logging.getLogger("worker").info("%s answers at %s; Ctrl-C stops it", command.name or command.snapshot, where)
+    tied.say(
+        contract.Ready(
+            address=address,
+            measured=engine.measured,
+            capabilities=server.capabilities,
+            n_ctx=engine.ctx_size,
+        )
+    )
+    await told.wait()
+    await server.close()
+    await engine.close()
+
+
+def _report(error: BaseException, tied: leash.Leash) -> int:
+    """Say for people and for the router why this process ends; returns its exit code."""
+    import traceback
+
+    from worker import contract
+
+    code, message = diagnose(error)
+    if code == CRASHED:
+        traceback.print_exception(error)
+    print(f"worker: {message}", file=sys.stderr)
+    if tied.leashed:
+        tied.say(contract.Failed(message=message))
+    return code
+
+
+def diagnose(error: BaseException) -> tuple[int, str]:
+    """Exit code and one line for a person; CRASHED for whatever is not known to mean something."""
+    from worker.contract import Exit
+    from worker.errors import StartError
+
+    text = " ".join(str(error).split()) or type(error).__name__
+    # By name, since torch may never have been imported.
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    if isinstance(error, StartError):
+        return error.exit, text
+    if "torch.OutOfMemoryError" in kinds:
+        return Exit.DEVICE_MEMORY, f"out of device memory: {text}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or getattr(error, "errno", 0) == errno.ENOMEM:
+        return Exit.HOST_MEMORY, f"out of host memory: {text}"
+    if "torch.AcceleratorError" in kinds or "CUDA error" in text:
+        return Exit.POISONED, f"the device can no longer be used by this process: {text}"
+    if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+        return Exit.DISK_FULL, f"the disk is full: {text}"
+    if error.__cause__ is not None and diagnose(error.__cause__)[0] != CRASHED:
+        return diagnose(error.__cause__)
+    return CRASHED, f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    main()
