@@ -31,8 +31,11 @@ _BUFFER = re.compile(r"(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bia
 """Stored by old versions; models of today make them again, or need them no more."""
 
 _STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv")
-_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet", "xmod"}
-"""Their first position has the number of the padding token plus one, so two of the table's rows are never used."""
+_OFFSET_POSITIONS = frozenset(
+    {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+     "xlm-roberta-xl", "xmod"}
+)  # fmt: skip
+"""Encoders that count positions from behind the padding token's id, so that the table's first rows are never used."""
 
 _Tensor = tuple[str, tuple[int, ...], int]
 """Stored dtype, shape, bytes."""
@@ -148,14 +151,14 @@ def _weight_files(folder: Path) -> list[Path]:
             raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
         return files
     single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    return [single] if single.is_file() else []
 
 
 def _no_weights(folder: Path) -> str:
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         return f"{folder} has only pickled weights ({pickled[0]}), which are never opened; convert them to safetensors"
-    return f"{folder} has no safetensors files; fetch the snapshot again, or set load-format = dummy"
+    return f"{folder} has no model.safetensors; fetch the snapshot again, or set load-format = dummy"
 
 
 def _assemble(
@@ -279,8 +282,18 @@ def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
 
 
 def _positions(config: Mapping[str, Any], model_type: str) -> int:
+    """Tokens that one sequence may have, as the worker counts them (worker/engine/architectures.py)."""
     most = _first(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-    return most - 2 if model_type in _OFFSET_POSITIONS and most > 2 else most
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
+        original = _first(rope, "original_max_position_embeddings") or _first(
+            config, "original_max_position_embeddings"
+        )
+        return min(most or original, original or most)
+    if most and model_type in _OFFSET_POSITIONS:
+        padding = config.get("pad_token_id")
+        return most - 1 - (padding if isinstance(padding, int) else 1)
+    return most
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,16 @@ RUNTIME_DEVICE = 512 * MIB
 RUNTIME_DEVICE_HOST = 1536 * MIB
 """Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries, pinned buffers. A guess."""
 
+PROMPT_LOGITS = 16
+"""Prompt positions whose logits the engine computes in one step at most (worker/engine/scheduler.py)."""
+
+SAMPLER_BYTES = 44
+"""Of each entry of a row of logits while its token is drawn: raw logprobs, scores, a sorted copy with its indices,
+weights and their sums, when every row wants top-p of a flat distribution (worker/engine/sampler.py)."""
+
+TILE_BYTES = 2 * MIB
+"""Workspace of one thread in torch's flash attention on the CPU; measured on torch 2.13."""
+
 AUTO_CTX = 8192
 """Tokens that a preset without ctx-size gets at most."""
 
@@ -265,24 +275,47 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
 
 
 def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Bytes of the largest live set of one step: a chunk of one prompt, or one token of each of `parallel` rows."""
-    if not facts.hidden:
+    """Bytes of the largest live set of one step, beside weights and pool.
+
+    A step holds one chunk of prompts and one token of every other row, packed into one row; what follows is counted
+    in its tokens. The multiples are those of transformers' modelling code, read off it and measured on Llama, Qwen3
+    and GPT-2 shapes in float32 and bfloat16: the residual, what entered the layer, the model's input and the normed
+    input live through a layer; rotary embedding holds four copies of the queries (five with a norm of them); a plain
+    MLP with the tanh form of GELU five of its width, a gated one three. Raises UnknownArchitecture.
+    """
+    if not facts.hidden or not facts.vocab_size:
         raise UnknownArchitecture(
-            f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its hidden size;"
-            " set required-memory in MiB"
+            f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its hidden size and"
+            " vocabulary; set required-memory in MiB"
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     rows = preset.parallel
-    chunk = min(preset.prefill_chunk, tokens)
-    width = facts.heads * facts.head_dim
-    spread = facts.heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
-    hidden = 4 * facts.hidden * each + 2 * facts.hidden * 4
-    mlp = 3 * facts.intermediate * each
-    attention = 4 * width * each
-    prefill = chunk * (hidden + max(mlp, attention + tokens * 4)) + tokens * spread * each
-    decode = rows * (hidden + max(mlp, attention + tokens * 4) + tokens * spread * each)
-    logits = rows * facts.vocab_size * 32
-    return max(prefill, decode) + logits
+    packed = min(preset.prefill_chunk, rows * tokens) + rows
+    queries = max(facts.expanded // 2, facts.hidden)
+    passing = 4 * facts.hidden * each + 2 * facts.head_dim * 4
+    norm = 2 * 4 * facts.hidden  # its square and result in float32
+    attention = (5 * queries + 2 * facts.kv_heads * (facts.head_dim + facts.value_dim)) * each
+    making_masks = 2 * tokens  # comparisons of positions, one byte each
+    layer = packed * (passing + max(norm, attention + making_masks, 5 * facts.intermediate * each))
+    layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
+    if embeds(facts, preset):
+        return layer
+    wanted = PROMPT_LOGITS + rows
+    logits = wanted * facts.vocab_size * (each + 4)
+    sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * 16)
+    return max(layer, packed * passing + logits + sampler)
+
+
+def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:
+    """Masks, scores and workspaces of attention, for `packed` tokens that look back at `tokens` positions at most."""
+    spans = {min(tokens, window + packed) if window else tokens for window in facts.windows or (0,)}
+    masks = packed * sum(spans) * each  # one for each kind of layer
+    if preset.attention == "eager":
+        # keys repeated for their heads; scores, masked scores, their float32 form and its softmax
+        return masks + tokens * facts.expanded * each + facts.heads * packed * tokens * (2 * each + 8)
+    if on_host:
+        return masks + max(preset.threads, 1) * TILE_BYTES
+    return masks + tokens * facts.expanded * each  # CUDA's kernels with a mask want keys repeated for their heads
 
 
 def _split(total: int, shards: int) -> tuple[int, ...]:

@@ -210,6 +210,14 @@ def test_an_encoder_whose_positions_begin_late_has_fewer_of_them(tmp_path: Path)
     assert read(snapshot(tmp_path, model_type="xlm-roberta", max_position_embeddings=514)).max_positions == 512
 
 
+def test_a_model_that_changes_its_frequencies_when_long_is_kept_short(tmp_path: Path) -> None:
+    rope = {"type": "longrope", "long_factor": [1.0]}
+    folder = snapshot(
+        tmp_path, max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling=rope
+    )
+    assert read(folder).max_positions == 4096
+
+
 def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     assert read(folder, override='{"num_hidden_layers": 7}').layers == 7
