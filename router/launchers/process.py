@@ -1,10 +1,37 @@
-"""One child: pipes, events, exit, the stop ladder; spawning by exec."""
+"""One child: pipes, events, exit, the stop ladder; spawning by exec.
+
+Laws. Spawn from the thread that runs the loop, and let that be the program's main thread: the kernel ends a worker with
+the *thread* that started it. A child is reaped in one place, `Child._on_exit`, where its whole group is killed first,
+while the leader is still a zombie and its number can belong to nobody else. Its pipes are always drained.
+"""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from router.launchers import orphans
+from worker import contract
 
 T = TypeVar("T")
+
+MAX_LOG_BYTES = 8192
+"""Of one line of stderr; the rest of it is cut."""
+KEPT_LOG_BYTES = 1 << 16
+"""Of the end of stderr."""
+LOG_BURST = 100
+LOG_RATE = 20.0
+"""Lines of one child that are logged at once, and per second; others are only counted."""
+_READ_BYTES = 1 << 16
+_READS_AT_ONCE = 32
+"""A pipe holds 64 KiB, so all that was in it comes with one or two reads; more only if somebody goes on writing."""
+
+_HINTS: Mapping[type, Mapping[str, Any]] = {kind: get_type_hints(kind) for kind in get_args(contract.Event)}
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -22,3 +49,297 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is not None:
         raise cancelled
     return task.result()
+
+
+class Lines:
+    """Bytes as they come, to lines without their ends. A line longer than `limit` comes as its first `limit` + 1
+    bytes: longer than any allowed one, and yet bounded."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._rest = b""
+        self._skips = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes."""
+        *whole, rest = (self._rest + data).split(b"\n")
+        lines = [line[: self._limit + 1] for line in whole[self._skips :]]
+        if whole:
+            self._skips = False
+        if self._skips:
+            rest = b""
+        elif len(rest) > self._limit:
+            lines.append(rest[: self._limit + 1])
+            rest, self._skips = b"", True
+        self._rest = rest
+        return lines
+
+    def end(self) -> list[bytes]:
+        """What was left without an end, if anything."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest and not self._skips else []
+
+
+class Log:
+    """What one child writes for people: handed on to `worker.<model>`, line by line and not too fast; its end is kept.
+
+    Control characters are escaped, one line stays one record, and `secrets` never appear.
+    """
+
+    def __init__(self, model: str, name: str, *, secrets: Sequence[str] = ()):
+        """`name` stands before each line."""
+        self._logger = logging.getLogger(f"worker.{model}")
+        self._name = name
+        self._secrets = sorted(secrets, key=len, reverse=True)
+        self._kept: deque[str] = deque()
+        self._kept_bytes = 0
+        self._allowed = float(LOG_BURST)
+        self._at = 0.0
+        self._left_out = 0
+
+    def add(self, line: bytes, now: float) -> None:
+        """One line of its stderr. `now`: seconds of a monotonic clock."""
+        text = self.clean(line[:MAX_LOG_BYTES].decode(errors="replace")).strip()
+        if text:
+            self._keep(text)
+            self._write(logging.INFO, text, now)
+
+    def note(self, text: str, now: float) -> None:
+        """Something that we have to say about it."""
+        self._write(logging.WARNING, self.clean(text), now)
+
+    def _write(self, level: int, text: str, now: float) -> None:
+        self._allowed = min(LOG_BURST, self._allowed + (now - self._at) * LOG_RATE)
+        self._at = now
+        if self._allowed < 1.0:
+            self._left_out += 1
+            return
+        self._allowed -= 1.0
+        self.flush()
+        self._logger.log(level, "%s: %s", self._name, text)
+
+    def flush(self) -> None:
+        """Say how many lines were left out since the last one."""
+        if self._left_out:
+            self._logger.warning("%s: %d lines left out, as they came too fast", self._name, self._left_out)
+            self._left_out = 0
+
+    def clean(self, text: str) -> str:
+        """`text` without secrets and control characters."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in text)
+
+    @property
+    def last(self) -> str:
+        """The last line; empty if there was none."""
+        return self._kept[-1] if self._kept else ""
+
+    @property
+    def kept(self) -> str:
+        """The last lines."""
+        return "\n".join(self._kept)
+
+    def _keep(self, text: str) -> None:
+        self._kept.append(text)
+        self._kept_bytes += len(text)
+        while self._kept_bytes > KEPT_LOG_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
+
+
+class Child:
+    """One process in a session and group of its own, from its birth to its reaping."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", name: str, log: Log):
+        """Takes `process` over: its three pipes and its exit. Must be called in the loop's thread."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._name = name
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._stdin = process.stdin.fileno()
+        self._events, self._lines = process.stdout.fileno(), Lines(contract.MAX_EVENT_BYTES)
+        self._stderr, self._text = process.stderr.fileno(), Lines(MAX_LOG_BYTES)
+        self._reads: dict[int, Callable[[bytes], None]] = {self._events: self._heard, self._stderr: self._logged}
+        self.pid = process.pid
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        """The exit code, negative for a signal, once it is reaped."""
+        self.on_event: Callable[[contract.Event], None] = lambda event: None
+        self.failed: contract.Failed | None = None
+        """The cause, if it gave one."""
+        self.is_stuck = False
+        """SIGKILL did not end it (a call in the kernel that never returns)."""
+        orphans.known.add(self.pid)
+        self._watch = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._watch, self._on_exit)
+        for pipe in self._reads:
+            os.set_blocking(pipe, False)
+            self._loop.add_reader(pipe, self._read, pipe, 1)
+
+    @classmethod
+    def spawn(cls, argv: Sequence[str], env: Mapping[str, str], *, name: str, log: Log, private: bool) -> "Child":
+        """A new process of `argv`. `name` is for messages; `private`: only its user may read the files that it makes.
+
+        Raises OSError if there is no such program, or no room for another process.
+        """
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=dict(env),
+            close_fds=True,
+            start_new_session=True,
+            umask=0o077 if private else -1,
+        )
+        try:
+            return cls(process, name, log)
+        except OSError:
+            orphans.known.discard(process.pid)
+            _discard(process)
+            raise
+
+    def send_token(self, token: str) -> None:
+        """The first and only line that it reads; from then on its stdin stands open as long as we live."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._stdin, token.encode() + b"\n")
+
+    @property
+    def said(self) -> str:
+        """The cause of its end, as far as it told: its `failed` event, else the last line of its log."""
+        return self._log.clean(self.failed.message) if self.failed is not None else self._log.last
+
+    def read(self) -> None:
+        """Read now what waits in its pipes, instead of when the loop comes to it."""
+        for pipe in tuple(self._reads):
+            self._read(pipe, _READS_AT_ONCE)
+
+    def kill(self) -> None:
+        """SIGKILL to its group, if it has not ended."""
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, stop_timeout: float) -> None:
+        """Returns once it is reaped: SIGTERM to its group, after `stop_timeout` seconds SIGKILL. See `end`."""
+        self._signal(signal.SIGTERM)
+        if not await self._exits_within(stop_timeout):
+            self._log.note(f"did not stop within {stop_timeout:g} s of SIGTERM; killed", self._loop.time())
+            await self.end()
+
+    async def end(self) -> None:
+        """Returns once it is reaped, after SIGKILL to its group.
+
+        A process that does not even die of that is logged as stuck after 5 s and waited for, for as long as it takes:
+        until then its memory is not free.
+        """
+        self.kill()
+        if not await self._exits_within(orphans.KILL_TIMEOUT):
+            self.is_stuck = True
+            logging.getLogger("router.launchers").error(
+                "%s: process %d is stuck: it did not end within %g s of SIGKILL; its memory stays reserved",
+                self._name,
+                self.pid,
+                orphans.KILL_TIMEOUT,
+            )
+            await asyncio.wait({self.exited})
+
+    async def _exits_within(self, seconds: float) -> bool:
+        await asyncio.wait({self.exited}, timeout=seconds)
+        return self.exited.done()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def _on_exit(self) -> None:
+        """The leader is a zombie: kill its group, reap it, hear its last words."""
+        self._loop.remove_reader(self._watch)
+        os.close(self._watch)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._process.returncode = code  # so that Popen does not wait for it once more
+        orphans.known.discard(self.pid)
+        self.read()
+        for pipe in tuple(self._reads):
+            self._close(pipe)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        self._log.flush()
+        self.exited.set_result(code)
+
+    def _read(self, pipe: int, times: int) -> None:
+        for _ in range(times):
+            try:
+                data = os.read(pipe, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self._close(pipe)
+                return
+            self._reads[pipe](data)
+
+    def _close(self, pipe: int) -> None:
+        """No more comes from `pipe`; its descriptor stays ours until the end."""
+        self._loop.remove_reader(pipe)
+        del self._reads[pipe]
+        lines = self._lines if pipe == self._events else self._text
+        for line in lines.end():
+            self._take(pipe, line)
+
+    def _heard(self, data: bytes) -> None:
+        for line in self._lines.feed(data):
+            self._take(self._events, line)
+
+    def _logged(self, data: bytes) -> None:
+        for line in self._text.feed(data.replace(b"\r", b"\n")):  # a progress bar draws over itself
+            self._take(self._stderr, line)
+
+    def _take(self, pipe: int, line: bytes) -> None:
+        if pipe == self._stderr:
+            self._log.add(line, self._loop.time())
+            return
+        if len(line) > contract.MAX_EVENT_BYTES:
+            bound = contract.MAX_EVENT_BYTES
+            self._log.note(f"skipped a line on stdout of more than {bound} bytes", self._loop.time())
+            return
+        event = contract.decode(line)
+        if event is None or not _is_sound(event):
+            start = line[:200].decode(errors="replace")
+            self._log.note(f"skipped a line on stdout that is no event: {start}", self._loop.time())
+            return
+        if isinstance(event, contract.Failed):
+            self.failed = event
+        self.on_event(event)
+
+
+def _is_sound(event: contract.Event) -> bool:
+    """Whether every field of a decoded event has the type that it should have."""
+    return all(_has_type(getattr(event, name), hint) for name, hint in _HINTS[type(event)].items())
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    """For the types that events are made of: int, float, str, and lists and dictionaries of them."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is float:
+        return isinstance(value, int | float)
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, list):
+        return all(_has_type(each, parts[0]) for each in value)
+    if isinstance(value, dict):
+        return all(_has_type(key, parts[0]) and _has_type(each, parts[1]) for key, each in value.items())
+    return True
+
+
+def _discard(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that could not be taken over."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()

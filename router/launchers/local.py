@@ -1,0 +1,541 @@
+"""This machine: download, estimate, serve.
+
+Each run of a program is a block: spawn, record, token; and whatever ends the block, the group is killed, reaped and
+struck off before it is left. Sockets and tokens are made here and told to nobody but the worker.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, UnixConnector
+
+from router.launchers import Cause, Listen, Program, WorkerLost, orphans
+from router.launchers import environment as environments
+from router.launchers.environment import Verb
+from router.launchers.guard import Guard
+from router.launchers.oom import OomKills, counted
+from router.launchers.probe import Devices, Probe
+from router.launchers.process import Child, Log, uncancelled
+from router.launchers.record import RunFolder
+from router.launchers.vitals import Verdict, Vitals
+from router.ledger import HOST, Bytes, DeviceId, Reading
+from worker import contract
+from worker.routes import TOKEN_HEADER
+
+log = logging.getLogger("router.launchers")
+
+T = TypeVar("T")
+Answer = TypeVar("Answer", contract.Downloaded, contract.Estimated)
+
+PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
+"""How a worker is started: `-P` keeps the current folder out of its imports."""
+URL = "http://worker"
+"""Any name does: the session reaches nothing but the worker's socket."""
+DOWNLOAD_SILENCE = 60.0
+"""Seconds without any event after which a download counts as dead."""
+ESTIMATE_TIMEOUT = 120.0
+HEALTH_TIMEOUT = 30.0
+CONNECT_TIMEOUT = 5.0
+CLOSE_TIMEOUT = 5.0
+LOOK_INTERVAL = 1.0
+"""Seconds between two looks at a process's vitals."""
+LATE = 1.0
+"""Seconds by which our own timer may be late before what it would judge is not trusted."""
+
+_NOUNS: Mapping[Verb, str] = {"download": "download", "estimate": "estimate", "serve": "worker"}
+_MEANINGS: Mapping[int, str] = {
+    contract.Exit.OK: "although nobody asked it to",
+    contract.Exit.USAGE: "wrong usage",
+    contract.Exit.UNUSABLE: "the model cannot be used",
+    contract.Exit.DEVICE_MEMORY: "out of device memory",
+    contract.Exit.POISONED: "its device failed",
+    contract.Exit.HOST_MEMORY: "out of main memory",
+    contract.Exit.ORPHANED: "it lost its router",
+    contract.Exit.NETWORK: "network trouble",
+    contract.Exit.DISK_FULL: "the disk is full",
+    contract.Exit.DAMAGED: "damaged content",
+}
+_NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
+
+
+class LocalLauncher:
+    """Runs workers on this machine, from entering the block to leaving it.
+
+    Entering takes the runtime folder (raises RunFolderError), kills what an earlier router left, and reads the devices
+    once. Leaving kills and reaps whatever still runs; the fleet should have stopped its workers before. Use it in the
+    program's main thread: workers die with the thread that started them.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: Devices,
+        runtime_dir: Path,
+        environ: Mapping[str, str],
+        on_reading: Callable[[], None] = lambda: None,
+        offline: bool = False,
+        hf_token: str = "",
+        sample_interval: float = 1.0,
+        python_argv: Sequence[str] = PYTHON_ARGV,
+    ):
+        """`environ`: the router's own environment, of which an allow-list is handed on; `on_reading` is called on the
+        loop after each new reading; `sample_interval`: seconds between them; `python_argv`: how the worker program is
+        started, the interpreter first."""
+        self._environ = dict(environ)
+        self._offline = offline
+        self._hf_token = hf_token
+        self._interval = sample_interval
+        self._argv = tuple(python_argv)
+        self._folder = RunFolder(runtime_dir)
+        self._probe = Probe(devices, on_reading)
+        self._ooms = OomKills(counted)
+        self._children: dict[str, Child] = {}
+        self._guard: Guard | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._entered = contextlib.ExitStack()
+
+    @property
+    def on_reading(self) -> Callable[[], None]:
+        """May be assigned, once there is a fleet to tell."""
+        return self._probe.on_reading
+
+    @on_reading.setter
+    def on_reading(self, call: Callable[[], None]) -> None:
+        self._probe.on_reading = call
+
+    @property
+    def problems(self) -> Mapping[DeviceId, str]:
+        """Devices that are shown as full because they cannot be read, and why."""
+        return self._probe.problems
+
+    async def __aenter__(self) -> Self:
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel reaps, and exit codes are lost
+        with contextlib.ExitStack() as stack:
+            for survivor in self._folder.open():
+                log.warning("killed %s (process %d), left by an earlier router", survivor.worker, survivor.pid)
+            stack.callback(self._folder.close)
+            had_adopted = orphans.adopt()
+            stack.callback(orphans.adopt, whether=had_adopted)
+            self._guard = Guard()
+            stack.callback(self._close_guard)
+            orphans.known.add(self._guard.pid)
+            stack.callback(self._probe.close)
+            await self._probe.start()
+            self._entered = stack.pop_all()
+        self._watching = asyncio.create_task(self._watch(), name="devices")
+        self._watching.add_done_callback(_tell_failure)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await uncancelled(self._close())
+
+    def kill_all(self) -> None:
+        """SIGKILL to every group, at once: for a router that may not wait. Their blocks end as usual."""
+        for child in self._children.values():
+            child.kill()
+
+    # Readings
+
+    def readings(self) -> Sequence[Reading]:
+        """The latest reading of each device; one that cannot be read is shown as full, see `problems`."""
+        return self._probe.latest
+
+    async def refresh(self) -> Sequence[Reading]:
+        return await self._probe.refresh()
+
+    # Verbs
+
+    async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
+        loop = asyncio.get_running_loop()
+        vitals = Vitals(loop.time(), start_timeout=DOWNLOAD_SILENCE, stall_timeout=DOWNLOAD_SILENCE, repeats_count=True)
+
+        def hear(event: contract.Event) -> None:
+            vitals.hear(event, loop.time())
+            listen(event)
+
+        command = replace(command, leashed=True, spawner=os.getpid())
+        answer = await self._ask(program, command, contract.Downloaded, vitals, hear)
+        return answer.snapshot
+
+    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+        now = asyncio.get_running_loop().time()
+        vitals = Vitals(now, start_timeout=ESTIMATE_TIMEOUT, stall_timeout=ESTIMATE_TIMEOUT)
+        command = replace(command, leashed=True, spawner=os.getpid())
+        return await self._ask(program, command, contract.Estimated, vitals, lambda event: None)
+
+    @asynccontextmanager
+    async def serve(
+        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+    ) -> AsyncIterator["LocalWorker"]:
+        names = device_names(place)
+        tag = self._folder.tag(program.model, program.worker)
+        socket = self._folder.socket(tag)
+        token = secrets.token_urlsafe(32)
+        command = replace(
+            command,
+            devices=tuple(name for name in names if name != "cpu") or ("cpu",),
+            listen=f"unix:{socket}",
+            leashed=True,
+            spawner=os.getpid(),
+        )
+        try:
+            async with self._running(program, command, "serve", tag, token, self._visible(names)) as child:
+                worker = LocalWorker(program, command, child, names, socket, token, listen, self._ooms)
+                try:
+                    await worker.start()
+                    yield worker
+                finally:
+                    await uncancelled(worker.end())
+        finally:
+            await uncancelled(self._probe.settle(list(names.values())))
+
+    async def _ask(
+        self, program: Program, command: contract.Command, kind: type[Answer], vitals: Vitals, listen: Listen
+    ) -> Answer:
+        """Run a process to its end; returns the last event of `kind` that it said. Raises WorkerLost."""
+        verb: Verb = "download" if isinstance(command, contract.Download) else "estimate"
+        tag = self._folder.tag(program.model, program.worker)
+        answers: list[Answer] = []
+        verdicts: list[Verdict] = []
+
+        def hear(event: contract.Event) -> None:
+            if isinstance(event, kind):
+                answers.append(event)
+            listen(event)
+
+        async with self._running(program, command, verb, tag, secrets.token_urlsafe(32), "") as child:
+            child.on_event = hear
+            watch = _Watch(child, vitals, LOOK_INTERVAL, verdicts.append)
+            try:
+                code = await asyncio.shield(child.exited)
+            finally:
+                watch.cancel()
+            if verdicts:
+                raise lost_by_verdict(program, verb, verdicts[0], child.said)
+            if code != contract.Exit.OK or not answers:
+                raise lost_by_exit(program, verb, code, child.said, oom_killed=self._oom_killed(code))
+            return answers[-1]
+
+    # Processes
+
+    @asynccontextmanager
+    async def _running(
+        self, program: Program, command: contract.Command, verb: Verb, tag: str, token: str, visible: str
+    ) -> AsyncIterator[Child]:
+        """A child that has its token, for the length of the block; left, it is dead, reaped and struck off."""
+        child = self._spawn(program, command, verb, tag, token, visible)
+        self._children[tag] = child
+        try:
+            await uncancelled(self._put_on_record(program, verb, tag, child.pid))
+            child.send_token(token)
+            yield child
+        finally:
+            await uncancelled(self._bury(child, tag))
+
+    def _spawn(
+        self, program: Program, command: contract.Command, verb: Verb, tag: str, token: str, visible: str
+    ) -> Child:
+        env = environments.environment(
+            self._environ,
+            verb,
+            tag=tag,
+            visible=visible,
+            threads=command.threads if isinstance(command, contract.ModelOptions) else 1,
+            extra=program.env,
+            offline=self._offline,
+            hf_token=self._hf_token,
+        )
+        name = program.worker if verb == "serve" else f"{program.worker} ({verb})"
+        words = Log(program.model, name, secrets=(token, *environments.secrets(env)))
+        argv = [program.python or self._argv[0], *self._argv[1:], *contract.to_argv(command)]
+        try:
+            return Child.spawn(argv, env, name=name, log=words, private=verb != "download")
+        except OSError as error:
+            raise lost_at_birth(program, verb, argv[0], error) from error
+
+    async def _put_on_record(self, program: Program, verb: Verb, tag: str, pid: int) -> None:
+        """Before it gets its token: whoever kills the router now finds it on disk, and the guard knows its group."""
+        assert self._guard is not None, "the launcher is not entered"
+        self._guard.add(pid)
+        orphans.known.add(self._guard.pid)  # it may be a new one
+        try:
+            await asyncio.to_thread(self._folder.write, tag, pid, model=program.model, worker=program.worker, verb=verb)
+        except OSError as error:
+            log.warning("%s: cannot record process %d: %s", program.worker, pid, error)  # leash and guard hold it
+
+    async def _bury(self, child: Child, tag: str) -> None:
+        """Returns once the process, its group and its orphans are gone and struck off."""
+        await child.end()
+        for pid in await orphans.end(child.pid, tag):
+            log.error("process %d, left by a worker, is stuck: SIGKILL did not end it", pid)
+        if self._guard is not None:
+            self._guard.remove(child.pid)
+        self._folder.remove(tag)
+        del self._children[tag]
+
+    async def _close(self) -> None:
+        """Returns once everything that ran here has been reaped, or does not die."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        self.kill_all()
+        left = {child.exited for child in self._children.values()}
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_TIMEOUT)
+        self._entered.close()
+
+    def _close_guard(self) -> None:
+        assert self._guard is not None
+        self._guard.close()
+        orphans.known.discard(self._guard.pid)
+        self._guard = None
+
+    async def _watch(self) -> None:
+        """What is looked at regularly: devices, the kernel's kills, orphans that ended by themselves."""
+        while True:
+            await asyncio.sleep(self._interval)
+            await self._probe.look()
+            self._ooms.look(asyncio.get_running_loop().time())
+            try:
+                orphans.reap_ended()
+            except OSError as error:  # no descriptor left: next time
+                log.warning("cannot look for orphans: %s", error)
+
+    def _visible(self, names: Mapping[str, DeviceId]) -> str:
+        """CUDA_VISIBLE_DEVICES for these devices, by UUID as far as the driver tells them."""
+        uuids = {reading.id: reading.uuid for reading in self._probe.latest}
+        accelerators = [device for device in names.values() if device.index >= 0]
+        return ",".join(uuids.get(device) or str(device.index) for device in accelerators)
+
+    def _oom_killed(self, code: int) -> bool:
+        return code == -signal.SIGKILL and self._ooms.happened(asyncio.get_running_loop().time())
+
+
+class LocalWorker:
+    """One worker process of this machine, as `LocalLauncher.serve` yields it. See `WorkerProcess`."""
+
+    def __init__(
+        self,
+        program: Program,
+        command: contract.Serve,
+        child: Child,
+        names: Mapping[str, DeviceId],
+        socket: Path,
+        token: str,
+        listen: Listen,
+        ooms: OomKills,
+    ):
+        loop = asyncio.get_running_loop()
+        self.url = URL
+        self.token = token
+        self.pid = child.pid
+        self.measured: dict[DeviceId, int] = {}
+        self.session = ClientSession(
+            connector=UnixConnector(str(socket), limit=0),
+            timeout=ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
+            cookie_jar=DummyCookieJar(),
+            trust_env=False,
+            auto_decompress=False,
+        )
+        self._program = program
+        self._address = command.listen
+        self._child = child
+        self._names = names
+        self._listen = listen
+        self._ooms = ooms
+        self._loop = loop
+        self._ready: asyncio.Future[contract.Ready] = loop.create_future()
+        self._lost: asyncio.Future[WorkerLost] = loop.create_future()
+        self._serving = False
+        self._vitals = Vitals(loop.time(), start_timeout=program.start_timeout, stall_timeout=program.stall_timeout)
+        shortest = min(program.start_timeout, program.stall_timeout)
+        self._watch = _Watch(child, self._vitals, min(LOOK_INTERVAL, shortest / 4), self._judged)
+        child.on_event = self._hear
+        child.exited.add_done_callback(self._exited)
+
+    @property
+    def ready(self) -> contract.Ready:
+        return self._ready.result()
+
+    async def lost(self) -> WorkerLost:
+        """As `WorkerProcess.lost`; returns also when the process has ended because it was told to."""
+        return await asyncio.shield(self._lost)
+
+    async def start(self) -> None:
+        """Returns once it is ready and answers on its socket. Raises WorkerLost."""
+        await self._unless_lost(asyncio.shield(self._ready))
+        await self._unless_lost(self._check_health())
+        self._serving = True
+        self._vitals.serving(self._loop.time())
+
+    async def end(self) -> None:
+        """Returns once nothing is sent to it any more and, if it served and lives, it has stopped in good order."""
+        self._watch.cancel()
+        await self.session.close()
+        if self._serving and not self._lost.done():
+            await self._child.stop(self._program.stop_timeout)
+
+    async def _unless_lost(self, work: Awaitable[T]) -> T:
+        """The result of `work`; raises WorkerLost as soon as the process is lost."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._lost}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._lost.done():
+                raise self._lost.result()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _check_health(self) -> None:
+        """Ready is what it says; that it hears us is another matter."""
+        timeout = ClientTimeout(total=HEALTH_TIMEOUT, sock_connect=CONNECT_TIMEOUT)
+        headers = {TOKEN_HEADER: f"Bearer {self.token}"}
+        try:
+            async with self.session.get(f"{URL}/health", headers=headers, timeout=timeout) as response:
+                problem = "" if response.status == 200 else f"its /health answered {response.status}"
+        except (ClientError, TimeoutError) as error:
+            problem = f"its socket does not answer ({type(error).__name__})"
+        if problem:
+            await asyncio.wait({self._lost}, timeout=1.0)  # if it has died, then that is the reason to tell
+            raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
+
+    def _hear(self, event: contract.Event) -> None:
+        match event:
+            case contract.Ready() if event.address != self._address:
+                log.warning("%s: skipped a ready for %s, which is not its socket", self._program.worker, event.address)
+                return
+            case contract.Ready() if self._ready.done():
+                log.warning("%s: skipped a second ready", self._program.worker)
+                return
+            case contract.Ready():
+                self._measure(event.measured)
+                self._ready.set_result(event)
+            case contract.Pulse():
+                self._measure(event.measured)
+        self._vitals.hear(event, self._loop.time())
+        self._listen(event)
+
+    def _measure(self, measured: Mapping[str, int]) -> None:
+        self.measured.update({self._names[name]: size for name, size in measured.items() if name in self._names})
+
+    def _judged(self, verdict: Verdict) -> None:
+        self._lose(lost_by_verdict(self._program, "serve", verdict, self._child.said))
+
+    def _exited(self, exited: "asyncio.Future[int]") -> None:
+        code = exited.result()
+        oom_killed = code == -signal.SIGKILL and self._ooms.happened(self._loop.time())
+        self._lose(lost_by_exit(self._program, "serve", code, self._child.said, oom_killed=oom_killed))
+
+    def _lose(self, lost: WorkerLost) -> None:
+        if not self._lost.done():
+            self._lost.set_result(lost)
+
+
+class _Watch:
+    """Looks at a child's vitals at each `interval` and kills it when they fail; `judged` is told why, once."""
+
+    def __init__(self, child: Child, vitals: Vitals, interval: float, judged: Callable[[Verdict], None]):
+        self._child = child
+        self._vitals = vitals
+        self._interval = interval
+        self._judged = judged
+        self._loop = asyncio.get_running_loop()
+        self._arm()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._due = self._loop.time() + self._interval
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._child.exited.done():
+            return
+        self._child.read()  # what it said while we were busy
+        if now - self._due > LATE:  # we slept, or were stopped: its silence may be ours
+            self._vitals.excuse(now - self._due)
+        elif (verdict := self._vitals.verdict(now)) is not None:
+            self._judged(verdict)
+            self._child.kill()
+            return
+        self._arm()
+
+
+def device_names(place: Bytes) -> dict[str, DeviceId]:
+    """The devices of `place` by the names that a worker has for them: `cuda:0`, ... in the order of the shards, and
+    `cpu` for main memory."""
+    accelerators = [device for device in place if device.index >= 0]
+    names = {f"cuda:{shard}": device for shard, device in enumerate(accelerators)}
+    hosts = [device for device in place if device.index == HOST]
+    return names | ({"cpu": hosts[0]} if hosts else {})
+
+
+def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_killed: bool) -> WorkerLost:
+    """What the exit code of a process means: what was lost, why, and whether memory ran out."""
+    memory: Literal["", "device", "host"] = ""
+    if code == contract.Exit.DEVICE_MEMORY:
+        memory = "device"
+    elif code == contract.Exit.HOST_MEMORY or oom_killed:
+        memory = "host"
+    cause: Cause = "crashed"
+    if verb == "download":
+        cause = "download_failed"
+    elif memory:
+        cause = "oom"
+    elif code in contract.FINAL_EXITS:
+        cause = "load_failed"
+    message = f"{program.model}: the {_NOUNS[verb]} {_how_it_ended(code, oom_killed=oom_killed)}"
+    return WorkerLost(message + (f": {said}" if said else ""), cause=cause, exit=code, memory=memory)
+
+
+def lost_by_verdict(program: Program, verb: Verb, verdict: Verdict, said: str) -> WorkerLost:
+    """What it means that we killed a process."""
+    message = f"{program.model}: the {_NOUNS[verb]} {verdict.reason} and was killed"
+    cause: Cause = "download_failed" if verb == "download" else verdict.cause
+    return WorkerLost(message + (f"; it last said: {said}" if said else ""), cause=cause)
+
+
+def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError) -> WorkerLost:
+    """What it means that no process could be started."""
+    reason = error.strerror or str(error)
+    cause: Cause = "download_failed" if verb == "download" else "load_failed"
+    if error.errno in _NOT_A_PROGRAM:
+        message = f"{program.model}: cannot run {executable} ({reason}); correct `python` in its preset"
+        return WorkerLost(message, cause=cause, exit=contract.Exit.USAGE)
+    return WorkerLost(f"{program.model}: cannot start a process ({reason})", cause=cause)
+
+
+def _how_it_ended(code: int, *, oom_killed: bool) -> str:
+    if oom_killed:
+        return "was killed by the kernel because main memory ran out (SIGKILL)"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    meaning = _MEANINGS.get(code, "")
+    return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")
+
+
+def _tell_failure(task: "asyncio.Task[None]") -> None:
+    """A task that should never end has: say so now, not when it is collected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        task.get_loop().call_exception_handler({"message": "readings have ended", "exception": error, "task": task})
