@@ -43,6 +43,7 @@ def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str]) -> str:
     settings = (
         effective_ctx(checkpoint, preset), preset.parallel, preset.prefill_chunk, preset.dtype, preset.quantization,
         preset.attention, preset.threads, preset.load_format, preset.task, preset.engine, preset.python,
+        preset.reserved_memory,
         sorted(preset.env.items()), [version(name) for name in ("torch", "transformers", "fleet-router")],
     )  # fmt: skip
     words = json.dumps([checkpoint.identity, settings, list(devices)])
@@ -82,7 +83,7 @@ class Calibration:
         def merge(before: Estimate | None) -> Estimate:
             if before is None or len(before.shards) != len(shards):
                 return learned(estimate, tuple(shards), host)
-            kept = tuple(map(_decayed, before.shards, shards))
+            kept = tuple(_decayed(old - before.reserved, new) for old, new in zip(before.shards, shards, strict=True))
             return learned(estimate, kept, _decayed(before.host, host))
 
         return self._learn(key, merge)
@@ -97,7 +98,8 @@ class Calibration:
             least = before if before and len(before.shards) == len(estimate.shards) else estimate
             is_beside = memory == "host" and estimate.host > 0
             growth = (1.0, RAISE) if is_beside else (RAISE, 1.0)
-            shards = tuple(round(max(each) * growth[0]) for each in zip(least.shards, estimate.shards, strict=True))
+            both = zip(least.shards, estimate.shards, strict=True)
+            shards = tuple(round(max(each) * growth[0]) - estimate.reserved for each in both)
             return learned(estimate, shards, round(max(least.host, estimate.host) * growth[1]))
 
         return self._learn(key, merge)
@@ -210,13 +212,17 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
     if not isinstance(record, Mapping):
         return None
     segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
-    host = record.get("host")
-    if not isinstance(host, int) or not all(_is_sizes(segment) for segment in segments):
+    host, reserved = record.get("host"), record.get("reserved")
+    if (
+        not isinstance(host, int)
+        or not isinstance(reserved, int)
+        or not all(_is_sizes(segment) for segment in segments)
+    ):
         return None
     weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
     if not len(weights) == len(context) == len(compute) == len(runtime) > 0:
         return None
-    return Estimate(weights, context, compute, runtime, host, source)
+    return Estimate(weights, context, compute, runtime, host, source, reserved)
 
 
 def _is_sizes(segment: Any) -> bool:

@@ -133,9 +133,18 @@ def _config(folder: Path, override: str) -> dict[str, Any]:
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:
-        return config | (json.loads(override) if override else {})
-    except (ValueError, TypeError) as error:
+        return _merge(config, json.loads(override)) if override else config
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UnknownCheckpoint(f"config-override is no JSON object ({error})") from None
+
+
+def _merge(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects are merged key by key, anything else is replaced."""
+    merged = dict(config)
+    for key, value in override.items():
+        before = merged.get(key)
+        merged[key] = _merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -210,6 +219,7 @@ def _assemble(
             math.prod(shape) * (_packing(stored, bits) if method else 1) for stored, shape, _ in counted.values()
         ),
         file_bytes=file_bytes,
+        largest=max((size for _, _, size in tensors.values()), default=0),
         quantization=method,
         capabilities=_capabilities(folder, config, template),
         chat_template=template,
@@ -362,13 +372,12 @@ def _packing(dtype: str, bits: int) -> int:
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> str:
-    """The config's dtype, else the floating-point dtype of most stored bytes."""
+    """The config's dtype, else that of the first floating-point tensor, as the worker decides it."""
     for source in (text, config):
         said = source.get("dtype") or source.get("torch_dtype")
         if isinstance(said, str):
             return said.removeprefix("torch.")
-    tallies = {name: tally for name, tally in _tallies(tensors.values()).items() if "float" in name}
-    return max(tallies, key=lambda name: tallies[name].bytes, default="float32")
+    return next((dtype for dtype, _, _ in tensors.values() if "float" in dtype), "float32")
 
 
 def _has_head(tensors: Mapping[str, _Tensor]) -> bool:
@@ -396,7 +405,7 @@ def _implied(
 def _capabilities(folder: Path, config: Mapping[str, Any], template: bool) -> tuple[str, ...]:
     """What the model is for: an embedder has the layout of sentence-transformers, or no head for language."""
     classes: Sequence[Any] = config.get("architectures") or ()
-    generates = any(str(each).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for each in classes)
+    generates = any(str(each).endswith(("ForCausalLM", "LMHeadModel")) for each in classes)
     if (folder / "modules.json").is_file() or not generates:
         return ("embedding",)
     return ("chat", "completion") if template else ("completion",)

@@ -107,13 +107,15 @@ class Checkpoint:
     tied: bool = False
     """The output head is the input embedding."""
     dtype: str = ""
-    """Of the config, else of most stored bytes, as torch names it."""
+    """Of the config, else of the first floating-point tensor, as torch names it."""
     tensors: Mapping[str, Tally] = field(default_factory=dict)
     """What will be loaded, by dtype as stored (torch's names); a stored copy of a tied head is not among it."""
     params: int = 0
     """Parameters of the model; packed quantised ones are counted unpacked."""
     file_bytes: int = 0
     """Of the safetensors files."""
+    largest: int = 0
+    """Bytes of the largest stored tensor."""
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
     capabilities: tuple[str, ...] = ()
@@ -134,6 +136,8 @@ class Estimate:
     host: int = 0
     """Bytes of main memory beside the shards; 0 for a model whose shard is main memory."""
     source: Literal["static", "exact", "learned", "preset"] = "static"
+    reserved: int = 0
+    """Bytes of each shard's runtime that only the preset asked for (`reserved-memory`)."""
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -153,19 +157,22 @@ class Estimate:
 
 def exact(said: contract.Estimated, preset: Preset) -> Estimate:
     """What `worker estimate` said, with the preset's `reserved-memory` on top."""
-    runtime = tuple(each + preset.reserved_memory for each in said.runtime)
-    return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, said.host, "exact")
+    extra = preset.reserved_memory
+    runtime = tuple(each + extra for each in said.runtime)
+    return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, said.host, "exact", extra)
 
 
 def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
-    """`about` with its segments made to sum to what was measured: `shards` and `host`, in bytes.
-
-    Weights and context are known best, so the difference shows as compute and runtime.
+    """`about` with its segments made to sum to what was measured (`shards` and `host`, in bytes) and what the preset
+    adds to that. Weights and context are known best, so the difference shows as compute and runtime.
     """
+    shards = tuple(each + about.reserved for each in shards)
     weights = tuple(map(min, about.weights, shards))
     context = tuple(map(min, about.context, _minus(shards, weights)))
     compute = tuple(map(min, about.compute, _minus(shards, weights, context)))
-    return Estimate(weights, context, compute, _minus(shards, weights, context, compute), host, "learned")
+    return Estimate(
+        weights, context, compute, _minus(shards, weights, context, compute), host, "learned", about.reserved
+    )
 
 
 def _minus(wholes: tuple[int, ...], *parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -208,20 +215,25 @@ def estimate(
     """
     if runtime is None:
         runtime = RUNTIME_HOST if on_host else RUNTIME_DEVICE
-    beside = 0 if on_host else RUNTIME_DEVICE_HOST
+    beside = 0 if on_host else RUNTIME_DEVICE_HOST + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
     required = _required(preset, shards=shards, on_host=on_host)
     if required is not None:
         none = (0,) * shards
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
-        return Estimate(tuple(each + extra for each in required), none, none, none, host, "preset")
+        return Estimate(required, none, none, (extra,) * shards, host, "preset", extra)
     tokens = effective_ctx(facts, preset)
+    context = context_bytes(facts, preset, tokens, on_host=on_host)
+    compute = compute_bytes(facts, preset, tokens, on_host=on_host)
+    if on_host and not is_mapped(facts, preset):
+        compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
     return Estimate(
         weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
-        context=_split(context_bytes(facts, preset, tokens, on_host=on_host), shards),
-        compute=(compute_bytes(facts, preset, tokens, on_host=on_host),) * shards,
+        context=_split(context, shards),
+        compute=(compute,) * shards,
         runtime=(runtime + extra,) * shards,
         host=beside,
+        reserved=extra,
     )
 
 
@@ -242,15 +254,30 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     """Bytes of all tensors as they will sit in memory.
 
     Plain floating-point tensors take the dtype that the model computes in; packed integers, and 8-bit floats of a
-    checkpoint quantised that way, stay as they are stored.
+    checkpoint quantised that way, stay as they are stored. On main memory a file whose tensors all have that dtype is
+    mapped whole and made resident, with what the model does not use of it.
     """
-    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    dtype = compute_dtype(facts, preset, on_host=on_host)
     packed = bool(facts.quantization)
     total = 0
-    for dtype, tally in facts.tensors.items():
-        is_plain = dtype in DTYPE_BYTES or (dtype.startswith("float8") and not packed)
-        total += tally.elements * each if is_plain else tally.bytes
-    return total
+    for stored, tally in facts.tensors.items():
+        is_plain = stored in DTYPE_BYTES or (stored.startswith("float8") and not packed)
+        total += tally.elements * DTYPE_BYTES[dtype] if is_plain else tally.bytes
+    return max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
+
+
+def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
+    """Whether a worker on main memory needs no copy of the files: each tensor has the dtype that is computed in."""
+    dtype = compute_dtype(facts, preset, on_host=True)
+    return bool(facts.file_bytes) and all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES)
+
+
+def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
+    """Bytes of main memory that hold weights on their way to an accelerator: all of them if they are converted."""
+    dtype = compute_dtype(facts, preset, on_host=False)
+    if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):
+        return 0
+    return weight_bytes(facts, preset, on_host=False)
 
 
 def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
@@ -269,6 +296,7 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
             " heads and head size; set required-memory in MiB"
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    attending *= 2 if facts.cross_attention else 1
     per_token = attending * facts.kv_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
     state = facts.state_layers * facts.state_elements
     return preset.parallel * (tokens * per_token + state) * each

@@ -82,6 +82,14 @@ def test_only_the_memory_that_ran_out_is_raised(file: Path) -> None:
     assert on_host.shards == (230,)  # its shard is main memory
 
 
+def test_what_the_preset_adds_stays_on_top_of_what_was_measured(file: Path) -> None:
+    calibration = Calibration(file)
+    asked = Estimate((100,), (50,), (30,), (20 + 1000,), reserved=1000)
+    assert calibration.record("a", asked, [190]).shards == (1190,)
+    assert calibration.record("a", asked, [150]).shards == (1180,)
+    assert calibration.raise_("b", asked, "device").shards == (1380,)
+
+
 def test_an_exact_estimate_is_kept(file: Path) -> None:
     Calibration(file).store_exact("a", SPLIT)
     kept = Calibration(file).exact("a")

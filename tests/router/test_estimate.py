@@ -1,0 +1,256 @@
+"""What a model will occupy, from its facts alone.
+
+Against real processes: tests/processes/test_estimate_against_reality.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router import estimate as estimates
+from router.estimate import (
+    RUNTIME_DEVICE,
+    RUNTIME_DEVICE_HOST,
+    RUNTIME_HOST,
+    Checkpoint,
+    ContextTooLarge,
+    Estimate,
+    Tally,
+    UnknownArchitecture,
+    context_bytes,
+    effective_ctx,
+    estimate,
+    weight_bytes,
+)
+from router.presets import Preset
+from worker import contract
+
+MIB = 1 << 20
+
+QWEN3_4B = Checkpoint(
+    model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,
+    intermediate=9728, vocab_size=151936, max_positions=40960, windows=(0,) * 36, tied=True, dtype="bfloat16",
+    tensors={"bfloat16": Tally(4_022_468_096, 8_044_936_192)}, params=4_022_468_096, file_bytes=8_044_982_080,
+    largest=777_912_320, capabilities=("chat", "completion"),
+)  # fmt: skip
+"""Its config has head_dim 128, where hidden / heads is 80."""
+
+
+def preset(**changes: Any) -> Preset:
+    return Preset(id="a", **{"ctx_size": 4096, "parallel": 4, **changes})
+
+
+def test_keys_and_values_count_by_their_own_heads_and_the_stated_head_size() -> None:
+    assert context_bytes(QWEN3_4B, preset(), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 2
+    assert context_bytes(QWEN3_4B, preset(dtype="float32"), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 4
+
+
+def test_a_window_caps_nothing_as_the_engine_caps_nothing() -> None:
+    windowed = replace(QWEN3_4B, windows=(512,) * 36)
+    assert context_bytes(windowed, preset(), 4096, on_host=False) == context_bytes(
+        QWEN3_4B, preset(), 4096, on_host=False
+    )
+
+
+def test_latent_attention_counts_one_compressed_row_for_all_heads() -> None:
+    deepseek = replace(QWEN3_4B, layers=61, heads=128, kv_heads=1, head_dim=512, value_dim=64)
+    assert context_bytes(deepseek, preset(parallel=1), 1000, on_host=False) == 61 * (512 + 64) * 1000 * 2
+
+
+def test_a_state_costs_the_same_whatever_the_length() -> None:
+    mamba = replace(QWEN3_4B, layers=8, state_layers=8, state_elements=1000, heads=0, kv_heads=0, head_dim=0)
+    assert context_bytes(mamba, preset(), 10, on_host=False) == 4 * 8 * 1000 * 2
+    assert context_bytes(mamba, preset(), 4096, on_host=False) == 4 * 8 * 1000 * 2
+
+
+def test_an_embedder_has_no_pool() -> None:
+    embedder = replace(QWEN3_4B, capabilities=("embedding",))
+    assert context_bytes(embedder, preset(), 4096, on_host=True) == 0
+    assert context_bytes(embedder, preset(task="generate"), 4096, on_host=True) > 0
+    assert context_bytes(QWEN3_4B, preset(task="embed"), 4096, on_host=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "on_host", "factor"),
+    [
+        ("bfloat16", "auto", True, 2),
+        ("float16", "auto", True, 4),  # the CPU has no fast arithmetic for it
+        ("float16", "auto", False, 2),
+        ("float16", "float16", True, 2),
+        ("float32", "bfloat16", False, 2),
+        ("bfloat16", "float32", False, 4),
+    ],
+)
+def test_weights_count_in_the_dtype_that_they_will_have(stored: str, dtype: str, on_host: bool, factor: int) -> None:
+    size = 4 if stored == "float32" else 2
+    facts = replace(QWEN3_4B, dtype=stored, tensors={stored: Tally(1000, 1000 * size)}, file_bytes=1000 * size)
+    assert weight_bytes(facts, preset(dtype=dtype), on_host=on_host) == 1000 * factor
+
+
+def test_packed_weights_stay_as_they_are_stored() -> None:
+    packed = {"int32": Tally(1000, 4000), "float8_e4m3fn": Tally(100, 100), "float16": Tally(10, 20)}
+    gptq = replace(QWEN3_4B, dtype="float16", tensors=packed, quantization="gptq", file_bytes=5000)
+    assert weight_bytes(gptq, preset(), on_host=False) == 4000 + 100 + 20
+    assert weight_bytes(gptq, preset(), on_host=True) == 4000 + 100 + 40
+    plain = replace(gptq, quantization="")
+    assert weight_bytes(plain, preset(), on_host=False) == 4000 + 200 + 20
+
+
+def test_a_mapped_file_is_resident_whole() -> None:
+    assert weight_bytes(QWEN3_4B, preset(), on_host=True) == QWEN3_4B.file_bytes
+    assert weight_bytes(QWEN3_4B, preset(), on_host=False) == 8_044_936_192
+
+
+def test_converting_on_the_way_to_an_accelerator_needs_main_memory_for_a_copy() -> None:
+    straight = estimate(QWEN3_4B, preset(), on_host=False)
+    converted = estimate(QWEN3_4B, preset(dtype="float16"), on_host=False)
+    assert straight.host == RUNTIME_DEVICE_HOST
+    assert converted.host == RUNTIME_DEVICE_HOST + 8_044_936_192
+
+
+def test_segments_and_source_are_stated_by_shard() -> None:
+    one = estimate(QWEN3_4B, preset(), on_host=True)
+    assert one.runtime == (RUNTIME_HOST,)
+    assert one.host == 0
+    assert (one.source, one.sure) == ("static", False)
+    assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
+    two = estimate(QWEN3_4B, preset(), shards=2, on_host=False, runtime=7 * MIB)
+    assert two.runtime == (7 * MIB, 7 * MIB)
+    assert sum(two.weights) == 8_044_936_192
+    assert len(two.shards) == 2
+
+
+def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_engine_need() -> None:
+    compute = estimate(QWEN3_4B, preset(), on_host=False).compute[0]
+    assert 4 * 151936 * 4 < 30 * MIB < compute < 300 * MIB
+
+
+def test_eager_attention_needs_the_whole_table_of_scores() -> None:
+    plain, eager = (
+        estimate(QWEN3_4B, preset(), on_host=True),
+        estimate(QWEN3_4B, preset(attention="eager"), on_host=True),
+    )
+    assert eager.compute[0] - plain.compute[0] > 32 * 512 * 4096 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("ctx_size", "most", "tokens"),
+    [(-1, 40960, 8192), (-1, 2048, 2048), (-1, 0, 8192), (0, 40960, 40960), (100, 40960, 100), (100, 0, 100)],
+)
+def test_the_context_is_what_was_asked_for_up_to_what_the_model_has(ctx_size: int, most: int, tokens: int) -> None:
+    assert effective_ctx(replace(QWEN3_4B, max_positions=most), preset(ctx_size=ctx_size)) == tokens
+
+
+def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ContextTooLarge, match=r"a: ctx-size 50000 is more than the model's maximum of 40960 tokens"):
+        estimate(QWEN3_4B, preset(ctx_size=50000), on_host=True)
+
+
+def test_what_the_config_does_not_state_is_refused_with_the_way_out() -> None:
+    for unknown in (replace(QWEN3_4B, kv_heads=0), replace(QWEN3_4B, layers=0), replace(QWEN3_4B, hidden=0)):
+        with pytest.raises(UnknownArchitecture, match="set required-memory in MiB"):
+            estimate(unknown, preset(), on_host=True)
+    with pytest.raises(UnknownArchitecture, match="set ctx-size"):
+        estimate(replace(QWEN3_4B, max_positions=0), preset(ctx_size=0), on_host=True)
+
+
+@pytest.mark.parametrize(
+    ("required", "device", "shards", "on_host", "expected", "host"),
+    [
+        ({"": 900}, (), 1, True, (900,), 0),
+        ({"cpu": 900}, ("cpu",), 1, True, (900,), 0),
+        ({"cuda:0": 900, "cpu": 100}, ("cuda:0",), 1, False, (900,), 100),
+        ({"cuda:1": 900, "cuda:0": 800}, ("cuda:1", "cuda:0"), 2, False, (900, 800), RUNTIME_DEVICE_HOST),
+        ({"cuda:0": 900, "": 700}, ("cuda:0", "cuda:1"), 2, False, (900, 700), RUNTIME_DEVICE_HOST),
+        ({"": 900}, (), 2, False, (900, 900), RUNTIME_DEVICE_HOST),
+        ({"cuda:0": 900}, (), 1, False, (900,), RUNTIME_DEVICE_HOST),
+    ],
+)
+def test_required_memory_replaces_the_estimate(
+    required: dict[str, int], device: tuple[str, ...], shards: int, on_host: bool, expected: tuple[int, ...], host: int
+) -> None:
+    said = preset(required_memory=required, device=device)
+    found = estimate(QWEN3_4B, said, shards=shards, on_host=on_host)
+    assert (found.shards, found.host, found.source, found.sure) == (expected, host, "preset", True)
+
+
+def test_required_memory_admits_a_model_that_nobody_can_estimate() -> None:
+    assert estimate(Checkpoint(), preset(required_memory={"": 900}), on_host=True).total == 900
+
+
+def test_required_memory_of_another_device_says_nothing_here() -> None:
+    found = estimate(QWEN3_4B, preset(required_memory={"cuda:0": 900}), on_host=True)
+    assert found.source == "static"
+
+
+def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
+    more = preset(reserved_memory=1000)
+    plain, added = (
+        estimate(QWEN3_4B, preset(), shards=2, on_host=False),
+        estimate(QWEN3_4B, more, shards=2, on_host=False),
+    )
+    assert [b - a for a, b in zip(plain.shards, added.shards, strict=True)] == [1000, 1000]
+    required = preset(reserved_memory=1000, required_memory={"": 900})
+    assert estimate(QWEN3_4B, required, on_host=True).shards == (1900,)
+    said = contract.Estimated(weights=[5], context=[4], compute=[3], runtime=[2], host=1)
+    assert estimates.exact(said, more) == Estimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
+    assert estimates.learned(plain, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_000_000,) * 2
+    assert estimates.learned(added, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_001_000,) * 2
+
+
+def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
+    found = estimate(QWEN3_4B, preset(), on_host=False)
+    assert found.runtime == (RUNTIME_DEVICE,)
+    assert found.total == found.shards[0] + RUNTIME_DEVICE_HOST
+
+
+checkpoints = st.builds(
+    replace,
+    st.just(QWEN3_4B),
+    layers=st.integers(1, 64),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    head_dim=st.sampled_from([32, 64, 256]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    capabilities=st.sampled_from([("completion",), ("embedding",)]),
+)
+presets = st.builds(
+    preset,
+    ctx_size=st.integers(1, 40000),
+    parallel=st.integers(1, 32),
+    prefill_chunk=st.integers(1, 2048),
+    attention=st.sampled_from(["auto", "eager"]),
+)
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, on_host=st.booleans(), more=st.integers(1, 900))
+def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Preset, on_host: bool, more: int) -> None:
+    base = estimate(facts, said, on_host=on_host)
+    grown = [
+        estimate(facts, replace(said, ctx_size=said.ctx_size + more), on_host=on_host),
+        estimate(facts, replace(said, parallel=said.parallel + more), on_host=on_host),
+        estimate(facts, replace(said, prefill_chunk=said.prefill_chunk + more), on_host=on_host),
+        estimate(replace(facts, layers=facts.layers + more), said, on_host=on_host),
+    ]
+    assert all(each.total >= base.total for each in grown)
+    assert min(base.shards) > 0
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, shards=st.integers(1, 8))
+def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, shards: int) -> None:
+    whole, split = estimate(facts, said, on_host=False), estimate(facts, said, shards=shards, on_host=False)
+    for one, parts in ((whole.weights, split.weights), (whole.context, split.context)):
+        assert one[0] <= sum(parts) < one[0] + shards
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, measured=st.integers(0, 1 << 40), host=st.integers(0, 1 << 40))
+def test_what_was_learned_sums_to_what_was_measured(facts: Checkpoint, said: Preset, measured: int, host: int) -> None:
+    found = estimates.learned(estimate(facts, said, on_host=False), (measured,), host)
+    assert found.shards == (measured,)
+    assert found.host == host
+    assert min(found.weights + found.context + found.compute + found.runtime) >= 0
