@@ -18,7 +18,7 @@ from router import ini, presets
 from router.errors import ConfigError
 from router.ini import Problem
 from router.presets import Found, Loaded
-from router.settings import Key, Settings, configured_keys
+from router.settings import Key, Settings, configured_keys, hub_cache
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -37,7 +37,7 @@ def load_catalogue(settings: Settings, model_flags: Mapping[str, str], environ: 
         warnings += notes
         problems += [Problem(settings.models_dir, 0, "", "models-dir", fault)] if fault else []
     if settings.models_cache:
-        found += _cache(hub_cache(environ))
+        found += _cache(settings.hub_cache or hub_cache(environ))
     path = Path(settings.models_preset) if settings.models_preset else None
     if path is None and not settings.models_dir:
         path = demo_preset()
@@ -113,17 +113,6 @@ def missing(folder: Path) -> str:
         if shard and sum(other.endswith(f"-of-{shard[2]}.safetensors") for other in files) < int(shard[2]):
             return f"a part beside {name}"
     return "" if files else "safetensors files"
-
-
-def hub_cache(environ: Mapping[str, str]) -> str:
-    """Where the hub library keeps repositories."""
-    if environ.get("HF_HUB_CACHE"):
-        return environ["HF_HUB_CACHE"]
-    home = environ.get("HF_HOME")
-    if not home:
-        cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", os.path.expanduser("~")), ".cache")
-        home = os.path.join(cache, "huggingface")
-    return os.path.join(home, "hub")
 
 
 def demo_preset() -> Path:

@@ -178,7 +178,7 @@ def load(
     ).load(ini.parse(text, file=file, environ=environ), found, flags or {})  # fmt: skip
 
 
-ENVIRONMENT, DEFAULTS, OWN, COMMAND_LINE = range(4)
+ENVIRONMENT, STAR, OWN, COMMAND_LINE = range(4)
 """Ranks of a setting: environment, [*], [id], command line."""
 
 
@@ -221,7 +221,7 @@ class _Loading:
         star: _Layer = {}
         for section in document.sections:
             if section.name == "*":
-                star |= self._section(section, DEFAULTS)
+                star |= self._section(section, STAR)
         general = under | star
         presets: dict[str, Preset] = {}
         aliases: list[tuple[str, Problem]] = []
@@ -287,6 +287,8 @@ class _Loading:
                 if isinstance(spelling.word, Key) and spelling.word.own:
                     message = "names one model; write a section [id] with it in a file for --models-preset"
                     self._fail(place, f"{message}, or use --models-dir")
+                elif spelling.canonical in layer and spelling.word.name != "env":
+                    self._fail(place, f"{layer[spelling.canonical].origin} says the same; give one of the two")
                 else:
                     self._add(layer, spelling, value, place, COMMAND_LINE)
         return layer
@@ -331,7 +333,7 @@ class _Loading:
     ) -> None:
         key = spelling.word
         assert isinstance(key, Key)
-        if key.own and rank == DEFAULTS:
+        if key.own and rank == STAR:
             self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
             return
         try:
@@ -593,7 +595,7 @@ _LIVE_FIELDS = {key.field for key in keys.KEYS if key.live} | {"source", "chat_t
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
 
 
-_DEFAULTS = {
+DEFAULTS = {
     field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     for field in dataclasses.fields(Preset)
 }
@@ -623,7 +625,7 @@ def _written(key: Key, preset: Preset) -> tuple[str, bool]:
     value = getattr(preset, key.field)
     if key.item:
         return (key.kind.write(value[key.item]), True) if key.item in value else ("", False)
-    is_set = value != _DEFAULTS[key.field]
+    is_set = value != DEFAULTS[key.field]
     if value is None:
         return "", False
     text = key.kind.write(value)

@@ -5,7 +5,6 @@ and the text of key files come in as values.
 """
 
 import dataclasses
-import difflib
 import hashlib
 import ipaddress
 import re
@@ -41,7 +40,7 @@ class Settings:
     models_autoload: bool = True
 
     models_max: int | None = None
-    """None: not given; see `workers`."""
+    """None: not given; see `workers_at_once`."""
     models_memory_margin: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"": 1024 * MIB})
     """Bytes by device name; "" holds for all others."""
     device_limit: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -84,9 +83,11 @@ class Settings:
     state_dir: str = ""
     """Empty: the platform's, chosen where it is used."""
     runtime_dir: str = ""
+    hub_cache: str = ""
+    """Folder of downloaded repositories; has no flag, as all programs of the hub share its variables."""
 
     @property
-    def workers(self) -> int:
+    def workers_at_once(self) -> int:
         """Workers at once; 0: unlimited. Without a margin memory decides nothing, so a count does: 4."""
         if self.models_max is not None:
             return self.models_max
@@ -178,10 +179,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(flag="models-max", kind=Integer(0, 100_000), group=MEMORY, env=("LLAMA_ARG_MODELS_MAX",),
            unset="0; 4 if the margin is 0", help="workers at once; 0: as memory allows"),
 
-    Option(flag="host", kind=Text("ADDRESS"), group=HTTP, env=("LLAMA_ARG_HOST",), help="address to listen on"),
+    Option(flag="host", kind=Text("ADDRESS"), group=HTTP, env=("LLAMA_ARG_HOST",),
+           help="to listen on; several with commas, or a path ending in .sock"),
     Option(flag="port", kind=Integer(0, 65535), group=HTTP, env=("LLAMA_ARG_PORT",), help="0: any free one"),
     Option(flag="timeout", kind=Seconds(off=0.0), group=HTTP, also=("-to",), env=("LLAMA_ARG_TIMEOUT",),
-           help="of one request, in seconds; 0: none"),
+           help="of one request; 0: none"),
     Option(flag="body-timeout", kind=Seconds(low=0.1), group=HTTP, help="for a request's body to arrive"),
     Option(flag="write-stall", kind=Seconds(low=0.1), group=HTTP, help="before a client that reads nothing is dropped"),
     Option(flag="max-body-size", kind=Memory(low=1024), group=HTTP, help="of one request, in MiB"),
@@ -241,7 +243,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Setting
     margin = values.get("models_memory_margin")
     if margin is not None and "" not in margin:
         values["models_memory_margin"] = {"": 1024 * MIB, **margin}
-    settings = Settings(**values)
+    settings = Settings(**values, hub_cache=hub_cache(environ))
     return settings, (*problems, *_contradictions(settings, origins))
 
 
@@ -258,11 +260,13 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
         return Problem(origins.get(BY_FLAG[flag].field, f"--{flag}"), 0, "", flag, message)
 
     has_keys = any(field in origins for field in ("api_key", "api_key_file", "admin_key", "admin_key_file"))
-    host = settings.host
-    if "," in host or host.endswith(".sock") or "/" in host or not host.strip():
-        yield fault("host", "one address or host name is needed; lists and sockets are not offered by this version")
-    elif not is_loopback(host) and not has_keys and not settings.allow_unauthenticated:
-        yield fault("host", f"{host} is open to other machines; give --api-key-file, or --allow-unauthenticated")
+    hosts = [host.strip() for host in settings.host.split(",")]
+    public = [host for host in hosts if not is_local(host)]
+    if not all(hosts):
+        yield fault("host", "an address is empty; write one, or several with commas")
+    elif public and not has_keys and not settings.allow_unauthenticated:
+        message = f"{public[0]} is open to other machines; give --api-key-file, or --allow-unauthenticated"
+        yield fault("host", message)
     if settings.allow_unauthenticated and has_keys:
         yield fault("allow-unauthenticated", "keys are given as well; remove one of the two")
     if settings.unknown_model == "default" and not settings.default_model:
@@ -285,18 +289,21 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
             )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
-    name = host.strip().strip("[]").lower()
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`: a loopback address or name, or a socket file."""
+    name = host.strip("[]").lower()
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
+        return name == "localhost" or name.endswith((".localhost", ".sock"))
 
 
-def nearest(flag: str) -> str:
-    """The option that `flag` was probably meant to be, without dashes; empty if none is near."""
-    return next(iter(difflib.get_close_matches(flag.lstrip("-"), list(BY_FLAG), n=1, cutoff=0.6)), "")
+def hub_cache(environ: Mapping[str, str]) -> str:
+    """Where the hub library keeps repositories, by its own variables."""
+    if environ.get("HF_HUB_CACHE"):
+        return environ["HF_HUB_CACHE"]
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    return f"{environ.get('HF_HOME') or f'{cache}/huggingface'}/hub"
 
 
 # Keys

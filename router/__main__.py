@@ -1,0 +1,8 @@
+"""`python -m router`: calls cli.main."""
+
+import sys
+
+from router.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

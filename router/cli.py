@@ -1,0 +1,325 @@
+"""The command line: `router` serves, `router check` reads what serving would read.
+
+Options come from the tables of `settings` and `keys`, so that none is written here a second time. Nothing heavy is
+imported before it is needed: `--help` stays quick.
+"""
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from router import __version__, keys, presets, settings
+from router.catalogue import load_catalogue, read_keys
+from router.errors import ConfigError
+from router.keys import Key, Meaningless
+from router.presets import Loaded, Problem
+from router.settings import Option, Settings
+from router.values import Choice, Flag, Integer, Names, Seconds
+
+OK, FAULTS, USAGE, INTERRUPTED = 0, 1, 2, 130
+SCHEMA = 1
+"""Of JSON documents on stdout."""
+_ABOUT = """\
+Serve many language models from one address, each in a process of its own, and swap them by memory.
+
+Every option has a variable, ROUTER_ and its name in capitals (--models-max: ROUTER_MODELS_MAX). Where llama-server has
+the same option, the variable named below is read next. A flag wins over both.
+"""
+_MODEL_KEYS = """\
+Any key of a preset is a flag as well and wins for every model, as in --ctx-size 4096. --help-model-keys lists them.
+"""
+_KEYS_ABOUT = """\
+Keys of a model: in a section [id] of a preset file, in [*] for all models, as a flag (--ctx-size 4096) or as a variable
+(ROUTER_CTX_SIZE). Flags win over [id], that over [*], that over variables. In brackets: other spellings; default.
+"""
+
+
+def _as_options(option: Option) -> click.Option:
+    names = [f"--{option.flag}/--no-{option.flag}"] if option.is_flag else [f"--{option.flag}", *option.also]
+    repeats = option.flag in {"api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts"}
+    return click.Option([*names, f"s_{option.field}"], default=None, multiple=repeats)
+
+
+def _model_options() -> Iterable[tuple[str, str, click.Option]]:
+    """(parameter, spelling, option) of every word that a preset knows; hidden, as there are hundreds."""
+    for number, (name, word) in enumerate(keys.WORDS.items()):
+        if name in settings.BY_FLAG:
+            continue
+        parameter = f"m_{number}"
+        dashes = ["-"] if len(name) == 1 else ["--", "-"] if len(name) <= 5 else ["--"]  # llama-server: -np, -ngl
+        is_flag = isinstance(word, Meaningless) and word.is_flag
+        is_flag = is_flag or (keys.find(name) or keys.Spelling(word, name)).is_flag
+        names = [f"{dash}{name}" for dash in dashes]
+        if is_flag and len(name) > 1:
+            names[0] += f"/--no-{name}"
+        yield parameter, name, click.Option([*names, parameter], is_flag=is_flag, default=None, hidden=True,
+                                            multiple=name == "env")  # fmt: skip
+
+
+_SETTINGS: Mapping[str, tuple[Option, click.Option]] = {
+    f"s_{option.field}": (option, _as_options(option)) for option in settings.OPTIONS
+}
+_MODELS: Mapping[str, tuple[str, click.Option]] = {
+    parameter: (name, option) for parameter, name, option in _model_options()
+}
+
+
+class _Command(click.Command):
+    """A command whose help shows the router's options by group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        mine = [(_SETTINGS[param.name][0], param) for param in self.params if param.name in _SETTINGS]
+        for group in settings.GROUPS:
+            rows = [_row(option) for option, _ in mine if option.group == group]
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl(rows, col_max=34)
+        with formatter.section("Keys of models"):
+            formatter.write_text(" ".join(_MODEL_KEYS.split()))
+        rest = [param for param in self.get_params(ctx) if param.name not in _SETTINGS]
+        others = [param.get_help_record(ctx) for param in rest if isinstance(param, click.Option)]
+        with formatter.section("Other options"):
+            formatter.write_dl([record for record in others if record], col_max=34)
+
+
+class _Router(_Command, click.Group):
+    """The group itself: serves unless a command is named."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def _row(option: Option) -> tuple[str, str]:
+    name = f"--[no-]{option.flag}" if option.is_flag else f"--{option.flag} {_metavar(option)}"
+    default = option.unset or option.kind.write(getattr(Settings(), option.field))
+    facts = "; ".join([default, *option.env])
+    return ", ".join([name, *option.also]), f"{option.help}  [{facts}]"
+
+
+def _metavar(option: Option) -> str:
+    kind = option.kind
+    if isinstance(kind, Choice):
+        return "|".join(kind.values)
+    return {Integer: "N", Seconds: "SECONDS", Names: "LIST"}.get(type(kind), kind.hint)
+
+
+def _show_model_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(model_keys())
+        ctx.exit()
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--help-model-keys", is_flag=True, is_eager=True, expose_value=False, callback=_show_model_keys,
+        help="Show the keys of models and exit.",
+    )(command)  # fmt: skip
+
+
+def _params(*, only: Callable[[Option], bool] = lambda option: True) -> list[click.Parameter]:
+    return [*(param for option, param in _SETTINGS.values() if only(option)), *(param for _, param in _MODELS.values())]
+
+
+def _belongs_to_check(option: Option) -> bool:
+    return option.group == settings.MODELS or option.flag == "swap-patience"
+
+
+def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said on the command line, before the command's name or after it."""
+    said = {name: value for name, value in params.items() if value is not None and value != ()}
+    before: dict[str, Any] = ctx.obj or {}
+    unknown = [name for name in before if name not in {param.name for param in ctx.command.params}]
+    if unknown:
+        name = _SETTINGS[unknown[0]][0].flag if unknown[0] in _SETTINGS else _MODELS[unknown[0]][0]
+        raise click.UsageError(f"--{name} does not belong to `{ctx.info_name}`.", ctx)
+    return {**before, **said}
+
+
+def _split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Texts of router options by flag, and of model keys by spelling."""
+    options = {_SETTINGS[name][0].flag: _text(value) for name, value in given.items() if name in _SETTINGS}
+    models: dict[str, str] = {}
+    for parameter, value in given.items():
+        if parameter in _MODELS:
+            name = _MODELS[parameter][0]
+            models[f"no-{name}" if value is False else name] = "on" if value is False else _text(value)
+    return options, models
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return Flag().write(value) if isinstance(value, bool) else str(value)
+
+
+@click.group(
+    cls=_Router, invoke_without_command=True, params=_params(), help=_ABOUT,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)  # fmt: skip
+@click.version_option(__version__, prog_name="router")
+@_common
+@click.pass_context
+def cli(ctx: click.Context, /, **params: Any) -> int | None:
+    given = {name: value for name, value in params.items() if value is not None and value != ()}
+    if ctx.invoked_subcommand is not None:
+        ctx.obj = given
+        return None
+    return _serve(given)
+
+
+@cli.command(cls=_Command, params=_params(), help="Serve: what `router` alone does as well.")
+@_common
+@click.pass_context
+def serve(ctx: click.Context, /, **params: Any) -> int:
+    return _serve(_given(ctx, params))
+
+
+@cli.command(
+    cls=_Command,
+    params=[click.Argument(["file"], required=False), *_params(only=_belongs_to_check)],
+    help="Read presets as serving would, start nothing, and report every fault with file and line. Exits with 1 if"
+    " there is one. FILE stands for --models-preset.",
+)
+@click.option("--effective", is_flag=True, help="Show every setting of every model, and where it comes from.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_common
+@click.pass_context
+def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: bool, **params: Any) -> int:
+    options, models = _split(_given(ctx, params))
+    if file is not None:
+        options["models-preset"] = file
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems, as_json=as_json)
+    loaded = load_catalogue(parsed, models, os.environ)
+    if as_json:
+        click.echo(json.dumps(_document(loaded, effective=effective), ensure_ascii=False, indent=1))
+    else:
+        click.echo(_report(loaded, effective=effective))
+    return FAULTS if loaded.problems else OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 faults or failure, 2 usage or configuration, 130 interrupted."""
+    try:
+        code = cli.main(args=None if argv is None else list(argv), prog_name="router", standalone_mode=False)
+    except click.ClickException as error:
+        (_nearer(error) if isinstance(error, click.NoSuchOption) else error).show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("router: interrupted", err=True)
+        return INTERRUPTED
+    return code if isinstance(code, int) else OK
+
+
+def _nearer(error: click.NoSuchOption) -> click.NoSuchOption:
+    """The same complaint with the one spelling that was probably meant."""
+    name = error.option_name
+    if name.lstrip("-") in settings.LATER:
+        return click.NoSuchOption(name, f"{name} is not offered by this version; remove it.", ctx=error.ctx)
+    near = keys.nearest(name, settings.BY_FLAG)
+    return click.NoSuchOption(name, possibilities=[f"--{near}"] if near else [], ctx=error.ctx)
+
+
+def _serve(given: Mapping[str, Any]) -> int:
+    options, models = _split(given)
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems)
+    try:
+        read_keys(parsed)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    first = [load_catalogue(parsed, models, os.environ)]
+    for warning in first[0].warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if first[0].problems:
+        return _refuse(first[0].problems)
+
+    def load() -> Loaded:
+        """What was just read, once; from then on what there is now."""
+        return first.pop() if first else load_catalogue(parsed, models, os.environ)
+
+    from router.serve import run  # late: it brings the HTTP server, which no other command needs
+
+    return run(parsed, load, lambda: read_keys(parsed))
+
+
+def _refuse(problems: Sequence[Problem | str], *, as_json: bool = False) -> int:
+    if as_json:
+        error = {"code": "configuration", "message": "; ".join(map(str, problems))}
+        click.echo(json.dumps({"schema": SCHEMA, "error": error}, ensure_ascii=False))
+    else:
+        click.echo("\n".join(map(str, problems)), err=True)
+    return USAGE
+
+
+def _report(loaded: Loaded, *, effective: bool) -> str:
+    lines = [str(problem) for problem in loaded.problems]
+    lines += [f"warning: {warning}" for warning in loaded.warnings]
+    if effective:
+        for id, preset in loaded.presets.items():
+            rows = [(key, _short(value), origin) for key, value, origin in presets.effective(preset)]
+            widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+            lines += ["", f"[{id}]", *(f"{key:{widths[0]}} = {value:{widths[1]}}  ; {at}" for key, value, at in rows)]
+        lines.append("")
+    if loaded.problems:
+        count = len(loaded.problems)
+        lines.append(f"{count} fault{'s' if count > 1 else ''}")
+    else:
+        lines.append(f"{len(loaded.presets)} models, no fault: {' '.join(loaded.presets) or 'none'}")
+    return "\n".join(lines)
+
+
+def _document(loaded: Loaded, *, effective: bool) -> dict[str, Any]:
+    models: list[dict[str, Any]] = []
+    for id, preset in loaded.presets.items():
+        model: dict[str, Any] = {"id": id, "source": preset.source, "aliases": list(preset.aliases)}
+        if effective:
+            rows = presets.effective(preset)
+            model["settings"] = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
+        models.append(model)
+    return {
+        "schema": SCHEMA,
+        "problems": [asdict(problem) for problem in loaded.problems],
+        "warnings": [asdict(warning) for warning in loaded.warnings],
+        "models": models,
+    }
+
+
+def model_keys() -> str:
+    """The reference of model keys, for a terminal."""
+    lines = [_KEYS_ABOUT]
+    group = ""
+    for key in keys.KEYS:
+        if key.group != group:
+            group = key.group
+            lines += ["", f"{group}:"]
+        also = ", ".join([*key.also, *key.switches])
+        facts = "; ".join(part for part in (also, _default(key)) if part)
+        text = f"{key.help} ({key.kind.hint})  [{facts}]"
+        first, *rest = textwrap.wrap(text, 72, break_on_hyphens=False) or [""]
+        lines += [f"  {key.name:22} {first}", *(f"  {'':22} {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def _default(key: Key) -> str:
+    if key.unset or key.name in {"model", "hf-repo"}:
+        return key.unset
+    if key.name == "n-gpu-layers":
+        return "auto"
+    return key.kind.write(presets.DEFAULTS[key.field])
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+__all__ = ["cli", "main"]
