@@ -7,11 +7,16 @@ a journal of what it was asked to do, so that a test reads `["download c", "stop
 
 import asyncio
 import functools
+import json
+import math
+import os
 import selectors
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, Self, TypeVar
 
 from aiohttp import ClientSession
 
@@ -394,3 +399,117 @@ class FakeLauncher:
         if fails:
             self._note(f"lost {program.model}")
             raise fails.pop(0)
+
+
+# Real processes: the fake program of `fake_worker.py`
+
+FAKE_ARGV = (sys.executable, "-P", str(Path(__file__).with_name("fake_worker.py")))
+"""For `LocalLauncher(python_argv=...)`."""
+DEADLINE = 30.0
+"""Seconds; far above what anything here takes on a busy machine."""
+
+
+def fake_program(model: str, *, number: int = 1, **told: Any) -> Program:
+    """A program that runs the fake worker with this `fake_worker.Behaviour`; fields of `Program` are taken as such."""
+    fields = {name: told.pop(name) for name in Program.__dataclass_fields__ if name in told}
+    env = {"FAKE_WORKER": json.dumps(told)} | fields.pop("env", {})
+    return Program(model=model, worker=f"{model}#{number}", env=env, **fields)
+
+
+def fake_snapshot(folder: Path, *, weight_mib: int = 0, **told: Any) -> Path:
+    """A folder that looks like a tiny Llama whose weights take `weight_mib` (the file is sparse), with the behaviour
+    of whoever serves it."""
+    hidden, layers, vocab = 16, 2, max(64, (weight_mib * MIB) // (4 * 16))
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "fake.json").write_text(json.dumps(told))
+    shapes = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{part}_proj.weight": [hidden, hidden] for part in "qo"}
+        shapes |= {f"{at}.self_attn.{part}_proj.weight": [hidden // 2, hidden] for part in "kv"}
+        shapes |= {f"{at}.mlp.{part}_proj.weight": [2 * hidden, hidden] for part in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": [hidden, 2 * hidden]}
+        shapes |= {f"{at}.{part}_layernorm.weight": [hidden] for part in ("input", "post_attention")}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+class Journal:
+    """What fake workers write down, as it happens: a FIFO at `path`, read by the running loop. Their children and
+    those of other routers may write to it as well."""
+
+    def __init__(self, path: Path):
+        os.mkfifo(path, 0o600)
+        self.path = str(path)
+        self.lines: list[str] = []
+        self._taken: set[int] = set()
+        self._rest = b""
+        self._changed = asyncio.Event()
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a writer of our own, so that there is no end of file
+        asyncio.get_running_loop().add_reader(self._pipe, self._read)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._pipe)
+        os.close(self._pipe)
+
+    async def line(self, start: str, *, within: float = DEADLINE) -> str:
+        """Returns once there is a line that begins with `start` and was not returned before: the rest of it."""
+        async with asyncio.timeout(within):
+            while True:
+                for number, line in enumerate(self.lines):
+                    if line.startswith(start) and number not in self._taken:
+                        self._taken.add(number)
+                        return line[len(start) :].strip()
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def pid(self, of: str = "started", *, within: float = DEADLINE) -> int:
+        """The number in the next line of `started` or `grandchild`."""
+        return int(await self.line(of, within=within))
+
+    def _read(self) -> None:
+        *lines, self._rest = (self._rest + os.read(self._pipe, 1 << 16)).split(b"\n")
+        self.lines += [line.decode() for line in lines]
+        self._changed.set()
+
+
+async def ended(pid: int, *, within: float = DEADLINE) -> None:
+    """Returns once process `pid`, anybody's child, has ended. Raises TimeoutError."""
+    try:
+        watch = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    loop.add_reader(watch, over.set)
+    try:
+        async with asyncio.timeout(within):
+            await over.wait()
+    finally:
+        loop.remove_reader(watch)
+        os.close(watch)

@@ -1,0 +1,291 @@
+"""One child: what it says is heard whatever it says, and it ends with everybody whom it started."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.launchers import orphans
+from router.launchers.process import LOG_BURST, Child, Lines, Log, uncancelled
+from tests.fakes import DEADLINE
+from worker import contract
+
+ROOT = str(Path(__file__).resolve().parents[2])
+LEASHED = "import os, sys; from worker import contract, leash; tied = leash.take(leashed=True, spawner=os.getppid())\n"
+WAIT = "import signal; signal.pause()\n"
+TOKEN = "a-token-of-this-test"
+TAG = "0123456789ab"
+
+
+@asynccontextmanager
+async def running(
+    code: str, *, secrets: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[Child, asyncio.Queue[contract.Event]]]:
+    """A child that runs `code` and has its token; yields it and what it says."""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": TAG}
+    said: asyncio.Queue[contract.Event] = asyncio.Queue()
+    words = Log("m", "m#1", secrets=secrets)
+    child = Child.spawn([sys.executable, "-P", "-c", code], env, name="m#1", log=words, private=True)
+    try:
+        child.on_event = said.put_nowait
+        child.send_token(TOKEN)
+        async with asyncio.timeout(DEADLINE):
+            yield child, said
+    finally:
+        await uncancelled(child.end())
+        assert await orphans.end(child.pid, TAG) == []
+
+
+def is_there(pid: int) -> bool:
+    """Whether there is such a process, if only as a zombie."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+async def number(said: "asyncio.Queue[contract.Event]") -> int:
+    """The number in the next progress event."""
+    event = await said.get()
+    assert isinstance(event, contract.Progress)
+    return event.done
+
+
+@given(st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b".")), max_size=8), st.data())
+def test_lines_are_the_same_however_they_are_cut(lines: list[bytes], data: st.DataObject) -> None:
+    text = b"\n".join(lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    splitter = Lines(8)
+    found = [line for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for line in splitter.feed(text[a:b])]
+    found += splitter.end()
+    expected = [line[:9] for line in text.split(b"\n")]
+    if expected[-1] == b"":
+        expected.pop()
+    assert found == expected
+
+
+@pytest.mark.parametrize(("code", "exit"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("pass", 0)])
+async def test_its_exit_is_told(code: str, exit: int) -> None:
+    async with running(f"import os, sys; {code}") as (child, _):
+        assert await child.exited == exit
+        assert not is_there(child.pid)
+
+
+async def test_its_last_words_are_the_cause() -> None:
+    async with running(
+        "import sys; print('first', file=sys.stderr); sys.stderr.write('cannot read x\\n\\n'); sys.exit(1)"
+    ) as (
+        child,
+        _,
+    ):
+        await child.exited
+        assert child.said == "cannot read x"
+
+
+async def test_the_cause_that_it_names_goes_before_its_last_words() -> None:
+    code = LEASHED + "print('Traceback', file=sys.stderr); tied.say(contract.Failed(message='no room')); sys.exit(4)"
+    async with running(code) as (child, _):
+        assert await child.exited == 4
+        assert child.said == "no room"
+
+
+async def test_what_is_no_event_is_skipped() -> None:
+    noise = [b"x" * (contract.MAX_EVENT_BYTES + 1), b"Loading: 100%", b'{"event":"unheard_of"}', b"\xff", b"[" * 5000]
+    noise += [b'{"event":"pulse","steps":"many","running":0,"waiting":0,"measured":{}}', b'{"event":"ready"}', b""]
+    code = (
+        "import os\n"
+        "def say(line):\n"
+        "    while line: line = line[os.write(1, line):]\n"
+        f"for line in {[line if len(line) < 9999 else len(line) for line in noise]!r}:\n"
+        "    say(b'x' * line if isinstance(line, int) else line); say(b'\\n')\n"
+        'say(b\'{"event":"progress","stage":"weights","done":7}\')'
+    )
+    async with running(code) as (child, said):
+        assert await number(said) == 7
+        assert await child.exited == 0
+        assert said.empty()
+
+
+async def test_a_line_as_long_as_allowed_is_heard() -> None:
+    code = (
+        "import os\n"
+        f'text = b\'{{"event":"failed","message":"\' + b\'x\' * {contract.MAX_EVENT_BYTES - 31} + b\'"}}\'\n'
+        f"assert len(text) == {contract.MAX_EVENT_BYTES}\n"
+        "text += b'\\n'\n"
+        "while text: text = text[os.write(1, text):]\n"
+    )
+    async with running(code) as (child, said):
+        event = await said.get()
+        assert isinstance(event, contract.Failed)
+        assert await child.exited == 0
+
+
+async def test_no_secret_and_no_control_character_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    code = "import sys; print(f'\\x1b[31mtoken {sys.stdin.readline()[:-1]} and sesame\\r\\x07end', file=sys.stderr)"
+    with caplog.at_level(logging.INFO, "worker.m"):
+        async with running(code, secrets=(TOKEN, "sesame")) as (child, _):
+            await child.exited
+            assert child.said == "\\x07end"
+    assert "m#1: \\x1b[31mtoken *** and ***" in caplog.messages
+    assert TOKEN not in caplog.text
+
+
+async def test_a_flood_of_log_lines_is_counted_and_its_end_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    code = "import sys; [print('line', n, file=sys.stderr) for n in range(20_000)]"
+    with caplog.at_level(logging.INFO, "worker.m"):
+        async with running(code) as (child, _):
+            await child.exited
+            assert child.said == "line 19999"
+    assert len(caplog.messages) < LOG_BURST + 200
+    assert any("lines left out" in message for message in caplog.messages)
+
+
+async def test_stopped_in_good_order_it_may_say_goodbye() -> None:
+    code = LEASHED + (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "tied.say(contract.Progress(stage='here', done=1))\n"
+        "signal.sigwait({signal.SIGTERM})\n"
+        "tied.say(contract.Progress(stage='bye', done=2))\n"
+    )
+    async with running(code) as (child, said):
+        assert await number(said) == 1
+        await child.stop(DEADLINE)
+        assert child.exited.result() == 0
+        assert await number(said) == 2
+
+
+async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
+    code = (
+        LEASHED
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(contract.Progress(stage='up'))\n"
+    )
+    async with running(code + WAIT) as (child, said):
+        await said.get()
+        began = asyncio.get_running_loop().time()
+        await child.stop(0.2)
+        assert child.exited.result() == -signal.SIGKILL
+        assert 0.2 <= asyncio.get_running_loop().time() - began < 5
+
+
+async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
+    polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    async with running(LEASHED + polite + "tied.say(contract.Progress(stage='up'))\n" + WAIT) as (child, said):
+        await said.get()
+        os.kill(child.pid, signal.SIGSTOP)
+        await child.stop(0.1)
+        assert child.exited.result() == -signal.SIGKILL
+
+
+async def test_a_cancelled_stop_stops_all_the_same() -> None:
+    code = (
+        LEASHED
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(contract.Progress(stage='up'))\n"
+    )
+    async with running(code + WAIT) as (child, said):
+        await said.get()
+        stopping = asyncio.create_task(uncancelled(child.stop(0.2)))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert child.exited.done()
+
+
+GRANDCHILD = (
+    "import os, subprocess, sys\n"
+    "deaf = 'import signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()'\n"
+    "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, start_new_session={session})\n"
+    "child.stdout.readline(); tied.say(contract.Progress(stage='grandchild', done=child.pid))\n"
+)
+
+
+@pytest.mark.parametrize("end", ["exit", "crash", "stop"])
+@pytest.mark.parametrize("session", [False, True])
+async def test_whom_it_started_ends_with_it(session: bool, end: str) -> None:
+    last = {"exit": "sys.exit(0)", "crash": "os.kill(os.getpid(), 11)", "stop": WAIT}[end]
+    had = orphans.adopt()
+    try:
+        async with running(LEASHED + GRANDCHILD.format(session=session) + last) as (child, said):
+            grandchild = await number(said)
+            if end == "stop":
+                await child.stop(DEADLINE)
+            await child.exited
+            await orphans.end(child.pid, TAG)
+            assert not is_there(grandchild)
+    finally:
+        orphans.adopt(whether=had)
+
+
+async def test_a_daemon_that_left_its_parent_is_found() -> None:
+    """Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
+    code = LEASHED + (
+        "reader, writer = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        inner = os.fork()\n"
+        "        if inner: os.write(writer, b'%d %d' % (os.getpid(), inner))\n"
+        "        import signal; signal.pause()\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "for pid in os.read(reader, 100).split(): tied.say(contract.Progress(stage='daemon', done=int(pid)))\n"
+    )
+    had = orphans.adopt()
+    try:
+        async with running(code + WAIT) as (child, said):
+            daemons = [await number(said), await number(said)]
+            await child.stop(DEADLINE)
+            await orphans.end(child.pid, TAG)
+            assert not any(is_there(pid) for pid in daemons)
+    finally:
+        orphans.adopt(whether=had)
+
+
+async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
+    stranger = await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True)
+    had = orphans.adopt()
+    try:
+        async with running(LEASHED + GRANDCHILD.format(session=False) + WAIT) as (other, said):
+            grandchild = await number(said)
+            async with running("pass") as (child, _):
+                await child.exited
+                await orphans.end(child.pid, "another-run")
+            assert is_there(grandchild)
+            assert not other.exited.done()
+            assert stranger.returncode is None
+    finally:
+        orphans.adopt(whether=had)
+        stranger.kill()
+        assert await stranger.wait() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
+    async def one() -> None:
+        async with running(LEASHED + "tied.say(contract.Progress(stage='up'))\n" + WAIT) as (child, said):
+            await said.get()
+            await child.stop(DEADLINE)
+
+    await one()
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        await asyncio.gather(*(one() for _ in range(5)))
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert orphans.find() == []
+    assert not has_children()
