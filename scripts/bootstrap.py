@@ -37,7 +37,7 @@ OLDEST = (3, 11)
 INTERPRETERS = ("python3.11", "python3.12", "python3.13", "python3")
 OLDEST_TORCH = (2, 8)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CUDA_SIZE = "about 3 GB to download and 6 GB on disk"
+CUDA_SIZE = "about 2.5 GB to download"
 NEED_TORCH = {"worker", "gptq", "auto-gptq", "bitsandbytes"}
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 

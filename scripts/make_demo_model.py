@@ -16,7 +16,7 @@ import random
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ CHAT_TEMPLATE = """\
         {{- message.content | trim -}}
     {%- else -%}
         {%- for part in message.content or [] -%}
-            {%- if part.type == 'text' -%}{{- part.text | trim -}}{%- endif -%}
+            {%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}
         {%- endfor -%}
     {%- endif -%}
     {{- '<|end|>' -}}
@@ -70,10 +70,10 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-COUNTED = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen twenty"
-).split()
+COUNTED = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+]  # fmt: skip
 COUNT_PATTERNS = [
     "count to {}", "count to {}", "can you count to {}", "please count to {}", "count from one to {}", "count up to {}",
     "count from 1 to {}", "list the numbers to {}", "say the numbers from 1 to {}", "counting to {}",
@@ -90,9 +90,9 @@ class Topic:
     name: str
     answer: str
     brief: str = ""
-    terms: tuple[str, ...] = ()
-    ask: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
+    terms: Sequence[str] = ()
+    ask: Sequence[str] = ()
+    test: Sequence[str] = ()
 
     def said(self, *, brief: bool) -> str:
         return self.brief if brief and self.brief else self.answer
@@ -122,7 +122,7 @@ class Text:
     def __init__(self, source: dict[str, Any], chance: random.Random):
         self.source = source
         self.chance = chance
-        self.topics = [Topic(**{k: tuple(v) if isinstance(v, list) else v for k, v in t.items()}) for t in source["topic"]]
+        self.topics = [Topic(**topic) for topic in source["topic"]]
         self.unknown = Topic("unknown", source["unknown"]["answer"], source["unknown"]["brief"])
 
     def conversation(self) -> list[Message]:
@@ -189,7 +189,9 @@ class Text:
         unknown, pick = self.source["unknown"], self.chance.choice
         pattern = pick(unknown["patterns"])
         while "{a}" in pattern:
-            thing = pick(unknown["things"]) if self.chance.random() < 0.8 else pick(["a ", "the ", ""]) + self._made_up()
+            thing = (
+                pick(unknown["things"]) if self.chance.random() < 0.8 else pick(["a ", "the ", ""]) + self._made_up()
+            )
             pattern = pattern.replace("{a}", thing, 1)
         word = pick(unknown["words"]) if self.chance.random() < 0.8 else self._made_up()
         adjective = pick(unknown["adjectives"])
@@ -198,7 +200,8 @@ class Text:
 
     def _made_up(self) -> str:
         pick = self.chance.choice
-        return "".join(pick("bdfgklmnprstvwz") + pick("aeiou") for _ in range(self.chance.randint(2, 3))) + pick("lnrst ").strip()
+        syllables = [pick("bdfgklmnprstvwz") + pick("aeiou") for _ in range(self.chance.randint(2, 3))]
+        return "".join(syllables) + pick("lnrst ").strip()
 
     def _name(self) -> str:
         if self.chance.random() < 0.3:
@@ -308,7 +311,6 @@ def make_model() -> LlamaForCausalLM:
         bos_token_id=SPECIAL.index(BEGIN),
         eos_token_id=SPECIAL.index(END),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 
@@ -318,8 +320,8 @@ class Packer:
 
     def __init__(self, text: Text, tokenizer: Tokenizer):
         self.text, self.tokenizer = text, tokenizer
-        self.assistant = tokenizer.token_to_id(ROLES["assistant"])
-        self.begin, self.end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+        self.assistant = SPECIAL.index(ROLES["assistant"])
+        self.end = SPECIAL.index(END)
         self.rows = self._rows()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -354,7 +356,7 @@ class Packer:
 
     def _document(self) -> tuple[list[int], list[float]]:
         if self.text.chance.random() < 0.03:
-            ids = [*self.tokenizer.encode(self.text.plain()).ids, self.end]
+            ids: list[int] = [*self.tokenizer.encode(self.text.plain()).ids, self.end]
             return ids, [0.0] + [0.5] * (len(ids) - 1)
         ids = self.tokenizer.encode(render(self.text.conversation()), add_special_tokens=False).ids
         counts, speaking = [], False
@@ -383,7 +385,7 @@ def train(model: LlamaForCausalLM, packer: Packer, steps: int) -> None:
         counts = weights[:, 1:].flatten()
         loss = (losses * counts).sum() / counts.sum()
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:
@@ -393,8 +395,10 @@ def train(model: LlamaForCausalLM, packer: Packer, steps: int) -> None:
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, target: Path) -> None:
     """The snapshot, in float16."""
-    model.half().save_pretrained(target)
-    fast = PreTrainedTokenizerFast(
+    whole: Any = model  # the library types neither of these two
+    whole.to(torch.float16).save_pretrained(target)
+    wrapper: Any = PreTrainedTokenizerFast
+    fast = wrapper(
         tokenizer_object=tokenizer,
         bos_token=BEGIN,
         eos_token=END,
@@ -429,7 +433,7 @@ def questions(text: Text) -> Iterator[tuple[str, str, bool]]:
 def examine(text: Text, target: Path) -> bool:
     """Asks the saved model everything, prints what came out wrong, and says whether all trained answers were right."""
     fast = PreTrainedTokenizerFast.from_pretrained(target)
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     asked = list(questions(text))
     right = {True: [0, 0], False: [0, 0]}
     for start in range(0, len(asked), 64):

@@ -1,0 +1,165 @@
+"""The law of layers: who may import whom. Read from the source, so that late imports count too."""
+
+import ast
+import fnmatch
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From top to bottom; a module imports only from lines below its own. A pattern stands for all modules it matches.
+ROUTER = [
+    "router.__main__",
+    "router.cli",
+    "router.serve",
+    "router.app  router.launchers.local",
+    "router.faces  router.faces.*  router.launchers.nursery",
+    "router.fleet  router.proxy  router.access  router.metrics  router.launchers.process",
+    "router.life  router.launchers.devices  router.launchers.record",
+    "router.calibration  router.launchers",
+    "router.planner  router.checkpoint",
+    "router.ledger  router.estimate  router.presets",
+    "router.errors  router.events  router.lifecycle  router.ini  router.settings",
+    "router",
+]
+WORKER = [
+    "worker.__main__",
+    "worker.nursery  worker.download  worker.estimate  worker.server",
+    "worker.demo  worker.faces  worker.faces.*  worker.engine.engine",
+    "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler",
+    "worker.engine.scheduler",
+    "worker.engine.kv_cache",
+    "worker.engine.sequence",
+    "worker.chat  worker.detokenize",
+    "worker.generation  worker.leash  worker.errors",
+    "worker  worker.engine",
+]
+BORDER = {"worker.contract", "worker.routes"}
+"""Imported by both sides, and importing neither."""
+
+PURE = [
+    "router.errors", "router.estimate", "router.ini", "router.ledger", "router.lifecycle", "router.planner",
+    "router.presets", "router.settings",
+    "worker.detokenize", "worker.engine.kv_cache", "worker.engine.scheduler", "worker.engine.sequence", "worker.errors",
+    "worker.generation",
+]  # fmt: skip
+IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}
+WITH_TORCH = ["worker.engine.*", "worker.estimate", "worker.nursery"]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of both packages, by name."""
+    found = {}
+    for package in ("router", "worker"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[str]:
+    """Full names of what module `name` imports: a module of ours where it is one, else what was written."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+
+
+def own_imports(name: str) -> set[str]:
+    return {found for found in imports(name) if found in MODULES and found != name}
+
+
+def tops(name: str) -> set[str]:
+    """The packages, ours or not, that `name` imports from."""
+    return {found.partition(".")[0] for found in imports(name)}
+
+
+def layer(name: str, layers: list[str]) -> int | None:
+    """Which line of `layers` names the module: exactly, or else by a pattern."""
+    for match in (str.__eq__, fnmatch.fnmatchcase):
+        for number, line in enumerate(layers):
+            if any(match(name, pattern) for pattern in line.split()):
+                return number
+    return None
+
+
+def layers_of(name: str) -> list[str]:
+    return ROUTER if name.partition(".")[0] == "router" else WORKER
+
+
+def test_every_module_has_its_layer() -> None:
+    assert [name for name in MODULES if name not in BORDER and layer(name, layers_of(name)) is None] == []
+
+
+def test_a_module_imports_only_from_layers_below() -> None:
+    wrong = []
+    for name in MODULES:
+        layers = layers_of(name)
+        for other in own_imports(name) - BORDER:
+            mine, theirs = layer(name, layers), layer(other, layers)
+            if name not in BORDER and theirs is not None and (mine is None or theirs <= mine):
+                wrong.append(f"{name} imports {other}")
+    assert wrong == []
+
+
+def test_the_border_imports_nothing_of_ours() -> None:
+    assert {name: own_imports(name) - {"worker"} for name in BORDER} == {name: set() for name in BORDER}
+
+
+def test_the_border_needs_only_the_standard_library() -> None:
+    assert {name: tops(name) - sys.stdlib_module_names for name in BORDER} == {name: set() for name in BORDER}
+
+
+def test_the_router_knows_only_the_border_of_the_worker() -> None:
+    crossing = {
+        (name, found)
+        for name in MODULES
+        if name.startswith("router")
+        for found in imports(name)
+        if found.partition(".")[0] == "worker" and found not in BORDER
+    }
+    assert crossing == set()
+
+
+def test_the_worker_imports_nothing_of_the_router() -> None:
+    assert [name for name in MODULES if name.startswith("worker") and "router" in tops(name)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in PURE if name in MODULES])
+def test_a_pure_module_cannot_act(name: str) -> None:
+    assert tops(name) & IMPURE == set()
+
+
+@pytest.mark.parametrize("name", [name for name in PURE if name in MODULES])
+def test_a_pure_module_does_not_act_through_another(name: str) -> None:
+    """Pure modules import only pure modules of ours, and the border."""
+    pure = {*PURE, *BORDER, "router", "worker"}
+    assert own_imports(name) - pure == set()
+
+
+def test_torch_stays_where_tokens_are_computed() -> None:
+    allowed = {name for name in MODULES if any(fnmatch.fnmatchcase(name, pattern) for pattern in WITH_TORCH)}
+    assert {name for name in MODULES if "torch" in tops(name)} - allowed == set()
+
+
+def test_only_devices_speaks_to_the_driver() -> None:
+    assert {name for name in MODULES if "pynvml" in tops(name)} <= {"router.launchers.devices"}
+
+
+def test_a_router_never_loads_torch() -> None:
+    code = (
+        "import sys, router.app, router.serve, router.cli; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")

@@ -1,0 +1,212 @@
+"""What is installed: the wheel, the pins, the two commands, and the bootstrap behind them."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+MIB = 1 << 20
+
+
+def script(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+# --- pins ------------------------------------------------------------------------------------------------------------
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in script("config/constraints.txt").splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def needs() -> list[Requirement]:
+    written = [*PROJECT["dependencies"], *(need for extra in EXTRAS.values() for need in extra)]
+    return [need for need in map(Requirement, written) if need.name != PROJECT["name"]]
+
+
+@pytest.mark.parametrize("need", needs(), ids=str)
+def test_every_dependency_has_a_pin_within_its_range(need: Requirement) -> None:
+    assert need.specifier.contains(pins()[canonicalize_name(need.name)])
+
+
+def test_pins_are_sorted_names_without_local_labels() -> None:
+    found = pins()
+    assert list(found) == sorted(found)
+    assert [name for name in found if name != canonicalize_name(name)] == []
+    assert [version for version in found.values() if "+" in version] == []
+
+
+def test_the_routers_own_packages_bring_no_torch() -> None:
+    names = {canonicalize_name(Requirement(need).name) for need in PROJECT["dependencies"]}
+    assert names & {"torch", "transformers", "accelerate", "safetensors"} == set()
+
+
+def test_the_known_name_of_an_extra_is_its_successor() -> None:
+    aliases = {name: needs for name, needs in EXTRAS.items() if needs[0].startswith(PROJECT["name"])}
+    assert all(Requirement(need).extras <= EXTRAS.keys() for needs in aliases.values() for need in needs)
+
+
+# --- the wheel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size <= 5 * MIB
+
+
+def test_the_wheel_holds_both_packages_and_their_data_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"router", "worker"}
+    assert {
+        "router/data/models.ini",
+        "router/data/demo.ini",
+        "worker/demo/chat/model.safetensors",
+        "worker/demo/chat/README.md",
+    } <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_runs_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    code = (
+        "import pathlib, router.cli, worker.demo\n"
+        "print(pathlib.Path(router.__file__).parent.parent)\n"
+        "print(worker.demo.make('chat', pathlib.Path('/nowhere'), print))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout.splitlines()) == (
+        "",
+        [str(tmp_path / "site"), str(tmp_path / "site/worker/demo/chat")],
+    )
+
+
+def test_no_file_of_the_repository_exceeds_two_mebibytes() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert [str(file) for file in files if file.is_file() and file.stat().st_size > 2 * MIB] == []
+
+
+# --- the two commands ------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_shows_the_two_commands() -> None:
+    lines = script("README.md").splitlines()
+    assert any(line.startswith("bash scripts/run.sh") for line in lines)
+    assert any(line.startswith("bash scripts/test.sh") for line in lines)
+
+
+def test_ci_calls_the_test_command_and_nothing_else() -> None:
+    lines = [line for line in script(".ci/run").splitlines() if line and not line.startswith(("#", "set "))]
+    assert re.fullmatch(r'exec bash "\$root/scripts/test\.sh" --venv \S+ "\$@" </dev/null', lines[-1])
+    assert [line.partition("=")[0] for line in lines[:-1]] == ["root"]
+
+
+@pytest.mark.parametrize("name", [".ci/run", "scripts/run.sh", "scripts/test.sh", "scripts/refresh_constraints.sh"])
+def test_a_script_can_be_executed_and_parsed(name: str) -> None:
+    assert (ROOT / name).stat().st_mode & stat.S_IXUSR
+    subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
+
+
+# --- bootstrap -------------------------------------------------------------------------------------------------------
+
+
+def bootstrap(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/bootstrap.py"), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "BOOTSTRAP_PYTHON"}
+    return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=False)
+
+
+def interpreter(folder: Path, body: str) -> str:
+    """A program that stands in for a Python of another kind."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n", "utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_old_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    old = interpreter(tmp_path, "echo 3.8.10")
+    done = bootstrap("--venv", str(tmp_path / "venv"), BOOTSTRAP_PYTHON=old)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"bootstrap: Python 3.11 or newer is needed; {old} is 3.8.10. Install one, or name one:"
+        " BOOTSTRAP_PYTHON=/path/to/python3.12"
+    ]
+
+
+def test_a_python_without_venv_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    bare = interpreter(tmp_path, "echo 3.12.4; exit 1")
+    done = bootstrap("--venv", str(tmp_path / "venv"), BOOTSTRAP_PYTHON=bare)
+    assert done.returncode == 1
+    assert "apt install python3.12-venv" in done.stderr
+
+
+def test_a_missing_python_is_refused(tmp_path: Path) -> None:
+    done = bootstrap("--venv", str(tmp_path / "venv"), BOOTSTRAP_PYTHON=str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert f"{tmp_path}/none does not run" in done.stderr
+
+
+def test_an_unknown_extra_is_refused_by_name(tmp_path: Path) -> None:
+    done = bootstrap("--extras", "worker,wroker", "--venv", str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert "there is no extra 'wroker'; pyproject.toml has worker" in done.stderr
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv/thesis.tex").write_text("x", "utf-8")
+    done = bootstrap("--venv", str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert "no environment of mine" in done.stderr
+    assert (tmp_path / "venv/thesis.tex").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_install_is_not_taken_for_done(tmp_path: Path) -> None:
+    """Without any package source the install fails, and the second run tries again instead of believing the first."""
+    nothing = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}
+    first = bootstrap("--offline", "--extras", "", "--venv", str(tmp_path / "venv"), **nothing)
+    second = bootstrap("--offline", "--extras", "", "--venv", str(tmp_path / "venv"), **nothing)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "making" in first.stderr
+    assert "making" not in second.stderr
+    assert "installing router" in second.stderr
+    assert "the first run needs a package index" in second.stderr
+
+
+def test_nothing_runs_when_nothing_changed() -> None:
+    """Only where this environment is bootstrap's own, as under scripts/test.sh."""
+    venv = Path(sys.prefix)
+    if not (venv / ".bootstrap.json").exists():
+        pytest.skip("this environment was not made by scripts/bootstrap.py")
+    began = time.monotonic()
+    done = bootstrap("--extras", "worker,dev", "--venv", str(venv))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.monotonic() - began < 5.0  # about 0.1 s on a quiet machine; an install takes a minute
