@@ -270,10 +270,9 @@ def _report(loaded: Loaded, *, effective: bool) -> str:
             lines += ["", f"[{id}]", *(f"{key:{widths[0]}} = {value:{widths[1]}}  ; {at}" for key, value, at in rows)]
         lines.append("")
     if loaded.problems:
-        count = len(loaded.problems)
-        lines.append(f"{count} fault{'s' if count > 1 else ''}")
+        lines.append(_count(len(loaded.problems), "fault"))
     else:
-        lines.append(f"{len(loaded.presets)} models, no fault: {' '.join(loaded.presets) or 'none'}")
+        lines.append(f"{_count(len(loaded.presets), 'model')}, no fault: {' '.join(loaded.presets) or 'none'}")
     return "\n".join(lines)
 
 
@@ -315,6 +314,10 @@ def _default(key: Key) -> str:
     if key.name == "n-gpu-layers":
         return "auto"
     return key.kind.write(presets.DEFAULTS[key.field])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _short(text: str) -> str:

@@ -138,7 +138,7 @@ KEYS: tuple[Key, ...] = (
         also=("c", "max-model-len"), unset="the model's maximum up to 8192",
         help="prompt and answer of one request together; 0: the model's maximum"),
     Key(name="parallel", kind=Integer(1, 4096, {"-1": 4, "auto": 4}), field="parallel", group=CONTEXT,
-        also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts"), env=("LLAMA_ARG_N_PARALLEL",),
+        also=("np", "max-batch-size", "max-rolling-batch-size", "max-prompts"), env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"),
         help="sequences in one step; memory is kept for all of them"),
     Key(name="prefill-chunk", kind=Integer(1, 1 << 20, unit="tokens"), field="prefill_chunk", group=CONTEXT,
         also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",), help="of one prompt in one step"),

@@ -251,9 +251,7 @@ class _Loading:
             for spelling, text in self._spelled(entry.key, entry.value, place):
                 before = written.get(spelling.canonical)
                 if before is not None and spelling.word.name != "env":
-                    self._warn(
-                        place, f'key "{entry.key}" repeats "{before.key}" of line {before.line}; the last counts'
-                    )
+                    self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
                 self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
         return layer
@@ -356,9 +354,7 @@ class _Loading:
         if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
             raise ValueError(f"no file {value}")
         if key.name == "n-gpu-layers" and 0 < value < ALL_LAYERS:
-            raise ValueError(
-                "a part of the layers in host memory is not offered by this version; remove it, or 0 for cpu"
-            )
+            raise ValueError("layers in host memory are not offered by this version: remove it, or write 0 for cpu")
         if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
             raise ValueError("is no Jinja text; names of built-in templates are not known here, see chat-template-file")
         return value

@@ -15,7 +15,7 @@ MIB = 1 << 20
 _ON = frozenset({"on", "true", "yes", "enabled", "1"})
 _OFF = frozenset({"off", "false", "no", "disabled", "0"})
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
-_DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][+-]?[0-9]{1,2})?")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][+-]?[0-9]{1,3})?")
 _TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?)[ ]*(ms|s|m|h|d)?")
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?)[ ]*([A-Za-z]*)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -160,7 +160,7 @@ class Choice:
         word = self.also.get(word, word)
         if word in self.refused:
             raise ValueError(f"{word} is not offered by this version: {self.refused[word]}")
-        if word not in self.values:
+        if word not in self.values and word not in self.also.values():
             raise ValueError(f"{shown(text)} is none of {', '.join(self.values)}")
         return word
 
