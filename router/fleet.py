@@ -111,7 +111,7 @@ class Lease:
         self.model = model
         self.worker = worker
         self.arrived = arrived
-        self.on_abort: Callable[[], None] | None = None
+        self.on_abort: Callable[[], object] | None = None
         """Called once when this request must end before its time; set by whoever streams its answer."""
         self.aborted: ApiError | None = None
         self._fleet = fleet
@@ -144,8 +144,9 @@ class Lease:
             loop = asyncio.get_running_loop()
             self._failed = loop.create_future()
             self._arm()
+            either: set[asyncio.Future[Any]] = {self.worker.ready, self._failed}
             try:
-                await asyncio.wait({self.worker.ready, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._failed = None
                 if self._timer is not None:
@@ -430,8 +431,9 @@ class Fleet:
         if worker is None or worker.state is State.DOWNLOADING:
             return
         considered = asyncio.ensure_future(worker.considered.wait())
+        either: set[asyncio.Future[Any]] = {considered, task}
         try:
-            await asyncio.wait([considered, task], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             considered.cancel()
         if worker.stopped.is_set() and not task.done():

@@ -31,7 +31,7 @@ from worker import contract
 log = logging.getLogger("router.life")
 
 CUT_GRACE = 1.0
-"""Seconds that cut requests get to write their error frames before their worker is stopped."""
+"""Seconds that requests get to read what has arrived, or to write their error frames, before connections close."""
 
 
 class Again(Exception):
@@ -280,14 +280,17 @@ async def _live(worker: Worker, world: World) -> None:
             _settle_reservation(worker)
             _learn(worker, world)
             world.changed()
+            if worker.lost is not None:
+                await _requests_end(worker)
 
 
 async def _room(worker: Worker, world: World, program: Program) -> Start:
     """Returns once the fleet has reserved a place; works out the exact costs when the planner asks for them."""
     while True:
         refine = asyncio.ensure_future(worker.refine.wait())
+        either: set[asyncio.Future[Any]] = {worker.room, refine}
         try:
-            await asyncio.wait([worker.room, refine], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             refine.cancel()
         if worker.room.done():
@@ -322,6 +325,7 @@ async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> N
         await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             worker.lost = lost.result()
+            worker.reason = worker.lost.cause
             raise worker.lost
         over.result()
     finally:
@@ -336,14 +340,28 @@ async def _retired_and_drained(worker: Worker, world: World) -> None:
         left = None if worker.deadline is None else worker.deadline - world.now()
         if left is not None and left <= 0:
             worker.cut(Draining(f"{worker.preset.id} is being unloaded; the answer was cut", retry_after=1))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CUT_GRACE):
-                    while worker.leases:
-                        worker.stirred.clear()
-                        await worker.stirred.wait()
+            await _leases_back(worker)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left):
+                await worker.stirred.wait()
+
+
+async def _requests_end(worker: Worker) -> None:
+    """Returns once the requests of a lost worker have read what it still sent and are over; bounded.
+
+    Only then may its connections be closed: one that is closed by ourselves looks to its reader like silence.
+    """
+    await _leases_back(worker)
+    worker.cut(lost_error(worker))
+    await _leases_back(worker)
+
+
+async def _leases_back(worker: Worker) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CUT_GRACE):
+            while worker.leases:
+                worker.stirred.clear()
                 await worker.stirred.wait()
 
 

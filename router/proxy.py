@@ -250,7 +250,7 @@ class Proxy:
             allow_redirects=False,
         )
         sending = asyncio.ensure_future(_enter(request))
-        lease.on_abort = lambda: sending.cancel() and None
+        lease.on_abort = sending.cancel
         try:
             upstream = await self._patiently(sending, lease, answer)
         except (aiohttp.ClientError, OSError, asyncio.CancelledError) as broken:
@@ -259,7 +259,7 @@ class Proxy:
             if isinstance(broken, asyncio.CancelledError):
                 raise
             error = await _fate(lease)
-            if isinstance(error, WorkerCrashed) and not answer.committed:
+            if isinstance(error, WorkerCrashed):
                 raise Unanswered(error) from None
             raise error from None
         lease.on_abort = upstream.close
@@ -276,7 +276,7 @@ class Proxy:
     async def _relay(self, upstream: aiohttp.ClientResponse, answer: Answer) -> None:
         headers = {name: upstream.headers[name] for name in RESPONSE_HEADERS if name in upstream.headers}
         if upstream.headers.get("Content-Type", "").startswith("text/event-stream"):
-            await self._relay_events(upstream, answer, headers)
+            await self._relay_events(upstream, answer, headers | STREAM_HEADERS)
             return
         body = await upstream.content.read(BUFFERED) if answer.committed else await _read_up_to(upstream, BUFFERED)
         answer.first_byte = time.monotonic()

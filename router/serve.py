@@ -107,8 +107,7 @@ async def _router(
 ) -> AsyncIterator[Site]:
     """One router, listening for the length of the block."""
     _raise_file_limit()
-    state = Path(settings.state_dir or platformdirs.user_state_dir("fleet-router"))
-    state.mkdir(parents=True, exist_ok=True)
+    state = _state_folder(settings)
     sockets = _bind(settings)
     port = _port(sockets[0]) if sockets else 0
     runtime = Path(settings.runtime_dir or Path(platformdirs.user_runtime_dir("fleet-router")) / f"run-{port}")
@@ -121,6 +120,8 @@ async def _router(
     launcher = LocalLauncher(
         devices=devices,
         runtime_dir=runtime,
+        environ=os.environ,
+        offline=settings.offline,
         hf_token=settings.hf_token,
         on_reading=lambda: holder[0].changed() if holder else None,
     )
@@ -238,6 +239,12 @@ def _dump(site: Site) -> None:
         log.warning("%s %s leases=%d reserved=%s", worker, worker.state.name, len(worker.leases), worker.reserved)
     for task in asyncio.all_tasks():
         log.warning("task %s: %s", task.get_name(), task.get_coro())
+
+
+def _state_folder(settings: Settings) -> Path:
+    state = Path(settings.state_dir or platformdirs.user_state_dir("fleet-router"))
+    state.mkdir(parents=True, exist_ok=True)
+    return state
 
 
 def _bind(settings: Settings) -> list[socket.socket]:

@@ -1,0 +1,240 @@
+"""A real router process, over fake workers or real ones, for tests that talk HTTP to it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import struct
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAKE_WORKER = ROOT / "tests" / "fake_worker.py"
+DEADLINE = 60.0
+"""Seconds after which a test that waits for something has failed."""
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32,
+    "max_position_embeddings": 256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def fake_snapshot(folder: Path, **behaviour: Any) -> Path:
+    """A folder that the router takes for a model; `behaviour` is what fake_worker.py does with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}", "eos_token": "</s>"}))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    (folder / "fake.json").write_text(json.dumps(behaviour))
+    return folder
+
+
+def fake_python(folder: Path) -> Path:
+    """An "interpreter" for the preset key `python` that runs the fake worker in the place of `-P -m worker`."""
+    path = folder / "fake-python"
+    path.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -P "{FAKE_WORKER}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def presets(folder: Path, models: Mapping[str, Mapping[str, Any]], *, every: str = "") -> Path:
+    """models.ini of fake models: keys of the preset, and with a leading underscore the fake worker's behaviour."""
+    lines = ["[*]", f"python = {fake_python(folder)}", every]
+    for name, keys in models.items():
+        behaviour = {key[1:]: value for key, value in keys.items() if key.startswith("_")}
+        snapshot = fake_snapshot(folder / "snapshots" / name, **behaviour)
+        own = {"required-memory": 64} | {key: value for key, value in keys.items() if not key.startswith("_")}
+        lines += [f"[{name}]", f"model = {snapshot}", *(f"{key} = {value}" for key, value in own.items())]
+    path = folder / "models.ini"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class Router:
+    """A router that is up. `client` has its address and no time-out of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient, port: int, folder: Path):
+        self.process = process
+        self.client = client
+        self.port = port
+        self.folder = folder
+        self.log: list[str] = []
+        self._heard = asyncio.Condition()
+        self.over = asyncio.Event()
+
+    async def hear(self) -> None:
+        """Take in its log, so that it never waits for us."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log.append(line.decode(errors="replace").rstrip())
+            async with self._heard:
+                self._heard.notify_all()
+        self.over.set()
+        async with self._heard:
+            self._heard.notify_all()
+
+    async def says(self, pattern: str) -> str:
+        """Returns with the first log line that matches, once there is one."""
+        async with asyncio.timeout(DEADLINE), self._heard:
+            while True:
+                for line in self.log:
+                    if re.search(pattern, line):
+                        return line
+                assert not self.over.is_set(), f"the router ended without saying {pattern}\n" + "\n".join(self.log)
+                await self._heard.wait()
+
+    async def status(self, model: str) -> dict[str, Any]:
+        response = await self.client.get(f"/v1/models/{model}")
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()["status"]
+        return found
+
+    async def becomes(self, model: str, value: str, **also: Any) -> dict[str, Any]:
+        """Returns the status of `model` once its value, and other members, are so; waits on /models/sse."""
+
+        def fits(status: Mapping[str, Any]) -> bool:
+            return status["value"] == value and all(status.get(key) == wanted for key, wanted in also.items())
+
+        async with asyncio.timeout(DEADLINE), self.client.stream("GET", "/models/sse") as events:
+            status = await self.status(model)
+            if fits(status):
+                return status
+            async for line in events.aiter_lines():
+                if line.startswith("data:") and fits(status := await self.status(model)):
+                    return status
+        raise AssertionError(f"the events ended; {model} is {status}")
+
+    async def workers(self) -> dict[str, int]:
+        """Process ids of ready workers by model."""
+        state = (await self.client.get("/router/state")).json()
+        return {row["model"]: row["pid"] for row in state["workers"] if row["pid"] is not None}
+
+    async def end(self, number: int = signal.SIGTERM) -> int:
+        """Signal it; its exit code, once it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        async with asyncio.timeout(DEADLINE):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def router(
+    *options: str, folder: Path | None = None, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[Router]:
+    """A router with `options` on a free port, for the length of the block."""
+    with tempfile.TemporaryDirectory(prefix="router-test-") as own:
+        folder = folder or Path(own)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": f"{own}/hub", **(environ or {})}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "router",
+            "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run", *options,
+            stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,
+            env=env | {"PYTHONPATH": str(ROOT)}, limit=1 << 20,
+        )  # fmt: skip
+        client = httpx.AsyncClient(timeout=httpx.Timeout(DEADLINE))
+        up = Router(process, client, 0, folder)
+        hearing = asyncio.create_task(up.hear())
+        try:
+            line = await up.says(r"API http://")
+            up.port = int(line.rsplit(":", 1)[1].split("/")[0])
+            client.base_url = httpx.URL(f"http://127.0.0.1:{up.port}")
+            yield up
+        except BaseException:
+            print("\n".join(up.log[-60:]))
+            raise
+        finally:
+            await client.aclose()
+            await up.end()
+            await hearing
+
+
+async def refused(*options: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """(exit code, stderr) of a router that must not start."""
+    with tempfile.TemporaryDirectory(prefix="router-test-") as own:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "router",
+            "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run", *options,
+            stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
+        )  # fmt: skip
+        async with asyncio.timeout(DEADLINE):
+            _, errors = await process.communicate()
+    return process.returncode or 0, errors.decode()
+
+
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    """(status, reason) of an error answer, whose body must be whole."""
+    error = response.json()["error"]
+    assert error["code"] == response.status_code
+    assert {"code", "message", "type", "param", "reason"} <= set(error)
+    assert response.headers["x-should-retry"] in ("true", "false")
+    return response.status_code, error["reason"]
+
+
+def chat(model: str, text: str = "one two three", **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+async def gone(pids: Sequence[int], within: float) -> bool:
+    """Whether all processes are gone `within` seconds; returns as soon as they are."""
+    loop = asyncio.get_running_loop()
+    futures = []
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def tell(descriptor: int = descriptor, ended: asyncio.Future[None] = ended) -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            ended.set_result(None)
+
+        loop.add_reader(descriptor, tell)
+        futures.append(ended)
+    if futures:
+        await asyncio.wait(futures, timeout=within)
+    return not any(is_alive(pid) for pid in pids)
+
+
+@asynccontextmanager
+async def lines_written(fifo: Path) -> AsyncIterator[asyncio.StreamReader]:
+    """Lines that processes write to a FIFO made here, one process after the other."""
+    os.mkfifo(fifo)
+    descriptor = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)  # open for writing, too: no end of file between writers
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+    )
+    try:
+        yield reader
+    finally:
+        transport.close()
+
+
+async def until(reader: asyncio.StreamReader, start: str) -> str:
+    """Returns the first line that begins so, once it is there."""
+    async with asyncio.timeout(DEADLINE):
+        while line := await reader.readline():
+            if line.decode().startswith(start):
+                return line.decode().strip()
+    raise AssertionError(f"no line {start}")

@@ -1,0 +1,549 @@
+"""What clients see: statuses, bodies, headers, over a real router and fake workers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.processes.routers import Router, chat, error_of, fake_snapshot, is_alive, presets, refused, router
+
+MARGIN = ("--models-memory-margin", "64")
+LIMIT = ("--device-limit", "cpu=1064")  # 1000 MiB for models
+MODULE = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """A router whose models are asked and never put out."""
+    folder = tmp_path_factory.mktemp("shared")
+    models: dict[str, dict[str, Any]] = {
+        "alpha": {"alias": "first, Erste", "tags": "small"},
+        "org/beta:q4": {},
+        "huge": {"required-memory": 9000},
+        "broken": {"_die_at_start": 3, "_message": "config.json names no architecture"},
+        "crashing": {"_die_at_start": 1, "_last_words": "something went wrong"},
+        "manual": {"autoload": "off"},
+        "answers-500": {"_status": 500},
+    }
+    async with router("--models-preset", str(presets(folder, models)), *MARGIN, *LIMIT) as up:
+        yield up
+
+
+@MODULE
+async def test_health_and_ready_need_no_model(shared: Router) -> None:
+    for path in ("/health", "/v1/health"):
+        response = await shared.client.get(path)
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert (await shared.client.get("/ready")).status_code == 200
+    head = await shared.client.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+@MODULE
+async def test_health_of_one_model_never_loads_it(shared: Router) -> None:
+    response = await shared.client.get("/health", params={"model": "org/beta:q4"})
+    assert response.status_code == 503
+    assert (await shared.status("org/beta:q4"))["value"] == "unloaded"
+    assert (await shared.client.get("/health", params={"model": "no"})).status_code == 404
+
+
+@MODULE
+async def test_the_list_has_every_model_and_loads_none(shared: Router) -> None:
+    for path in ("/v1/models", "/models"):
+        body = (await shared.client.get(path)).json()
+        assert body["object"] == "list"
+        assert [entry["id"] for entry in body["data"]][:3] == ["alpha", "org/beta:q4", "huge"]
+    entry = body["data"][1]
+    assert {"id", "aliases", "tags", "object", "owned_by", "created", "status", "architecture", "source", "can_remove",
+            "capabilities", "meta"} <= set(entry)  # fmt: skip
+    assert entry["owned_by"] == "llamacpp"
+    assert entry["source"] == "preset"
+    assert entry["status"]["value"] == "unloaded"
+    assert "failed" not in entry["status"]
+    assert entry["meta"]["n_vocab"] == 32
+
+
+@MODULE
+async def test_one_model_is_found_raw_and_percent_encoded(shared: Router) -> None:
+    for path in ("/v1/models/org/beta:q4", "/v1/models/org%2Fbeta%3Aq4", "/models/org/beta:q4"):
+        assert (await shared.client.get(path)).json()["id"] == "org/beta:q4"
+    assert error_of(await shared.client.get("/v1/models/none")) == (404, "model_not_found")
+
+
+@MODULE
+async def test_an_alias_and_any_case_name_the_model(shared: Router) -> None:
+    for name in ("alpha", "first", "Erste", "ALPHA", "erste"):
+        response = await shared.client.post("/v1/chat/completions", json=chat(name))
+        assert response.status_code == 200, response.text
+        assert response.headers["x-router-model"] == "alpha"
+
+
+@MODULE
+async def test_an_unknown_model_is_404_with_near_names(shared: Router) -> None:
+    response = await shared.client.post("/v1/chat/completions", json=chat("alhpa"))
+    assert error_of(response) == (404, "model_not_found")
+    assert "alpha" in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
+
+
+@MODULE
+async def test_the_body_goes_on_and_the_answer_comes_back_byte_for_byte(shared: Router) -> None:
+    body = b'{ "model" : "alpha",\n "messages":[{"role":"user","content":"x \\u00e9 y"}], "strange":[1, 2,{"a":null}]}'
+    response = await shared.client.post("/v1/chat/completions", content=body)
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == "x é y "
+    direct = json.dumps(response.json(), separators=(",", ":"))
+    assert response.text == direct.encode().decode()
+
+
+@MODULE
+async def test_all_worker_routes_are_forwarded(shared: Router) -> None:
+    client = shared.client
+    assert (await client.post("/chat/completions", json=chat("alpha"))).status_code == 200
+    assert (await client.post("/v1/completions", json={"model": "alpha", "prompt": "a b"})).json()["choices"]
+    assert (await client.post("/v1/embeddings", json={"model": "alpha", "input": "a"})).json()["data"]
+    tokens = (await client.post("/tokenize", json={"model": "alpha", "content": "ab"})).json()
+    assert tokens == {"tokens": [97, 98]}
+    assert (await client.post("/detokenize", json={"model": "alpha", "tokens": [97]})).json() == {"content": "a"}
+    assert (await client.post("/apply-template", json=chat("alpha", "hi"))).json() == {"prompt": "hi"}
+
+
+@MODULE
+async def test_the_model_may_stand_in_the_query(shared: Router) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    response = await shared.client.post("/v1/chat/completions?model=alpha", json=body)
+    assert response.status_code == 200
+    response = await shared.client.post("/v1/chat/completions?model=huge", json=chat("alpha"))
+    assert error_of(response) == (400, "model_conflict")
+    assert error_of(await shared.client.post("/v1/chat/completions", json=body)) == (400, "model_missing")
+    assert error_of(await shared.client.post("/v1/chat/completions", json=chat("x") | {"model": 3})) == (
+        400,
+        "invalid_value",
+    )
+
+
+@MODULE
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"nul", b'{"model":"alpha","x":NaN}', b'{"a":1}}', b"\xff", b'{"model":"al\xffpha"}',
+     b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+    ids=["empty", "open", "list", "string", "word", "nan", "tail", "bytes", "utf8", "deep"],
+)  # fmt: skip
+async def test_what_is_no_json_object_is_400(shared: Router, body: bytes) -> None:
+    assert error_of(await shared.client.post("/v1/chat/completions", content=body)) == (400, "invalid_json")
+
+
+@MODULE
+async def test_paths_methods_and_encodings(shared: Router) -> None:
+    client = shared.client
+    response = await client.get("/v1/nothing")
+    assert error_of(response) == (404, "not_found")
+    assert response.json()["error"]["message"] == "File Not Found"
+    response = await client.get("/v1/chat/completions")
+    assert error_of(response) == (405, "method")
+    assert "POST" in response.headers["allow"]
+    assert (await client.options("/v1/chat/completions")).status_code == 200
+    response = await client.post("/v1/chat/completions", content=b"x", headers={"Content-Encoding": "gzip"})
+    assert error_of(response) == (415, "encoding")
+    big = b'{"model":"alpha","x":"' + b"a" * (65 << 20) + b'"}'
+    assert error_of(await client.post("/v1/chat/completions", content=big)) == (413, "too_large")
+    response = await client.post("/v1/chat/completions?autoload=perhaps", json=chat("alpha"))
+    assert error_of(response) == (400, "invalid_value")
+
+
+@MODULE
+async def test_request_ids_are_kept_if_they_are_fit(shared: Router) -> None:
+    response = await shared.client.get("/health", headers={"X-Request-Id": "my.id-1"})
+    assert response.headers["x-request-id"] == response.headers["request-id"] == "my.id-1"
+    response = await shared.client.get("/health", headers={"X-Request-Id": "not fit"})
+    assert response.headers["x-request-id"].startswith("req_")
+
+
+@MODULE
+async def test_a_model_that_cannot_fit_is_507_at_once_with_the_arithmetic(shared: Router) -> None:
+    response = await shared.client.post("/v1/chat/completions", json=chat("huge"))
+    assert error_of(response) == (507, "does_not_fit")
+    row = response.json()["error"]["devices"]["cpu"]
+    assert row == {"required_mib": 9000, "available_mib": 1000, "margin_mib": 64}
+    assert error_of(await shared.client.post("/models/load", json={"model": "huge"})) == (507, "does_not_fit")
+    assert (await shared.status("huge"))["value"] == "unloaded"
+
+
+@MODULE
+async def test_a_model_that_would_fail_the_same_way_is_500_load_failed(shared: Router) -> None:
+    for _ in range(2):
+        response = await shared.client.post("/v1/chat/completions", json=chat("broken"))
+        assert error_of(response) == (500, "load_failed")
+        assert "config.json names no architecture" in response.json()["error"]["message"]
+    status = await shared.status("broken")
+    assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 3)
+    assert "no architecture" in status["error"]
+    response = await shared.client.post("/v1/chat/completions?autoload=false", json=chat("broken"))
+    assert error_of(response) == (400, "model_not_loaded")
+
+
+@MODULE
+async def test_a_model_that_crashes_at_its_start_backs_off(shared: Router) -> None:
+    response = await shared.client.post("/v1/chat/completions", json=chat("crashing"))
+    assert error_of(response) == (503, "load_backoff")
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert "something went wrong" in response.json()["error"]["message"]
+    assert (await shared.status("crashing"))["reason"] == "crashed"
+
+
+@MODULE
+async def test_autoload_off_is_400_until_it_is_loaded(shared: Router) -> None:
+    client = shared.client
+    assert error_of(await client.post("/v1/chat/completions", json=chat("manual"))) == (400, "model_not_loaded")
+    response = await client.post("/v1/chat/completions?autoload=true", json=chat("manual"))
+    assert response.status_code == 200
+    assert (await client.post("/v1/chat/completions", json=chat("manual"))).status_code == 200
+
+
+@MODULE
+async def test_a_workers_own_errors_pass_unchanged(shared: Router) -> None:
+    response = await shared.client.post("/v1/chat/completions", json=chat("answers-500"))
+    assert response.status_code == 500
+    assert response.json() == {"error": {"code": 500, "message": "as told", "reason": "internal"}}
+
+
+@MODULE
+async def test_props_of_the_router_and_of_a_model_that_is_not_loaded(shared: Router) -> None:
+    body = (await shared.client.get("/props")).json()
+    assert body["role"] == "router"
+    assert body["memory_margin_mib"] == 64
+    body = (await shared.client.get("/props", params={"model": "huge"})).json()
+    assert body["is_loaded"] is False
+    assert body["chat_template"] == "{{ messages }}"
+    assert body["eos_token"] == "</s>"
+    assert body["default_generation_settings"]["n_ctx"] == 256
+
+
+@MODULE
+async def test_metrics_name_every_model_and_load_none(shared: Router) -> None:
+    await shared.client.post("/v1/chat/completions", json=chat("alpha"))
+    text = (await shared.client.get("/metrics")).text
+    assert 'router_model_state{model="alpha",state="loaded"} 1.0' in text
+    assert 'router_model_state{model="org/beta:q4",state="unloaded"} 1.0' in text
+    assert 'router_device_margin_bytes{device="cpu",node="local"} 6.7108864e+07' in text
+    one = (await shared.client.get("/metrics", params={"model": "alpha"})).text
+    assert "llamacpp:tokens_predicted_total" in one
+    assert "org/beta" not in one
+
+
+@MODULE
+async def test_the_state_of_the_router_adds_up(shared: Router) -> None:
+    await shared.client.post("/v1/chat/completions", json=chat("alpha"))
+    body = (await shared.client.get("/router/state")).json()
+    (cpu,) = [device for device in body["devices"] if device["id"] == "cpu"]
+    assert cpu["margin"] == 64 << 20
+    assert cpu["limit"] == 1064 << 20
+    assert cpu["reserved"] == sum(worker["reserved"].get("cpu", 0) for worker in body["workers"])
+
+
+@MODULE
+async def test_a_dry_run_says_what_a_load_would_do(shared: Router) -> None:
+    body = (await shared.client.get("/router/plan", params={"model": "huge"})).json()
+    assert body["decision"] == "refuse"
+    assert body["shortage"]["cpu"]["required"] == 9000 << 20
+    body = (await shared.client.get("/router/plan", params={"model": "org/beta:q4"})).json()
+    assert body["decision"] == "start"
+    assert (await shared.status("org/beta:q4"))["value"] == "unloaded"
+
+
+async def test_load_unload_and_their_errors(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
+        client = up.client
+        assert error_of(await client.post("/models/unload", json={"model": "a"})) == (400, "not_running")
+        assert error_of(await client.post("/models/load", json={"model": "x"})) == (404, "model_not_found")
+        assert error_of(await client.post("/models/load", json={})) == (400, "model_missing")
+        assert error_of(await client.post("/models/load", json={"model": "a", "extra_args": []})) == (
+            400,
+            "invalid_value",
+        )
+        response = await client.post("/models/load", json={"model": "a"})
+        assert (response.status_code, response.json()) == (200, {"success": True})
+        assert error_of(await client.post("/models/load", json={"model": "a"})) == (400, "already_running")
+        response = await client.post("/models/load?wait=1", json={"model": "a"})
+        body = response.json()
+        assert (body["success"], body["status"]["value"], body["evicted"]) == (True, "loaded", [])
+        assert body["load_ms"] >= 0
+        pid = (await up.workers())["a"]
+        response = await client.post("/models/unload?wait=1", json={"model": "a"})
+        assert response.json() == {"success": True}
+        status = await up.status("a")
+        assert (status["value"], status["reason"]) == ("unloaded", "requested")
+        assert not is_alive(pid)
+
+
+async def test_three_models_and_two_places(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {}, "c": {}})
+    async with router("--models-preset", str(file), "--models-max", "2", *MARGIN) as up:
+        for name in ("a", "b", "a"):
+            assert (await up.client.post("/v1/chat/completions", json=chat(name))).status_code == 200
+        response = await up.client.post("/models/load?wait=1", json={"model": "c"})
+        assert response.json()["evicted"] == [{"model": "b", "reason": "evicted"}]
+        assert {name: (await up.status(name))["value"] for name in "abc"} == {
+            "a": "loaded",
+            "b": "unloaded",
+            "c": "loaded",
+        }
+        assert (await up.status("b"))["reason"] == "evicted"
+
+
+async def test_the_least_recently_used_makes_room_in_memory(tmp_path: Path) -> None:
+    file = presets(tmp_path, {name: {"required-memory": 400} for name in "abc"})
+    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
+        for name in ("a", "b", "a", "c"):
+            assert (await up.client.post("/v1/chat/completions", json=chat(name))).status_code == 200
+        assert set(await up.workers()) == {"a", "c"}
+        line = await up.says(r"evict b#")
+        assert "for=c" in line
+        assert "needs=400MiB" in line
+
+
+async def test_autoload_can_be_turned_off(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {"load-on-startup": "on"}})
+    async with router("--models-preset", str(file), "--no-models-autoload", *MARGIN) as up:
+        assert error_of(await up.client.post("/v1/chat/completions", json=chat("a"))) == (400, "model_not_loaded")
+        await up.becomes("b", "loaded")
+        assert (await up.client.get("/ready")).status_code == 200
+        assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
+
+
+async def test_ready_waits_for_the_models_of_the_start(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    file = presets(tmp_path, {"a": {"load-on-startup": "on", "_hold_load": str(go)}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        response = await up.client.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["waiting_for"] == ["a"]
+        assert (await up.client.get("/health")).status_code == 200
+        go.touch()
+        await up.becomes("a", "loaded")
+        assert (await up.client.get("/ready")).status_code == 200
+
+
+async def test_the_models_dir_and_its_presets(tmp_path: Path) -> None:
+    fake_snapshot(tmp_path / "models" / "one")
+    fake_snapshot(tmp_path / "models" / "two")
+    file = presets(tmp_path, {})
+    file.write_text(file.read_text() + "[two]\nalias = zwei\nrequired-memory = 64\n")
+    options = ("--models-preset", str(file), "--models-dir", str(tmp_path / "models"))
+    async with router(*options, *MARGIN) as up:
+        entries = (await up.client.get("/v1/models")).json()["data"]
+        assert {entry["id"]: (entry["source"], entry["aliases"]) for entry in entries} == {
+            "one": ("models_dir", []),
+            "two": ("preset", ["zwei"]),
+        }
+        assert (await up.client.post("/v1/chat/completions", json=chat("zwei"))).status_code == 200
+
+
+async def test_keys_and_planes(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# who may\nuser-key name=someone\nb-only models=b*\nboss admin\n")
+    keys.chmod(0o600)
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    async with router("--models-preset", str(file), "--api-key-file", str(keys), *MARGIN) as up:
+        client = up.client
+
+        def bearer(key: str) -> dict[str, str]:
+            return {"Authorization": f"Bearer {key}"}
+
+        response = await client.get("/v1/models")
+        assert error_of(response) == (401, "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["message"] == "Invalid API Key"
+        assert error_of(await client.get("/v1/models", headers=bearer("wrong"))) == (401, "invalid_api_key")
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/metrics")).status_code == 401
+        listed = (await client.get("/v1/models", headers=bearer("user-key"))).json()["data"]
+        assert [entry["id"] for entry in listed] == ["a", "b"]
+        assert all(entry["status"]["args"] == [] and "preset" not in entry["status"] for entry in listed)
+        listed = (await client.get("/v1/models", headers={"X-Api-Key": "b-only"})).json()["data"]
+        assert [entry["id"] for entry in listed] == ["b"]
+        response = await client.post("/v1/chat/completions", json=chat("a"), headers=bearer("b-only"))
+        assert error_of(response) == (404, "model_not_found")
+        for key, status in (("user-key", 403), ("boss", 200)):
+            response = await client.post("/models/load", json={"model": "a"}, headers=bearer(key))
+            assert response.status_code == status
+            assert (await client.get("/router/state", headers=bearer(key))).status_code == status
+            assert (await client.get("/models?reload=1", headers=bearer(key))).status_code == status
+        text = (await client.get("/models", headers=bearer("boss"))).text
+        assert "boss" not in text
+        assert "user-key" not in "".join(up.log)
+
+
+async def test_hosts_and_origins(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}})
+    options = ("--models-preset", str(file), "--cors-origins", "https://ui.example", *MARGIN)
+    async with router(*options) as up:
+        client, body = up.client, chat("a")
+        response = await client.get("/v1/models", headers={"Host": "evil.example"})
+        assert error_of(response) == (403, "host_not_allowed")
+        for host in ("localhost", "127.0.0.1:80", "[::1]:9", "box", "x.localhost"):
+            assert (await client.get("/v1/models", headers={"Host": host})).status_code == 200
+        post = client.post
+        response = await post("/v1/chat/completions", json=body, headers={"Origin": "https://evil.example"})
+        assert error_of(response) == (403, "origin_not_allowed")
+        response = await post("/v1/chat/completions", json=body, headers={"Sec-Fetch-Site": "cross-site"})
+        assert error_of(response) == (403, "origin_not_allowed")
+        response = await post("/v1/chat/completions", json=body, headers={"Origin": "https://ui.example"})
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://ui.example"
+        assert "access-control-allow-credentials" not in response.headers
+        response = await client.get("/v1/models", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_reload_restarts_only_what_has_changed(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        for name in "ab":
+            await up.client.post("/v1/chat/completions", json=chat(name))
+        before = await up.workers()
+        good = file.read_text()
+        file.write_text(good + "ctx-size = 128\n")  # of b, the last section
+        body = (await up.client.get("/models?reload=1")).json()["reload"]
+        assert (body["changed"], body["restarted"]) == (["b"], ["b"])
+        await up.becomes("b", "unloaded", reason="config_changed")
+        assert await up.workers() == {"a": before["a"]}
+        file.write_text(good + "ctx-sise = 1\n")
+        response = await up.client.get("/models?reload=1")
+        assert error_of(response) == (500, "preset_invalid")
+        (row,) = response.json()["error"]["errors"]
+        assert (row["section"], row["key"], row["line"]) == ("b", "ctx-sise", len(good.splitlines()) + 1)
+        assert "ctx-size" in str(row)
+        assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]\nmodel = /nowhere\nctx-sise = 5\n", ("models.ini:3", "[a]", "ctx-sise", "ctx-size")),
+        ("[a]\n", ("models.ini:1", "a")),
+        ("[a]\nmodel = x\n[a]\nmodel = x\n", ("models.ini:3",)),
+        ("what is this\n", ("models.ini:1",)),
+    ],
+)
+async def test_a_broken_preset_stops_the_start(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    file = tmp_path / "models.ini"
+    file.write_text(text)
+    code, said = await refused("--models-preset", str(file))
+    assert code == 2
+    assert all(word in said for word in words), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--models-preset", "/nowhere.ini"), "/nowhere.ini"),
+        (("--host", "0.0.0.0"), "--api-key"),
+        (("--prot", "1"), "--port"),
+        (("--models-max", "-1"), "models-max"),
+        (("--device-limit", "cuda:9=100"), "cuda:9"),
+        (("--models-memory-margin", "some"), "models-memory-margin"),
+        (("--device-limit", "cpu=100", "--models-memory-margin", "200"), "margin"),
+    ],
+)
+async def test_bad_settings_stop_the_start_with_one_message(options: tuple[str, ...], word: str) -> None:
+    code, said = await refused(*options)
+    assert code == 2, said
+    assert word in said
+    assert "Traceback" not in said
+
+
+async def test_a_port_that_is_taken_stops_the_start(tmp_path: Path) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}}))) as up:
+        code, said = await refused("--port", str(up.port))
+        assert code == 1
+        assert str(up.port) in said
+        assert "Traceback" not in said
+
+
+async def test_the_events_of_a_load_can_be_followed_and_replayed(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_load_steps": 3}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+
+        async def follow(headers: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+            seen = []
+            async with up.client.stream("GET", "/models/sse", headers=headers) as events:
+                assert events.headers["content-type"].startswith("text/event-stream")
+                assert events.headers["x-accel-buffering"] == "no"
+                id = 0
+                async for line in events.aiter_lines():
+                    if line.startswith("id:"):
+                        id = int(line[3:])
+                    if line.startswith(": open"):
+                        opened.set()
+                    if line.startswith("data:"):
+                        seen.append((id, json.loads(line[5:])))
+                        if seen[-1][1]["data"].get("status") == "loaded":
+                            return seen
+            raise AssertionError("the stream ended")
+
+        opened = asyncio.Event()
+        following = asyncio.create_task(follow({}))
+        await opened.wait()
+        await up.client.post("/v1/chat/completions", json=chat("a"))
+        seen = await following
+        assert [body["model"] for _, body in seen] == ["a"] * len(seen)
+        assert seen[0][1]["event"] == "model_status"
+        assert seen[-1][1]["event"] == "status_change"
+        assert seen[-1][1]["data"]["info"]["n_vocab"] == 32
+        assert any(0 < body["data"].get("progress", {}).get("value", 0) < 1 for _, body in seen)
+        replayed = await follow({"Last-Event-ID": str(seen[0][0])})
+        assert [id for id, _ in replayed] == [id for id, _ in seen if id > seen[0][0]]
+
+
+async def test_openai_clients_see_their_own_exceptions(shared_port: tuple[Router, int]) -> None:
+    import openai
+
+    _, port = shared_port
+    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
+    try:
+        answer = await client.chat.completions.create(model="alpha", messages=[{"role": "user", "content": "a b"}])
+        assert answer.choices[0].message.content == "a b "
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="none", messages=[{"role": "user", "content": "a"}])
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(model="huge", messages=[{"role": "user", "content": "a"}])
+        names = [model.id async for model in client.models.list()]
+        assert "alpha" in names
+    finally:
+        await client.close()
+
+
+@pytest_asyncio.fixture
+async def shared_port(tmp_path: Path) -> AsyncIterator[tuple[Router, int]]:
+    file = presets(tmp_path, {"alpha": {}, "huge": {"required-memory": 9000}})
+    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
+        yield up, up.port
+
+
+async def test_a_request_without_host_in_http_1_1_is_refused(shared_port: tuple[Router, int]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", shared_port[1])
+    writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+
+
+async def test_many_requests_to_one_cold_model_start_one_worker(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=up.client.base_url, limits=limits, timeout=60) as many:
+            answers = await asyncio.gather(
+                *(many.post("/v1/chat/completions", json=chat("a", f"n{number}")) for number in range(100))
+            )
+        texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+        assert texts == [f"n{number} " for number in range(100)]
+        assert sum(line.startswith("started") for line in journal.read_text().splitlines()) == 1

@@ -1,0 +1,48 @@
+import asyncio
+
+from router.events import Event, EventLog
+
+
+def test_ids_rise_and_the_ring_keeps_the_newest() -> None:
+    log = EventLog(size=3)
+    for number in range(5):
+        assert log.append("state", "a", number=number).id == number + 1
+    assert [event.id for event in log.since(2) or []] == [3, 4, 5]
+    assert log.since(5) == []
+
+
+def test_a_gap_is_told_from_nothing_new() -> None:
+    log = EventLog(size=3)
+    for _ in range(5):
+        log.append("state")
+    assert log.since(1) is None
+    assert log.since(99) is None
+    assert EventLog().since(0) == []
+
+
+def test_a_fold_sees_everything_and_the_ring_only_what_is_appended() -> None:
+    log, seen = EventLog(), list[Event]()
+    log.fold(seen.append)
+    log.append("state", "a")
+    log.mention("request", "a", tokens=3)
+    assert [event.kind for event in seen] == ["state", "request"]
+    assert [event.kind for event in log.since(0) or []] == ["state"]
+
+
+async def test_followers_get_each_event_once_in_order() -> None:
+    log = EventLog()
+    log.append("state", "old")
+    seen: list[int] = []
+
+    async def follow() -> None:
+        async for event in log.follow(0):
+            seen.append(event.id)
+            if event.id == 5:
+                return
+
+    followers = [asyncio.create_task(follow()) for _ in range(2)]
+    for _ in range(4):
+        await asyncio.sleep(0)
+        log.append("state")
+    await asyncio.gather(*followers)
+    assert sorted(seen) == sorted([1, 2, 3, 4, 5] * 2)

@@ -1,0 +1,38 @@
+import json
+import logging
+
+from router.events import Event
+from router.log import _Json, _Text, plan_line, size, state_line
+
+MIB = 1 << 20
+
+
+def record(message: str) -> logging.LogRecord:
+    return logging.LogRecord("router.x", logging.INFO, "", 0, message, (), None)
+
+
+def test_a_transition_is_one_line_with_its_facts() -> None:
+    data = {"worker": 7, "state": "stopped", "was": "ready", "reason": "evicted", "for": "b", "error": "it died"}
+    assert state_line(Event(1, 0.0, "state", "a", data)) == 'a#7 ready→stopped reason=evicted for=b error="it died"'
+
+
+def test_an_eviction_names_who_for_and_the_numbers() -> None:
+    devices = {"cpu": {"total": 8, "used": 900 * MIB, "foreign": 0, "margin": 64 * MIB, "limit": 1000 * MIB}}
+    data = {"decision": "evict", "worker": 1, "reason": "evicted", "for": "c", "idle_seconds": 3.5,
+            "frees": {"cpu": 400 * MIB}, "needs": [500 * MIB], "source": "exact", "devices": devices}  # fmt: skip
+    line = plan_line(Event(1, 0.0, "plan", "a", data))
+    assert line == (
+        "evict a#1 reason=evicted for=c idle=3.5s frees=400MiB@cpu needs=500MiB(exact)"
+        " cpu:used=900MiB,foreign=0MiB,margin=64MiB,limit=1000MiB"
+    )
+
+
+def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
+    text = _Text().format(record("a\nb\r\x1b[31mc"))
+    assert "\n" not in text
+    assert "\x1b" not in text
+    assert json.loads(_Json().format(record("a\nb")))["message"] == "a\nb"
+
+
+def test_sizes_are_for_people() -> None:
+    assert [size(value) for value in (None, 5 * MIB, 9000 * MIB, 20480 * MIB)] == ["-", "5MiB", "9000MiB", "20.0GiB"]
