@@ -1,7 +1,7 @@
 """Tiny random-weight snapshots of real architectures, made in a fraction of a second, offline, the same each time.
 
 `make("llama", folder)` writes config.json, model.safetensors, generation_config.json and a byte-level BPE tokenizer
-with the special tokens `<s>` and `</s>` and a chat template. The weights are drawn wide enough that greedy text is varied.
+with the special tokens `<s>` and `</s>` and a chat template. Weights are drawn wide enough that greedy text is varied.
 """
 
 import contextlib

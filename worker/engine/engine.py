@@ -1,0 +1,417 @@
+"""The `transformers` engine: one model, loaded; generations and embeddings on its step loop.
+
+`TransformersEngine` implements `worker.generation.Engine`. Its asyncio side checks a request, posts it to the step loop
+and reads what comes back; everything that computes happens on the loop's thread.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from worker import contract
+from worker.contract import Exit
+from worker.detokenize import Answer, TokenBytes
+from worker.engine import architectures, attention, embedding, loader, memory
+from worker.engine.embedding import Embedder, Embedding, Job
+from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.runner import PackedRunner, Runner
+from worker.engine.sampler import Pick, has_penalties, sample
+from worker.engine.scheduler import Pace, Segment
+from worker.engine.sequence import Repeats, answer_limit
+from worker.engine.sequence import Sequence as TokenSequence
+from worker.engine.steploop import Outbox, StepLoop
+from worker.errors import (
+    ContextExceeded,
+    Draining,
+    InvalidValue,
+    QueueFull,
+    RequestError,
+    StartError,
+    UnsupportedByModel,
+)
+from worker.generation import Delta, Generation, Occupancy, Sampling, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+_ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
+_WARMUP_SECONDS = 0.5
+"""How long ever larger chunks are tried at load on the CPU, where a full one may take minutes."""
+
+
+class TransformersEngine:
+    """A loaded model. Made by `load`; ended by `close`."""
+
+    def __init__(
+        self,
+        options: contract.Serve,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        config: Any,
+        ctx_size: int,
+        pulse: Callable[[contract.Pulse], None],
+        runner: Runner | None = None,
+        pace: Pace | None = None,
+        embedder: Embedder | None = None,
+    ):
+        """With a `runner` it generates, with an `embedder` it embeds. Starts the step loop."""
+        self.tokenizer = tokenizer
+        self.ctx_size = ctx_size
+        """Tokens that prompt and answer of one request may have together."""
+        self._options = options
+        self._vocab_size = int(config.get_text_config().vocab_size)
+        self._ends = _ends(config, Path(options.snapshot), tokenizer)
+        self._piece = _token_bytes(tokenizer)
+        self._ids = count()
+        outbox = Outbox()
+        self._generating = self._embedding = None
+        work: Generating | Embedding
+        if runner is not None:
+            rows, chunk = options.parallel, options.prefill_chunk
+            work = self._generating = Generating(
+                runner, outbox, self._piece, rows=rows, chunk=chunk, pace=pace or Pace()
+            )
+        else:
+            assert embedder is not None
+            work = self._embedding = Embedding(embedder, outbox, rows=options.parallel, budget=options.prefill_chunk)
+        self._loop = StepLoop(work, outbox, pulse=pulse, devices=options.devices, threads=options.threads)
+
+    @classmethod
+    def load(
+        cls,
+        options: contract.Serve,
+        *,
+        progress: Callable[[contract.Progress], None],
+        pulse: Callable[[contract.Pulse], None],
+    ) -> "TransformersEngine":
+        """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
+        warmup in tokens), `pulse` on the step loop's, each second. Raises StartError.
+        """
+        progress(contract.Progress(stage="start"))
+        _check(options)
+        torch.set_num_threads(options.threads)
+        memory.keep_small()
+        config = loader.load_config(options)
+        tokenizer = loader.load_tokenizer(options)
+        loader.device_of(options)
+        memory.cap(options.devices, options.reserved)
+        if loader.is_embedder(options, config):
+            return cls._load_embedder(options, config, tokenizer, progress, pulse)
+        return cls._load_generator(options, config, tokenizer, progress, pulse)
+
+    @classmethod
+    def _load_generator(
+        cls,
+        options: contract.Serve,
+        config: Any,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        progress: Callable[[contract.Progress], None],
+        pulse: Callable[[contract.Pulse], None],
+    ) -> "TransformersEngine":
+        architectures.check(config)
+        attention.register()
+        loaded = loader.load_model(options, config, _ATTENTION[options.attention], progress)
+        ctx_size = _ctx_size(options, architectures.positions(config))
+        shape, rows, pace = architectures.CacheShape.of(config), options.parallel, Pace()
+        try:
+            pool = attention.Pool(
+                layers=shape.layers,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                rows=rows,
+                ctx_size=ctx_size,
+                dtype=loaded.dtype,
+                device=loaded.device,
+            )
+            runner = PackedRunner(loaded.model, pool, loaded.device)
+            chunk = min(options.prefill_chunk, ctx_size)
+            warm_up(runner, pace, rows=rows, chunk=chunk, ctx_size=ctx_size, progress=progress)
+        except NotImplementedError as error:
+            raise StartError(f"architecture {config.model_type!r} cannot be served: {error}") from error
+        except Exception as error:
+            if not memory.is_exhausted(error):
+                raise
+            what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"
+            raise memory.start_error(what, loaded.device, error) from error
+        return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, runner=runner, pace=pace)
+
+    @classmethod
+    def _load_embedder(
+        cls,
+        options: contract.Serve,
+        config: Any,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        progress: Callable[[contract.Progress], None],
+        pulse: Callable[[contract.Pulse], None],
+    ) -> "TransformersEngine":
+        snapshot = Path(options.snapshot)
+        pooling = embedding.resolve_pooling(options.pooling, snapshot)
+        implementation = None if options.attention == "auto" else options.attention
+        loaded = loader.load_model(options, config, implementation, progress)
+        limits = [limit for limit in (architectures.positions(config), embedding.longest_input(snapshot)) if limit]
+        ctx_size = _ctx_size(options, min(limits, default=0))
+        pad = tokenizer.pad_token_id if config.pad_token_id is None else config.pad_token_id
+        embedder = Embedder(
+            loaded.model, loaded.device, pooling=pooling, normalize=options.embd_normalize, pad=int(pad or 0)
+        )
+        progress(contract.Progress(stage="warmup"))
+        try:
+            embedder.run([[int(pad or 0)] * min(8, ctx_size)])
+        except Exception as error:
+            if not memory.is_exhausted(error):
+                raise
+            raise memory.start_error("one step", loaded.device, error) from error
+        return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, embedder=embedder)
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"completion" if self._generating is not None else "embedding"})
+
+    @property
+    def occupancy(self) -> Occupancy:
+        return self._loop.occupancy
+
+    @property
+    def measured(self) -> dict[str, int]:
+        return memory.measured(self._options.devices)
+
+    @property
+    def fatal(self) -> Future[StartError]:
+        """Done once the step loop has died, and only then: the process must end with the error's exit code (POISONED
+        after a sticky device error). Await it with `asyncio.wrap_future`; every running request has ended by then."""
+        return self._loop.fatal
+
+    async def close(self) -> None:
+        """Stop the step loop; whatever runs ends with Draining. Returns once the current step is over."""
+        await asyncio.to_thread(self._loop.close)
+
+    # Text
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+        """See `worker.generation.Engine`."""
+        work = self._generating
+        if work is None:
+            raise UnsupportedByModel("this model gives embeddings; it cannot generate text")
+        prompt = self._check(request)
+        stream = self._stream(request, prompt)
+        if not work.admit(request.n, self._options.parallel + self._options.queue_size):
+            raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
+        if not self._loop.post(partial(work.add, stream)):
+            raise Draining("the model is being unloaded")
+        try:
+            while (item := await stream.items.get()) is not None:
+                if isinstance(item, RequestError):
+                    raise item
+                yield item
+        finally:
+            self._loop.post(partial(work.cancel, stream))
+
+    def _stream(self, request: Generation, prompt: Sequence[int]) -> Stream:
+        """The request's sequences, with fresh seeds where it has none."""
+        stream = Stream(asyncio.get_running_loop())
+        now = time.monotonic()
+        limit = answer_limit(len(prompt), request.max_tokens, self._options.n_predict, self.ctx_size)
+        seed = request.sampling.seed
+        if seed is None and self._options.seed >= 0:
+            seed = self._options.seed
+        for index in range(request.n):
+            sequence = TokenSequence.of(
+                request,
+                id=next(self._ids),
+                limit=limit,
+                ends=self._ends,
+                seed=secrets.randbits(63) if seed is None else seed + index,
+                prompt=prompt,
+            )
+            choice = Choice(index, sequence, stream, Answer(self._decode, request.stop, prompt), now)
+            if has_penalties(request.sampling):
+                choice.repeats = Repeats(sequence, request.sampling.repeat_last_n)
+            if request.prompt_logprobs:
+                choice.prompt = [TokenLogprob(prompt[0], self._piece(prompt[0]), None)]
+            stream.choices.append(choice)
+        return stream
+
+    def _check(self, request: Generation) -> tuple[int, ...]:
+        """The prompt to compute. Raises ContextExceeded or InvalidValue for what no sequence could be made of."""
+        prompt = request.prompt
+        if not prompt:
+            bos = self.tokenizer.bos_token_id
+            if not isinstance(bos, int):
+                raise InvalidValue("the prompt is empty, and this model has no token to begin with", param="prompt")
+            prompt = (bos,)
+        self._check_tokens(prompt)
+        if len(prompt) >= self.ctx_size:
+            raise ContextExceeded(len(prompt), self.ctx_size)
+        if 0 < self._options.max_input_tokens < len(prompt):
+            raise ContextExceeded(len(prompt), self._options.max_input_tokens)
+        if request.n < 1:
+            raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
+        if request.max_tokens is not None and request.max_tokens < 0:
+            raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
+        if not all(request.stop):
+            raise InvalidValue("a stop string is empty", param="stop")
+        self._check_sampling(request)
+        return prompt
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            raise InvalidValue(
+                f"token {wrong} is outside this model's vocabulary of {self._vocab_size} tokens", param="prompt"
+            )
+
+    def _check_sampling(self, request: Generation) -> None:
+        sampling = request.sampling
+        numbers = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sum(sampling.logit_bias.values()),
+        }
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise InvalidValue(f"{name} is {value}; it must be a finite number", param=name)
+        if sampling.temperature < 0.0:
+            raise InvalidValue(f"temperature is {sampling.temperature}; it must not be negative", param="temperature")
+        if sampling.repetition_penalty <= 0.0:
+            raise InvalidValue("repetition_penalty must be greater than 0", param="repetition_penalty")
+        for token in sampling.logit_bias:
+            if not 0 <= token < self._vocab_size:
+                raise InvalidValue(
+                    f"token {token} is outside this model's vocabulary of {self._vocab_size} tokens", param="logit_bias"
+                )
+        most = min(self._options.max_logprobs, self._vocab_size)
+        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
+            raise InvalidValue(
+                f"{sampling.logprobs} logprobs were asked for; this model gives 0 to {most}", param="logprobs"
+            )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self.tokenizer.is_fast:  # the library's own decode does the same, with 20 microseconds on top
+            text: str = self.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+            return text
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # Vectors
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `worker.generation.Engine`."""
+        work = self._embedding
+        if work is None:
+            raise UnsupportedByModel("this model generates text; it was not loaded for embeddings (task = embed)")
+        limit = min(self.ctx_size, self._options.max_input_tokens or self.ctx_size)
+        for prompt in prompts:
+            if not prompt:
+                raise InvalidValue("an input is empty", param="input")
+            self._check_tokens(prompt)
+            if len(prompt) > limit:
+                raise ContextExceeded(len(prompt), limit)
+        if not prompts:
+            return []
+        if not work.admit(self._options.parallel + self._options.queue_size):
+            raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
+        loop = asyncio.get_running_loop()
+        job = Job(prompts, loop, loop.create_future())
+        if not self._loop.post(partial(work.add, job)):
+            raise Draining("the model is being unloaded")
+        try:
+            return await job.answer
+        finally:
+            self._loop.post(partial(work.cancel, job))
+
+
+def warm_up(
+    runner: Runner, pace: Pace, *, rows: int, chunk: int, ctx_size: int, progress: Callable[[contract.Progress], None]
+) -> None:
+    """Compute prompt chunks at the far end of the context, each twice as long, then a step of decoding in all rows.
+
+    Buffers reach their size, kernels are chosen, and `pace` learns what a token costs.
+    """
+    size, begin = min(chunk, Pace.FEWEST), time.monotonic()
+    while True:
+        seconds = _time_step(runner, pace, (_segment(0, ctx_size - size, size),))
+        progress(contract.Progress(stage="warmup", done=size, total=chunk))
+        is_long = not torch.cuda.is_available() and time.monotonic() - begin + 2 * seconds > _WARMUP_SECONDS
+        if size == chunk or is_long:
+            break
+        size = min(2 * size, chunk)
+    batch = tuple(_segment(row, ctx_size - 1, 1) for row in range(rows))
+    for _ in range(2):
+        _time_step(runner, pace, batch)
+
+
+def _segment(row: int, start: int, length: int) -> Segment:
+    """A part of a sequence that nobody asked for."""
+    tokens = [0] * (start + length)
+    sequence = TokenSequence(
+        id=row, prompt_tokens=max(start, 1), tokens=tokens, limit=len(tokens), ends=frozenset(), computed=start
+    )
+    return Segment(sequence, row, start, length)
+
+
+def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
+    begin = time.monotonic()
+    sample(runner.run(batch), [Pick(Sampling())] * len(batch))
+    seconds = time.monotonic() - begin
+    pace.learn(batch, seconds)
+    return seconds
+
+
+def _check(options: contract.Serve) -> None:
+    """Raises StartError for options that mean nothing."""
+    if options.task not in ("auto", "generate", "embed"):
+        raise StartError(f"task {options.task!r} is none of auto, generate, embed", Exit.USAGE)
+    if options.attention not in _ATTENTION:
+        raise StartError(f"attention {options.attention!r} is none of {', '.join(_ATTENTION)}", Exit.USAGE)
+    least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "queue_size": 0, "max_input_tokens": 0}
+    for name, smallest in least.items():
+        if getattr(options, name) < smallest:
+            raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)
+
+
+def _ctx_size(options: contract.Serve, positions: int) -> int:
+    """Tokens of one request: as asked, at most what the model has positions for (0: it does not say)."""
+    if not positions and not options.ctx_size:
+        raise StartError("this model states no maximum length; set ctx-size")
+    if positions and options.ctx_size > positions:
+        log.warning("ctx-size %d is beyond the model's %d positions; using %d", options.ctx_size, positions, positions)
+    return min(filter(None, (options.ctx_size, positions)))
+
+
+def _ends(config: Any, snapshot: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
+    """All tokens that end an answer, by generation_config.json, config.json and tokenizer."""
+    found = [getattr(config.get_text_config(), "eos_token_id", None), tokenizer.eos_token_id]
+    path = snapshot / "generation_config.json"
+    if path.is_file():
+        try:
+            found.append(json.loads(path.read_bytes()).get("eos_token_id"))
+        except (ValueError, AttributeError) as error:
+            raise StartError(f"{path} is damaged: {error}", Exit.DAMAGED) from error
+    tokens: set[int] = set()
+    for value in found:
+        tokens.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+    return frozenset(tokens)
+
+
+def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """The bytes of single tokens, as `tokenizer` writes them."""
+    if not tokenizer.is_fast:
+        return lambda token: str(tokenizer.decode([token])).encode()
+    decoder = tokenizer.backend_tokenizer.decoder
+    added = {token: str(each.content) for token, each in tokenizer.added_tokens_decoder.items()}
+    state = decoder.__getstate__().decode() if decoder is not None else ""
+    return TokenBytes(state, tokenizer.backend_tokenizer.id_to_token, added)

@@ -1,0 +1,320 @@
+"""Generations on the step loop: sequences in, deltas out.
+
+One step is: ask the scheduler, compute, choose, tell. A failure ends the sequence that caused it; all keys and values
+are written at fixed places, so a step can be computed again without whoever failed.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from worker.detokenize import Answer, Piece
+from worker.engine import memory
+from worker.engine.runner import Runner
+from worker.engine.sampler import Likelihood, Pick, Sampled, likelihoods, sample, uniform
+from worker.engine.scheduler import Batch, Pace, Scheduler, Segment
+from worker.engine.sequence import Repeats, Sequence
+from worker.engine.steploop import Outbox
+from worker.errors import RequestError, SequenceFailed
+from worker.generation import Delta, Finish, Timings, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+class Stream:
+    """What one request's reader gets: deltas, then None, or an error. Filled without ever waiting for the reader."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.items: asyncio.Queue[Delta | RequestError | None] = asyncio.Queue()
+        self.choices: list[Choice] = []
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.choices
+
+
+@dataclass(eq=False)
+class Choice:
+    """One sequence with its reader, its text and its times (monotonic seconds)."""
+
+    index: int
+    sequence: Sequence
+    stream: Stream
+    answer: Answer
+    submitted: float
+    repeats: Repeats | None = None
+    started: float = 0.0
+    answered: float = 0.0
+    unsaid: list[TokenLogprob | int] = field(default_factory=list)
+    """Tokens whose text is held back; with their logprobs if asked for."""
+    prompt: list[TokenLogprob] = field(default_factory=list)
+    """Logprobs of the prompt's tokens as far as they are known, the first one (which has none) included; empty once
+    they are said, or if nobody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a step found for one segment."""
+
+    segment: Segment
+    prompt: tuple[Likelihood, ...] = ()
+    """How likely the tokens of the prompt behind those of the segment were."""
+    sampled: Sampled | None = None
+    """None although it `chooses`: there was no token to choose."""
+
+    @property
+    def chooses(self) -> bool:
+        return self.segment.completes and self.segment.sequence.limit > 0
+
+
+class Generating:
+    """The engine's `Work` for text. Every method but `admit` runs on the step loop's thread."""
+
+    def __init__(
+        self, runner: Runner, outbox: Outbox, piece: Callable[[int], bytes], *, rows: int, chunk: int, pace: Pace
+    ):
+        self._runner, self._outbox, self._piece = runner, outbox, piece
+        self._chunk, self._pace = chunk, pace
+        self._scheduler = Scheduler(rows, chunk)
+        self._choices: dict[int, Choice] = {}
+        self._live = 0
+        self._lock = threading.Lock()
+
+    # Of requests
+
+    def admit(self, choices: int, most: int) -> bool:
+        """Count `choices` more in, unless `most` are here already. From any thread."""
+        with self._lock:
+            if self._live >= most:
+                return False
+            self._live += choices
+            return True
+
+    def add(self, stream: Stream) -> None:
+        for choice in stream.choices:
+            self._choices[choice.sequence.id] = choice
+            self._scheduler.add(choice.sequence)
+
+    def cancel(self, stream: Stream) -> None:
+        """Its reader is gone: its sequences are out of the next step."""
+        for choice in list(stream.choices):
+            self._forget(choice)
+
+    def abandon(self, error: RequestError) -> None:
+        for choice in list(self._choices.values()):
+            self._fail(choice.sequence, error)
+
+    # Of steps
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def load(self) -> tuple[int, int]:
+        return self._scheduler.running, self._scheduler.waiting
+
+    def step(self) -> None:
+        batch = self._scheduler.next(self._pace.budget(self._scheduler.decoding, self._chunk))
+        begin = time.monotonic()
+        for segment in batch:
+            choice = self._choices[segment.sequence.id]
+            choice.started = choice.started or begin
+        results = self._compute(batch)
+        now = time.monotonic()
+        if len(results) == len(batch):
+            self._pace.learn(batch, now - begin)
+        for result in results:
+            if result.segment.sequence.id in self._choices:  # a sibling may have failed, and ended all of its request
+                self._advance(result, now)
+
+    def _compute(self, batch: Batch) -> list[_Result]:
+        """Results of those segments that could be computed; the sequences of the others have ended or wait again."""
+        try:
+            return self._attempt(batch)
+        except Exception as error:
+            if memory.is_sticky(error):
+                raise
+            if memory.is_exhausted(error):
+                return self._with_fewer(batch, error)
+            return self._one_by_one(batch)
+
+    def _with_fewer(self, batch: Batch, error: Exception) -> list[_Result]:
+        """Memory ran out: once more without the youngest, who waits until somebody has ended."""
+        log.warning("out of memory in a step of %d sequences: %s", len(batch), error)
+        youngest = max(batch, key=lambda segment: segment.sequence.id).sequence
+        alone = len(batch) == 1
+        if youngest.preempted or alone:
+            self._fail(youngest, SequenceFailed("the device has no memory for this request's step; shorten it"))
+        else:
+            self._scheduler.preempt(youngest)
+        rest = self._present(segment for segment in batch if segment.sequence is not youngest)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            return self._attempt(rest) if rest else []
+        except Exception as again:
+            if not memory.is_exhausted(again):
+                raise
+            for segment in rest:
+                if self._present([segment]):
+                    self._fail(segment.sequence, SequenceFailed("the device has no memory for a step of this request"))
+            return []
+
+    def _one_by_one(self, batch: Batch) -> list[_Result]:
+        """Something else failed: find out for whom, by computing each alone."""
+        results: list[_Result] = []
+        for segment in batch:
+            try:
+                results.extend(self._attempt(self._present([segment])))
+            except Exception as error:
+                if memory.is_sticky(error):
+                    raise
+                log.exception("a sequence failed in its step")
+                self._fail(
+                    segment.sequence, SequenceFailed(f"the model failed on this request: {type(error).__name__}")
+                )
+        return results
+
+    def _present(self, segments: Iterable[Segment]) -> Batch:
+        """Those whose sequences have not ended meanwhile."""
+        return tuple(segment for segment in segments if segment.sequence.id in self._choices)
+
+    def _attempt(self, batch: Batch) -> list[_Result]:
+        """Compute and choose. Changes no sequence, so it may be repeated with fewer."""
+        if not batch:
+            return []
+        logits = self._runner.run(batch)
+        found: list[_Result] = []
+        rows: list[int] = []
+        picks: list[Pick] = []
+        first = 0
+        for segment in batch:
+            found.append(_Result(segment, prompt=_prompt_likelihoods(segment, logits[first : first + segment.logits])))
+            first += segment.logits
+            if found[-1].chooses:
+                rows.append(first - 1)
+                picks.append(self._pick(self._choices[segment.sequence.id]))
+        if not rows:
+            return found
+        chosen = iter(sample(logits if len(rows) == len(logits) else logits[rows], picks))
+        return [replace(result, sampled=next(chosen)) if result.chooses else result for result in found]
+
+    def _pick(self, choice: Choice) -> Pick:
+        sequence = choice.sequence
+        if choice.repeats is not None:
+            choice.repeats.update()
+        return Pick(
+            sequence.sampling,
+            uniform=uniform(sequence.seed, sequence.answered),
+            repeats=choice.repeats,
+            forbidden=() if sequence.may_end else tuple(sequence.ends),
+        )
+
+    def _advance(self, result: _Result, now: float) -> None:
+        """Record what the step found, and tell the reader."""
+        segment, sequence = result.segment, result.segment.sequence
+        choice = self._choices[sequence.id]
+        sequence.computed = segment.end
+        if len(choice.prompt) == segment.start + 1:
+            choice.prompt.extend(map(self._logprob, result.prompt))
+        if not segment.completes:
+            return
+        if not result.chooses:
+            self._finish(choice, Piece(), "length", now)
+        elif result.sampled is None:
+            self._fail(sequence, SequenceFailed("the model gave no finite logits for this request"))
+        else:
+            choice.answered = choice.answered or now
+            self._say(choice, result.sampled, sequence.append(result.sampled.token), now)
+
+    def _say(self, choice: Choice, sampled: Sampled, finish: Finish | None, now: float) -> None:
+        piece = Piece()
+        if finish != "stop":
+            likelihood = sampled.likelihood
+            choice.unsaid.append(sampled.token if likelihood is None else self._logprob(likelihood))
+            piece = choice.answer.push(sampled.token)
+        if piece.stop is not None:
+            self._finish(choice, piece, "stop", now)
+        elif finish is not None:
+            rest = choice.answer.finish()
+            piece = Piece(piece.text + rest.text, piece.tokens + rest.tokens, rest.stop)
+            self._finish(choice, piece, "stop" if rest.stop is not None else finish, now)
+        elif piece.text or piece.tokens or choice.prompt:
+            self._send(choice, piece, None, None)
+
+    def _finish(self, choice: Choice, piece: Piece, finish: Finish, now: float) -> None:
+        sequence = choice.sequence
+        timings = Timings(
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=0,
+            completion_tokens=sequence.answered,
+            queue_seconds=choice.started - choice.submitted,
+            prefill_seconds=(choice.answered or now) - choice.started,
+            decode_seconds=now - (choice.answered or now),
+        )
+        self._send(choice, piece, finish, timings)
+        self._forget(choice)
+        if choice.stream.has_ended:
+            self._put(choice.stream, None)
+
+    def _send(self, choice: Choice, piece: Piece, finish: Finish | None, timings: Timings | None) -> None:
+        said, choice.unsaid = choice.unsaid[: piece.tokens], choice.unsaid[piece.tokens :]
+        prompt, choice.prompt = tuple(choice.prompt), []
+        delta = Delta(
+            index=choice.index,
+            text=piece.text,
+            tokens=tuple(each.token if isinstance(each, TokenLogprob) else each for each in said),
+            logprobs=tuple(each for each in said if isinstance(each, TokenLogprob)),
+            finish=finish,
+            stop=piece.stop,
+            prompt_logprobs=prompt,
+            timings=timings,
+        )
+        self._put(choice.stream, delta)
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> None:
+        """One sequence cannot go on: its request ends with `error`, all choices of it."""
+        stream = self._choices[sequence.id].stream
+        self.cancel(stream)
+        self._put(stream, error)
+
+    def _forget(self, choice: Choice) -> None:
+        self._scheduler.remove(choice.sequence)
+        choice.stream.choices.remove(choice)
+        if self._choices.pop(choice.sequence.id, None) is not None:
+            with self._lock:
+                self._live -= 1
+
+    def _put(self, stream: Stream, item: Delta | RequestError | None) -> None:
+        self._outbox.put(stream.loop, partial(stream.items.put_nowait, item))
+
+    def _logprob(self, likelihood: Likelihood) -> TokenLogprob:
+        return TokenLogprob(
+            likelihood.token,
+            self._piece(likelihood.token),
+            _finite(likelihood.logprob),
+            tuple(TokenLogprob(token, self._piece(token), _finite(value)) for token, value in likelihood.top),
+        )
+
+
+def _prompt_likelihoods(segment: Segment, logits: torch.Tensor) -> tuple[Likelihood, ...]:
+    """How likely each token of the prompt was that follows one of `segment`'s; `logits` are those of the segment."""
+    sequence = segment.sequence
+    if not sequence.prompt_logprobs or segment.start >= sequence.prompt_tokens - 1:
+        return ()
+    following = sequence.tokens[segment.start + 1 : min(segment.end + 1, sequence.prompt_tokens)]
+    return tuple(likelihoods(logits[: len(following)], following, sequence.sampling.logprobs or 0))
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no minus infinity."""
+    return logprob if math.isfinite(logprob) else None

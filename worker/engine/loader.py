@@ -1,0 +1,338 @@
+"""Snapshot to model: configuration, tokenizer, weights, on their device, in their dtype.
+
+Safetensors only; on the CPU the weights are the mapped files themselves, unless they must be converted. Whatever stands
+in the way is a StartError that names it and the way out.
+"""
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from worker import contract
+from worker.contract import Exit
+from worker.engine import architectures, memory, weights
+from worker.errors import StartError
+
+Report = Callable[[contract.Progress], None]
+
+log = logging.getLogger(__name__)
+
+_LIBRARIES = {
+    "aqlm": ("aqlm", "pip install aqlm"),
+    "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
+    "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
+    "compressed-tensors": ("compressed_tensors", "pip install compressed-tensors"),
+    "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
+    "hqq": ("hqq", "pip install hqq"),
+    "quanto": ("optimum.quanto", "pip install optimum-quanto"),
+    "torchao": ("torchao", "pip install torchao"),
+}
+"""What a quantisation method needs beside transformers: module, and how to get it."""
+_UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
+"""Layers behind the last hidden state, which pooling reads; checkpoints often leave them out."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run."""
+
+    model: Any
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    embeds: bool
+
+
+def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of the snapshot, or that of `options.tokenizer`. Raises StartError if there is none."""
+    folder = Path(options.tokenizer or options.snapshot)
+    try:
+        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=options.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise StartError(f"{folder} has no tokenizer that can be loaded: {_first_line(error)}") from error
+    return tokenizer
+
+
+def load_config(options: contract.ModelOptions) -> Any:
+    """config.json with `options.config_override` merged in. Raises StartError."""
+    folder = Path(options.snapshot)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise StartError(f"{folder} has no config.json; is it a model's snapshot?")
+    try:
+        stored = json.loads(path.read_bytes())
+        if not isinstance(stored, dict):
+            raise TypeError("it is no JSON object")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StartError(f"{path} is damaged: {_first_line(error)}; download it again", Exit.DAMAGED) from error
+    merged = _merge(stored, _override(options.config_override))
+    kind = str(merged.get("model_type"))
+    if kind not in transformers.CONFIG_MAPPING:
+        return _remote_config(options, merged, kind)
+    if kind == "mistral" and "layer_types" in merged:
+        kind = "ministral"  # as transformers' AutoConfig reads such a checkpoint
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(merged)
+    except Exception as error:
+        raise StartError(f"{path} is not valid for {kind!r}: {_first_line(error)}") from error
+
+
+def _remote_config(options: contract.ModelOptions, merged: dict[str, Any], kind: str) -> Any:
+    if "auto_map" not in merged:
+        raise StartError(
+            f"architecture {kind!r} is unknown to transformers {transformers.__version__}; a newer one may have it"
+        )
+    if not options.trust_remote_code:
+        raise StartError(
+            f"architecture {kind!r} is code in the snapshot, not part of transformers;"
+            " to run that code, set trust-remote-code = on"
+        )
+    config = transformers.AutoConfig.from_pretrained(options.snapshot, trust_remote_code=True, local_files_only=True)
+    for key, value in _override(options.config_override).items():
+        setattr(config, key, value)
+    return config
+
+
+def _override(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StartError(f"config-override is no JSON: {error}", Exit.USAGE) from error
+    if not isinstance(value, dict):
+        raise StartError("config-override wants a JSON object", Exit.USAGE)
+    return value
+
+
+def _merge(stored: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Objects are merged key by key; anything else is replaced."""
+    merged = dict(stored)
+    for key, value in override.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def is_embedder(options: contract.ModelOptions, config: Any) -> bool:
+    """Whether the model is to turn text into vectors: `task`, else what the snapshot looks like."""
+    if options.task != "auto":
+        return options.task == "embed"
+    names = getattr(config, "architectures", None)
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names or ())
+    if not names:
+        generates = config.model_type in architectures.VERIFIED
+    return (Path(options.snapshot) / "modules.json").is_file() or not generates
+
+
+def device_of(options: contract.ModelOptions) -> torch.device:
+    """The one device of the model. Raises StartError for several, or one that is not here."""
+    if len(options.devices) != 1:
+        raise StartError(
+            f"a model on {len(options.devices)} devices ({', '.join(options.devices)}) is not supported;"
+            " give it one that has room"
+        )
+    name = options.devices[0]
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartError(f"device {name} is not usable: this torch ({torch.__version__}) sees no CUDA device")
+    device = torch.device(name)
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise StartError(f"device {name} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0)
+
+
+def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """auto: the checkpoint's; float16 becomes float32 on the CPU, which has no fast arithmetic for it."""
+    if asked != "auto":
+        dtype = getattr(torch, asked, None)
+        if asked not in ("float32", "float16", "bfloat16") or not isinstance(dtype, torch.dtype):
+            raise StartError(f"dtype {asked!r} is none of auto, float32, float16, bfloat16", Exit.USAGE)
+        return dtype
+    if stored is None or (stored == torch.float16 and device.type == "cpu"):
+        return torch.float32
+    return stored
+
+
+def load_model(options: contract.ModelOptions, config: Any, attention: str | None, report: Report) -> Loaded:
+    """The model of `config` with its weights, in evaluation mode; `attention` by transformers' name, None: its default.
+
+    Progress counts bytes of weights. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY
+    where memory ran out.
+    """
+    device = device_of(options)
+    embeds = is_embedder(options, config)
+    if options.load_format not in ("auto", "safetensors", "dummy"):
+        raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
+    try:
+        cls = _model_class(options, config, embeds)
+        with _quiet():
+            if options.load_format == "dummy":
+                model, dtype = _random(cls, options, config, device)
+            elif getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
+                model, dtype = _quantized(cls, options, config, device, report)
+            else:
+                model, dtype = _stored(cls, options, config, device, embeds, report)
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        return Loaded(model.eval().requires_grad_(False), model.config, device, dtype, embeds)
+    except Exception as error:
+        if memory.is_exhausted(error):
+            where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
+            raise StartError(
+                f"no memory for the weights on {options.devices[0]}: {_first_line(error)}", where
+            ) from error
+        raise
+
+
+def _model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> Any:
+    if not embeds:
+        architectures.check(config)
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(config, "is_encoder_decoder", False):
+        raise StartError(f"architecture {config.model_type!r} has an encoder and a decoder; embedding needs only one")
+    if type(config) in transformers.MODEL_MAPPING:
+        mapped: Any = transformers.MODEL_MAPPING[type(config)]
+        return mapped[0] if isinstance(mapped, tuple) else mapped
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModel")
+    if reference is None:
+        raise StartError(f"architecture {config.model_type!r} has no model that gives hidden states")
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
+
+    return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)
+
+
+def _stored(
+    cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, embeds: bool, report: Report
+) -> tuple[Any, torch.dtype]:
+    """Views of the mapped files where the type allows; else converted tensor by tensor, so that memory holds each
+    weight once."""
+    opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
+    stored = getattr(config, "dtype", None) or next((file.floating for file in opened if file.floating), None)
+    dtype = resolve_dtype(options.dtype, stored, device)
+    total, done = sum(file.size for file in opened), 0
+
+    def count(read: int) -> None:
+        nonlocal done
+        done += read
+        report(contract.Progress(stage="weights", done=min(done, total), total=total))
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in opened:
+        converts = any(view.is_floating_point() and view.dtype != dtype for _, view in file.tensors())
+        if converts and not _keeps_float32(cls):
+            tensors.update(file.converted(dtype, count))
+        else:
+            file.populate(count)
+            tensors.update(file.tensors())
+    report(contract.Progress(stage="weights", done=total, total=total))
+    model = _build(cls, config, tensors, dtype, embeds)
+    return model.to(device), dtype
+
+
+def _keeps_float32(cls: Any) -> bool:
+    """Whether transformers itself must convert, as it leaves some modules in float32."""
+    return bool(getattr(cls, "_keep_in_fp32_modules", None) or getattr(cls, "_keep_in_fp32_modules_strict", None))
+
+
+def _build(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, embeds: bool) -> Any:
+    extra = {"add_pooling_layer": False} if embeds and _has_pooler(cls) else {}
+    try:
+        model, info = cls.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **extra
+        )
+    except RuntimeError as error:
+        if memory.is_exhausted(error):
+            raise
+        raise StartError(f"the weights do not fit {cls.__name__}: {_first_line(error)}") from error
+    missing = sorted(
+        name for name in info["missing_keys"] if not (embeds and any(part in name for part in _UNUSED_IN_EMBEDDERS))
+    )
+    if missing:
+        raise StartError(f"{cls.__name__} needs {len(missing)} tensors that the files lack, {missing[0]} for one")
+    return model
+
+
+def _has_pooler(cls: Any) -> bool:
+    return "add_pooling_layer" in cls.__init__.__code__.co_varnames
+
+
+def _random(cls: Any, options: contract.ModelOptions, config: Any, device: torch.device) -> tuple[Any, torch.dtype]:
+    """Weights drawn as for training, the same each time: for trying shapes without files."""
+    dtype = resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cls._from_config(config, dtype=dtype).to(device), dtype
+
+
+def _quantized(
+    cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, report: Report
+) -> tuple[Any, torch.dtype]:
+    """As transformers loads it, with the library of its method. Raises StartError naming a library that is missing."""
+    stored = getattr(config, "quantization_config", None) or {}
+    method = str((stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method", ""))
+    asked = options.quantization
+    on_load = None
+    if asked in ("bnb-8bit", "bnb-4bit") and not method:
+        method = "bitsandbytes"
+        on_load = {"load_in_8bit": asked == "bnb-8bit", "load_in_4bit": asked == "bnb-4bit"}
+    elif asked != "auto" and not method.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
+        fact = f"quantised with {method}" if method else "not quantised"
+        raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
+    needs = _LIBRARIES.get("bitsandbytes" if method.startswith("bitsandbytes") else method)
+    if needs is not None and not _is_installed(needs[0]):
+        raise StartError(f"a checkpoint quantised with {method} needs the library {needs[0]}: {needs[1]}")
+    paths = weights.files(Path(options.snapshot))
+    total = sum(path.stat().st_size for path in paths)
+    report(contract.Progress(stage="weights", done=0, total=total))
+    dtype = resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
+    bits: Any = transformers.BitsAndBytesConfig
+    try:
+        model = cls.from_pretrained(
+            options.snapshot,
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            quantization_config=bits(**on_load) if on_load else None,
+        )
+    except (ImportError, ValueError) as error:
+        raise StartError(f"transformers cannot load this {method} checkpoint here: {_first_line(error)}") from error
+    report(contract.Progress(stage="weights", done=total, total=total))
+    return model, dtype
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars on a worker's stderr: progress is an event."""
+    bars: Any = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

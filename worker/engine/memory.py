@@ -1,0 +1,79 @@
+"""What this process occupies, and how its allocators are told to keep to it."""
+
+import ctypes
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from worker.contract import Exit
+from worker.errors import StartError
+
+CUDA_CONTEXT_BYTES = 512 << 20
+"""A guess (published figures: 100 to 600 MiB by card and driver); a process cannot see its own context's size."""
+_M_ARENA_MAX = -8
+"""malloc.h. A second arena for each thread keeps freed memory that no other thread can use."""
+
+
+def measured(devices: Sequence[str]) -> dict[str, int]:
+    """Peak bytes by device name. `cpu`: resident bytes of this process, mapped files included."""
+    peaks = {"cpu": _peak_resident()} if "cpu" in devices else {}
+    for name in devices:
+        if name != "cpu":
+            peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + CUDA_CONTEXT_BYTES
+    return peaks
+
+
+def _peak_resident() -> int:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def keep_small() -> None:
+    """Let all threads share malloc's arenas: what one frees another uses. Only glibc has this; elsewhere nothing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+
+
+def cap(devices: Sequence[str], reserved: str) -> None:
+    """Hold the CUDA allocator to what the router reserved, so that a wrong estimate hurts only this worker.
+
+    `reserved`: JSON object, bytes by device name; empty: no cap. Raises StartError if it is no such object.
+    """
+    if not reserved:
+        return
+    try:
+        bytes_by_device = {str(name): int(size) for name, size in json.loads(reserved).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StartError(f"--reserved wants a JSON object of bytes by device, not {reserved!r}") from error
+    for name in devices:
+        if name != "cpu" and name in bytes_by_device:
+            device = torch.device(name)
+            total = torch.cuda.get_device_properties(device).total_memory
+            share = max(bytes_by_device[name] - CUDA_CONTEXT_BYTES, 0) / total
+            torch.cuda.set_per_process_memory_fraction(min(max(share, 0.01), 1.0), device)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether `error` says that memory, of the device or of the host, could not be had."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def start_error(what: str, device: torch.device, error: BaseException) -> StartError:
+    """What to end with if there was no room for `what`."""
+    exit = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
+    cause = str(error).strip().split("\n")[0] or type(error).__name__
+    return StartError(f"no memory for {what} on {device}: {cause}; lower ctx-size or parallel, or free memory", exit)
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether `error` leaves the CUDA context unusable for the rest of this process."""
+    if is_exhausted(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))

@@ -1,0 +1,208 @@
+"""Logits to tokens: every row of a step at once, each by its own request's rules.
+
+In this order: repetition penalty, presence and frequency penalties and logit bias, forbidden ends, temperature, top-k,
+top-p, min-p, then one draw. The last four only say which tokens stay; tokens as likely as the last one that stays, stay
+as well, so that no order among equals can change an answer.
+
+A draw is the inverse of the cumulative distribution, in the order of the vocabulary, at a number in [0, 1) that depends
+on the sequence's seed and on the position alone: the same seed gives the same text whatever else is in the batch.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.engine.sequence import Repeats
+from worker.generation import Sampling
+
+COLDEST = 1e-6
+"""Temperatures above 0 are taken as at least this: colder is greedy, and float32 cannot divide by less."""
+_NUCLEUS_TOKENS = 256
+"""On the CPU top-p looks at so many likeliest tokens first; sorting a whole vocabulary takes 20 times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """How the next token of one row is to be chosen."""
+
+    sampling: Sampling
+    uniform: float = 0.0
+    """In [0, 1): decides, unless the choice is greedy."""
+    repeats: Repeats | None = None
+    """What the penalties look back at, up to date; None where there are none."""
+    forbidden: Sequence[int] = ()
+    """Tokens that must not come now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """A token's logprob in the unmodified distribution, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The next token of one row. `likelihood` if its sampling asks for logprobs."""
+
+    token: int
+    likelihood: Likelihood | None = None
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from seed and position: 53 bits of BLAKE2b."""
+    key = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether what was said before changes what comes next."""
+    changes = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
+    return bool(changes) and sampling.repeat_last_n != 0
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Sampled | None]:
+    """The next token of each row of `logits` `[rows, vocab]` (float32; overwritten).
+
+    None for a row that has no token to choose: NaN or infinite logits, or every token forbidden. One synchronisation
+    with the device.
+    """
+    asking = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
+    raw = torch.log_softmax(logits[asking], dim=-1) if asking else None
+    _edit(logits, picks)
+    best = logits.max(dim=-1)
+    fits = best.values.isfinite()
+    tokens = best.indices
+    drawing = [row for row, pick in enumerate(picks) if pick.sampling.temperature > 0.0]
+    if drawing:
+        index = torch.tensor(drawing, device=logits.device)
+        tokens[index] = _draw(logits[index] - best.values[index, None], [picks[row] for row in drawing])
+    answer = torch.stack((tokens.double(), fits.double()))
+    if raw is None:
+        return [Sampled(int(token)) if fit else None for token, fit in zip(*answer.tolist(), strict=True)]
+    likelihoods = _likelihoods(raw, tokens[asking], max(picks[row].sampling.logprobs or 0 for row in asking))
+    (chosen, good), rows = answer.tolist(), dict(zip(asking, likelihoods.tolist(), strict=True))
+    return [
+        Sampled(int(chosen[row]), _read(rows[row], int(chosen[row]), pick.sampling.logprobs) if row in rows else None)
+        if good[row]
+        else None
+        for row, pick in enumerate(picks)
+    ]
+
+
+@torch.inference_mode()
+def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Likelihood]:
+    """How likely each of `tokens` was, given `logits` `[tokens, vocab]`, with `top` alternatives each."""
+    raw = torch.log_softmax(logits, dim=-1)
+    rows = _likelihoods(raw, torch.tensor(tokens, device=logits.device), top).tolist()
+    return [_read(row, token, top) for row, token in zip(rows, tokens, strict=True)]
+
+
+def _edit(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
+    """Penalties, biases and forbidden tokens, in place: three scattered updates for the whole batch."""
+    scale: list[tuple[int, int, float]] = []
+    add: list[tuple[int, int, float]] = []
+    for row, pick in enumerate(picks):
+        sampling = pick.sampling
+        if pick.repeats is not None:
+            if sampling.repetition_penalty != 1.0:
+                scale.extend((row, token, sampling.repetition_penalty) for token in pick.repeats.seen)
+            if sampling.presence_penalty or sampling.frequency_penalty:
+                add.extend(
+                    (row, token, -(sampling.presence_penalty + sampling.frequency_penalty * count))
+                    for token, count in pick.repeats.answer.items()
+                )
+        add.extend((row, token, bias) for token, bias in sampling.logit_bias.items())
+        add.extend((row, token, -math.inf) for token in pick.forbidden if token < logits.shape[-1])
+    if scale:
+        rows, columns, factors = _columns(scale, logits.device)
+        values = logits[rows, columns]
+        logits[rows, columns] = torch.where(values > 0, values / factors, values * factors)
+    if add:
+        rows, columns, terms = _columns(add, logits.device)
+        logits.index_put_((rows, columns), terms, accumulate=True)
+
+
+def _columns(
+    entries: list[tuple[int, int, float]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns, values = zip(*entries, strict=True)
+    return (
+        torch.tensor(rows, device=device),
+        torch.tensor(columns, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
+
+
+def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
+    """Tokens `[rows]`; `scores` `[rows, vocab]` are logits with a maximum of 0 in each row, and are overwritten."""
+    device = scores.device
+    scores /= _numbers([max(pick.sampling.temperature, COLDEST) for pick in picks], device)[:, None]
+    floor = _floor(scores, [pick.sampling for pick in picks])
+    if floor is not None:
+        scores.masked_fill_(scores < floor[:, None], -math.inf)
+    cumulative = scores.exp_().cumsum_(dim=-1)
+    total = cumulative[:, -1:]
+    uniforms = _numbers([pick.uniform for pick in picks], device)[:, None]
+    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=scores.shape[-1] - 1)
+
+
+def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor | None:
+    """The lowest score that stays, `[rows]`, by top-k, then top-p among those, then min-p; None if all stay."""
+    vocab = scores.shape[-1]
+    counts = [min(each.top_k, vocab) if each.top_k > 0 else vocab for each in samplings]
+    cut = [row for row, each in enumerate(samplings) if counts[row] < vocab or each.top_p < 1.0]
+    least = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in samplings]
+    if not cut and max(least) == -math.inf:
+        return None
+    floor = _numbers(least, scores.device).clamp_(max=0.0)
+    if cut:
+        index = torch.tensor(cut, device=scores.device)
+        shares = [samplings[row].top_p for row in cut]
+        floor[index] = torch.maximum(floor[index], _nucleus(scores[index], [counts[row] for row in cut], shares))
+    return floor
+
+
+def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float]) -> torch.Tensor:
+    """The lowest score, `[rows]`, among the `counts` likeliest whose probabilities reach `shares` of theirs."""
+    vocab = scores.shape[-1]
+    limited = [count for count in counts if count < vocab]
+    widths = [max(limited)] if len(limited) == len(counts) else [vocab]
+    if widths == [vocab] and not scores.is_cuda:
+        widths = [min(vocab, max(_NUCLEUS_TOKENS, *limited, 0)), vocab]
+    count = torch.tensor(counts, device=scores.device)[:, None]
+    share = _numbers(shares, scores.device)[:, None]
+    for width in widths:
+        top = scores.topk(width, dim=-1).values  # [rows, width], falling
+        rank = torch.arange(width, device=scores.device)
+        weights = top.exp().masked_fill_(rank >= count, 0.0)
+        mass = weights.sum(-1, keepdim=True)
+        total = torch.where(count < vocab, mass, scores.exp().sum(-1, keepdim=True))
+        stays = (rank < count) & ((share >= 1.0) | (weights.cumsum(-1) - weights < share * total))
+        if width == widths[-1] or bool(((count < vocab) | (mass >= share * total)).all()):
+            break
+    last = (stays.sum(-1, keepdim=True) - 1).clamp_(min=0)
+    return top.gather(-1, last)[:, 0]
+
+
+def _likelihoods(raw: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+    """`[rows, 1 + 2 * top]`: the token's logprob, then the likeliest tokens, then their logprobs."""
+    values, indices = raw.topk(min(top, raw.shape[-1]), dim=-1)
+    return torch.cat((raw.gather(-1, tokens[:, None]).double(), indices.double(), values.double()), dim=-1)
+
+
+def _read(row: list[float], token: int, top: int | None) -> Likelihood:
+    half = (len(row) - 1) // 2
+    pairs = zip(row[1 : 1 + half], row[1 + half :], strict=True)
+    return Likelihood(token, row[0], tuple((int(index), value) for index, value in list(pairs)[: top or 0]))
+
+
+def _numbers(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)

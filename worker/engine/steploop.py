@@ -1,0 +1,160 @@
+"""The step loop: one thread that computes, and the only one that touches the model.
+
+The event loop posts commands; the thread runs them between steps, so what it works on needs no locks. Answers go back
+through `call_soon_threadsafe`, all of a step in one call, and nothing ever waits for a reader. Once a second, busy or
+idle, the thread itself calls `pulse`: if a step hangs, it falls silent.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from worker import contract
+from worker.contract import Exit
+from worker.engine import memory
+from worker.errors import Draining, RequestError, StartError
+from worker.generation import Occupancy
+
+PULSE_INTERVAL = 1.0
+"""Seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What a step loop does. All of it is called on the loop's thread."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many run, how many wait."""
+
+    def step(self) -> None:
+        """One step. Whatever fails for one request's sake ends that request; raising ends the process."""
+
+    def abandon(self, error: RequestError) -> None:
+        """End everything with `error`."""
+
+
+class Outbox:
+    """Calls for event loops, gathered during a step and handed over together."""
+
+    def __init__(self) -> None:
+        self._calls: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = defaultdict(list)
+
+    def put(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        self._calls[loop].append(call)
+
+    def flush(self) -> None:
+        """Never waits. A loop that is closed has nobody left who listens."""
+        for loop, calls in self._calls.items():
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_run_all, calls)
+        self._calls.clear()
+
+
+def _run_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+class StepLoop:
+    """Runs a `Work` on a thread of its own, from construction until `close`."""
+
+    def __init__(
+        self,
+        work: Work,
+        outbox: Outbox,
+        *,
+        pulse: Callable[[contract.Pulse], None],
+        devices: tuple[str, ...],
+        threads: int,
+    ):
+        self._work, self._outbox = work, outbox
+        self._pulse, self._devices, self._threads = pulse, devices, threads
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._has_ended = False
+        self._steps = 0
+        self.occupancy = Occupancy(steps=0, running=0, waiting=0)
+        self.fatal: Future[StartError] = Future()
+        """Done when the loop has died and the process must end: with which exit code, and why."""
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread.start()
+
+    def post(self, command: Callable[[], None]) -> bool:
+        """Have `command` run on the thread before the next step; false if there will be none. From any thread."""
+        with self._lock:
+            if self._has_ended:
+                return False
+            self._inbox.append(command)
+        self._wake.set()
+        return True
+
+    def close(self) -> None:
+        """End all work with Draining; returns once the thread has ended, after its current step."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP counts for each thread that starts a parallel region
+        try:
+            self._loop()
+            self._end(Draining("the model is being unloaded"))
+        except Exception as error:
+            log.exception("the step loop has died")
+            code = Exit.POISONED if memory.is_sticky(error) else Exit.UNUSABLE
+            cause = str(error).strip().split("\n")[0]
+            fatal = StartError(f"the engine's step loop died: {type(error).__name__}: {cause}", code)
+            self._end(Draining("the engine has failed and its worker is being replaced"))
+            self.fatal.set_result(fatal)
+
+    def _end(self, error: RequestError) -> None:
+        with self._lock:
+            self._has_ended = True
+        self._run_commands()
+        self._work.abandon(error)
+        self._note()
+
+    def _loop(self) -> None:
+        due = time.monotonic()
+        while not self._closing:
+            if time.monotonic() >= due:
+                self._say()
+                due = time.monotonic() + PULSE_INTERVAL
+            self._wake.clear()
+            self._run_commands()
+            self._note()
+            if self._work.has_work:
+                self._work.step()
+                self._steps += 1
+                self._note()
+            else:
+                self._wake.wait(max(0.0, due - time.monotonic()))
+
+    def _run_commands(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _note(self) -> None:
+        running, waiting = self._work.load
+        self.occupancy = Occupancy(steps=self._steps, running=running, waiting=waiting)
+        self._outbox.flush()
+
+    def _say(self) -> None:
+        now = self.occupancy
+        measured = memory.measured(self._devices)
+        self._pulse(contract.Pulse(steps=now.steps, running=now.running, waiting=now.waiting, measured=measured))
