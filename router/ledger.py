@@ -89,6 +89,8 @@ class Resident:
     """Somebody leases it, or waits for its load."""
     leaving: bool = False
     """Retired: takes no new leases; its memory counts until it is STOPPED and no longer given here."""
+    retired_at: float = 0.0
+    """Since when it is leaving: what goes first is promised to the first in line."""
     pinned: bool = False
     priority: int = 0
     luxury: bool = False

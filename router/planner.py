@@ -193,10 +193,15 @@ class _Offer:
 class _Walk:
     """One walk along the queue: what has been granted, claimed and decided so far.
 
-    here    everybody who occupies memory, and what was granted
-    soon    without those who leave or are told to; with the claims that need nobody else to leave
-    coming  without those claimed by a demand that must wait for them; with all claims
-    bare    without anybody who could be a victim; with all claims
+    here     everybody who occupies memory, and what was granted
+    steps    for each claim that only waits for those who leave: also without as many of these as it takes, the first to
+             go first, and with the claim
+    stages   first without all who leave, and with all such claims; then, for each claim that waits until its victims
+             may leave: also without these, and with the claim
+    bare     without anybody who could be a victim; with all claims
+
+    Beside coming means: on the last stage. Who starts must fit here, at every step and on every stage, who sends
+    victims away on every stage: else somebody ahead would have to wait for it.
     """
 
     def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
@@ -206,15 +211,17 @@ class _Walk:
         residents = sorted(residents, key=lambda one: one.id)
         self.staying = {one.id: one for one in residents if not one.leaving}
         self.leaving = {one.id: one for one in residents if one.leaving}
+        self.unpromised = sorted(self.leaving.values(), key=lambda one: (one.retired_at, one.id))
         self.claimed: dict[int, Resident] = {}
         self.bounds: dict[int, float] = {}  # of the claimed: when at the latest they may leave
 
         self.here = View(devices, residents, memory=policy.memory)
-        self.soon = self.here.copy()
+        soon = self.here.copy()
         for one in self.leaving.values():
-            self.soon.leave(one)
-        self.coming = self.soon.copy()
-        self.bare = self.soon.copy()
+            soon.leave(one)
+        self.steps: list[View] = []
+        self.stages = [soon]
+        self.bare = soon.copy()
         self.homes: dict[str, list[DeviceId]] = {}
         for one in self.staying.values():
             self.homes.setdefault(one.model, []).extend(_spots(one))
@@ -241,6 +248,7 @@ class _Walk:
                 continue
             if one.expires <= self.now:
                 self._send_away(one, Eviction(reason="idle", for_demand=None, idle=True))
+                self.unpromised.append(one)
             else:
                 self.moments.append(one.expires)
 
@@ -267,12 +275,12 @@ class _Walk:
         if any(one.busy for one in evicted):
             return
         for one in sorted(evicted, key=_worth, reverse=True):
-            self.soon.stay(one)
-            if self.soon.keeps_its_promises():
+            self.stages[0].stay(one)
+            if self.stages[0].keeps_its_promises():
                 del self.evict[one.id]
                 self.waits = {id: _without(one.id, wait) for id, wait in self.waits.items()}
             else:
-                self.soon.leave(one)
+                self.stages[0].leave(one)
 
     def answer(self) -> Plan:
         return Plan(
@@ -320,7 +328,10 @@ class _Walk:
         return self.devices[id].capacity
 
     def _free(self, id: DeviceId) -> int:
-        return min(self.here.free(id), self.coming.free(id))
+        return min(view.free(id) for view in self._views())
+
+    def _views(self) -> list[View]:
+        return [self.here, *self.steps, *self.stages]
 
     def _could_hold(self, claim: Bytes) -> bool:
         return all(self._capacity(id) >= needed for id, needed in claim.items() if self._binds(id))
@@ -348,7 +359,7 @@ class _Walk:
         fitting = [
             _Offer(place, claim)
             for place, claim in self._places(demand, groups, self._free)
-            if not (self.here.short(claim) or self.coming.short(claim) or self._is_noisy(demand, place))
+            if not (_short(claim, self._views()) or self._is_noisy(demand, place))
         ]
         return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
 
@@ -357,7 +368,7 @@ class _Walk:
 
     def _grant(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
-        for view in (self.here, self.soon, self.coming, self.bare):
+        for view in (*self._views(), self.bare):
             view.promise(offer.claim)
         self._occupy(demand, offer.place)
 
@@ -366,11 +377,15 @@ class _Walk:
     def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
         """None if it would fit nowhere, whoever left."""
         order = self._order(demand)
-        offers = []
-        for place, claim in self._places(demand, groups, self.bare.free):
-            victims = self._victims(claim, order)
-            if victims is not None:
-                offers.append(_Offer(place, claim, victims))
+        # After those claimed ahead have left there may be room enough; sooner, if others leave now.
+        horizons = [self.stages] if len(self.stages) == 1 else [self.stages[-1:], self.stages]
+        offers = [
+            _Offer(place, claim, victims)
+            for place, claim in self._places(demand, groups, self.bare.free)
+            if not self.bare.short(claim)
+            for stages in horizons
+            if (victims := _victims(claim, order, stages)) is not None
+        ]
         return min(
             offers,
             key=lambda offer: (
@@ -389,29 +404,6 @@ class _Walk:
             able = [one for one in able if one.luxury and not one.busy and one.last_used < demand.since]
             able = [one for one in able if self._may_leave_at(one, demand) <= self.now]
         return sorted(able, key=lambda one: (self._bound(one, demand), one.busy, *_worth(one)))
-
-    def _victims(self, claim: Bytes, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
-        """Who has to leave so that `claim` fits beside coming: enough, nobody superfluous; None if nobody would do."""
-        short = self.coming.short(claim)
-        if short and self.bare.short(claim):
-            return None
-        taken: list[Resident] = []
-        for one in order:
-            if not short:
-                break
-            if _is_on(one, short):
-                self.coming.leave(one)
-                taken.append(one)
-                short = self.coming.short(claim)
-        needed: list[Resident] = []
-        for one in reversed(taken):
-            self.coming.stay(one)
-            if short or self.coming.short(claim):
-                self.coming.leave(one)
-                needed.append(one)
-        for one in needed:
-            self.coming.stay(one)
-        return None if short else tuple(reversed(needed))
 
     def _may_leave_at(self, one: Resident, demand: Demand) -> float:
         """The moment from which it may leave for this demand, if nobody begins or ends to use it."""
@@ -432,24 +424,27 @@ class _Walk:
     def _bound_of(self, demand: Demand, offer: _Offer) -> float:
         """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
         bound = max((self._bound(one, demand) for one in offer.victims), default=-inf)
-        if self.claimed and (short := self._short_soon(offer)):
+        if self.claimed and (short := self._short_without(offer)):
             ahead = (self.bounds[one.id] for one in _all_on(short, self.claimed.values()))
             bound = max(bound, self.now, *ahead)
         return bound
 
-    def _short_soon(self, offer: _Offer) -> list[DeviceId]:
-        """Where it would not fit with nobody gone but its own victims and those who leave anyway."""
+    def _short_without(self, offer: _Offer) -> set[DeviceId]:
+        """Where it would not fit on some stage, though its own victims had left."""
+        if len(self.stages) == 1:
+            return set()  # they were chosen so
         for one in offer.victims:
-            self.soon.leave(one)
-        short = self.soon.short(offer.claim)
+            _leave(one, self.stages)
+        short = _short(offer.claim, self.stages)
         for one in offer.victims:
-            self.soon.stay(one)
+            _stay(one, self.stages)
         return short
 
     def _claim(self, demand: Demand, offer: _Offer) -> None:
         """Keep the place for it; send the victims away if all of them may leave and nothing else is missing."""
         late = [one for one in offer.victims if self._bound(one, demand) > -inf]
-        missing = self._short_soon(offer)
+        missing = self._short_without(offer)
+        ahead = _all_on(missing, self.claimed.values())
         disturbed = {*offer.place, *(id for one in offer.victims for id in _spots(one))}
         is_hushed = bool(offer.victims) and not disturbed.isdisjoint(self.hushed)
         must_refine = bool(offer.victims) and not demand.sure
@@ -461,15 +456,16 @@ class _Walk:
             return
 
         shortage = self._shortage(offer.claim, self._free)
-        if not goes:
-            self._note_moments(demand)
-        for one in offer.victims:
-            if goes:
+        if goes:
+            for one in offer.victims:
                 self._send_away(one, Eviction(reason="evicted", for_demand=demand.id, idle=not one.busy))
-            else:
-                self._book(one, demand)
-        for view in (self.soon, self.coming, self.bare) if goes else (self.coming, self.bare):
-            view.promise(offer.claim)
+            for stage in self.stages:
+                stage.promise(offer.claim)
+            self._step(offer)
+        else:
+            self._note_moments(demand)
+            self._book(demand, offer)
+        self.bare.promise(offer.claim)
         self._occupy(demand, offer.place)
 
         cause: Cause
@@ -480,8 +476,8 @@ class _Walk:
         elif must_refine:
             cause, on = _scarce(shortage), offer.victims
         elif missing:
-            cause, on = _scarce(shortage), _all_on(missing, self.claimed.values())
-        elif is_hushed or not self.here.short(offer.claim):
+            cause, on = _scarce(shortage), ahead
+        elif is_hushed or not shortage:
             cause, on = "quiet", [one for one in self.starting if not disturbed.isdisjoint(_spots(one))]
         else:
             cause, on = "stopping", _all_on(shortage, self.leaving.values())
@@ -490,14 +486,28 @@ class _Walk:
     def _send_away(self, one: Resident, eviction: Eviction) -> None:
         self.evict[one.id] = eviction
         self.leaving[one.id] = self.staying.pop(one.id)
-        self.soon.leave(one)
-        self.coming.leave(one)
+        _leave(one, self.stages)
 
-    def _book(self, one: Resident, demand: Demand) -> None:
-        """It leaves later; nobody behind may count on its staying, or on its leaving sooner."""
-        self.claimed[one.id] = self.staying.pop(one.id)
-        self.bounds[one.id] = self._bound(one, demand)
-        self.coming.leave(one)
+    def _step(self, offer: _Offer) -> None:
+        """Promise it those who leave: the first to go to the first in line, so that nobody behind overtakes it."""
+        step = (self.steps or [self.here])[-1].copy()
+        for one in offer.victims:
+            step.leave(one)
+        for one in _victims(offer.claim, self.unpromised, [step]) or ():
+            step.leave(one)
+            self.unpromised.remove(one)
+        step.promise(offer.claim)
+        self.steps.append(step)
+
+    def _book(self, demand: Demand, offer: _Offer) -> None:
+        """Its victims leave later: nobody behind may count on their staying, nor on their leaving sooner."""
+        if offer.victims:
+            self.stages.append(self.stages[-1].copy())
+        for one in offer.victims:
+            self.stages[-1].leave(one)
+            self.claimed[one.id] = self.staying.pop(one.id)
+            self.bounds[one.id] = self._bound(one, demand)
+        self.stages[-1].promise(offer.claim)
 
     def _note_moments(self, demand: Demand) -> None:
         """When somebody more may leave for it, the answer may be another."""
@@ -589,6 +599,43 @@ def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable
     by_room = sorted(devices, key=lambda id: -room(id))
     placed = dict(zip(by_size, by_room, strict=True))
     return tuple(placed[shard] for shard in range(len(shards)))
+
+
+def _short(claim: Bytes, views: Iterable[View]) -> set[DeviceId]:
+    """Where it does not fit, in any of the views."""
+    return {id for view in views for id in view.short(claim)}
+
+
+def _leave(one: Resident, views: Iterable[View]) -> None:
+    for view in views:
+        view.leave(one)
+
+
+def _stay(one: Resident, views: Iterable[View]) -> None:
+    for view in views:
+        view.stay(one)
+
+
+def _victims(claim: Bytes, order: Sequence[Resident], views: Sequence[View]) -> tuple[Resident, ...] | None:
+    """Who has to leave so that `claim` fits in all views: enough, nobody superfluous; None if nobody would do."""
+    short = _short(claim, views)
+    taken: list[Resident] = []
+    for one in order:
+        if not short:
+            break
+        if _is_on(one, short):
+            _leave(one, views)
+            taken.append(one)
+            short = _short(claim, views)
+    needed: list[Resident] = []
+    for one in reversed(taken):
+        _stay(one, views)
+        if not short and _short(claim, views):
+            _leave(one, views)
+            needed.append(one)
+    for one in needed:
+        _stay(one, views)
+    return None if short else tuple(reversed(needed))
 
 
 def _disturbance(victims: Sequence[Resident]) -> tuple[float, ...]:
