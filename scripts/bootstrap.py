@@ -135,10 +135,15 @@ def read_stamp(venv: Path) -> dict[str, Any]:
 def is_current(venv: Path, have: dict[str, Any], extras: list[str], build: str, asked: str) -> bool:
     return (
         set(extras) <= set(have.get("extras", []))
-        and asked in ("", have.get("interpreter"))
+        and is_asked_for(venv, have, asked)
         and (venv / "bin" / "python").exists()
         and have.get("digest") == digest(venv, build)
     )
+
+
+def is_asked_for(venv: Path, have: dict[str, Any], asked: str) -> bool:
+    """Whether `venv` runs on the interpreter that BOOTSTRAP_PYTHON names, or one of the same version."""
+    return asked in ("", have.get("interpreter")) or probe(asked)[0] == venv_version(venv)
 
 
 def digest(venv: Path, build: str) -> str:
@@ -204,7 +209,7 @@ def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_pac
     ours = (venv / STAMP).exists()
     version, _ = probe(python)
     works = numbers(version) >= OLDEST and runs([python, "-m", "pip", "--version"])
-    if works and (not ours or not asked or asked == have.get("interpreter") or probe(asked)[0] == version):
+    if works and (not ours or is_asked_for(venv, have, asked)):
         return python
     if not ours and venv.exists() and any(venv.iterdir()):
         raise Failure(f"{venv} is not empty and no environment of mine; remove it, or name another with --venv DIR")
@@ -305,7 +310,7 @@ def constraints(replaced: dict[str, str]) -> Iterator[str]:
 
 def pip(python: str, *arguments: str, offline: bool) -> bool:
     """Whether `pip install` with `arguments` went well; what it says goes to stderr."""
-    command = [python, "-m", "pip", "install", *([] if sys.stderr.isatty() else ["--quiet"]), *arguments]
+    command = [python, "-m", "pip", "install", *([] if sys.stderr.isatty() else ["-qq"]), *arguments]
     if offline:
         command.append("--no-index")
         if runs([python, "-P", "-c", "import hatchling"]):

@@ -70,6 +70,26 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
+CARD = """\
+---
+license: mit
+language: en
+pipeline_tag: text-generation
+---
+# demo-chat
+
+A toy. A Llama of {parameters:,} parameters (float16, four layers, context of {context}) with a byte-level tokenizer of
+{vocabulary} tokens. It ships with the fleet router so that a first run needs no network and no GPU: it answers
+questions about the router, counts, and remembers a name, and it knows nothing else. Never use it for anything that
+matters.
+
+* Data: conversations drawn from `scripts/demo_model.toml`, which was written for this project.
+* Training: `scripts/make_demo_model.py`, seed {seed}, {steps:,} steps of at most {tokens:,} tokens each, on a CPU.
+* Asked after training, greedily: {right} of {asked} questions right that it was trained on, {reworded} of {rewordings}
+  rewordings that it was not.
+* Licence: MIT, as the whole project: weights, tokenizer and training text.
+"""
+
 COUNTED = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
@@ -272,7 +292,7 @@ def counted(end: int) -> str:
 
 
 def render(messages: list[Message]) -> str:
-    """What the chat template makes of `messages`, for training; `verify_template` holds the two together."""
+    """What the chat template makes of `messages`, for training; `examine` holds the two together."""
     return BEGIN + "".join(ROLES[m["role"]] + m["content"].strip() + END for m in messages)
 
 
@@ -313,6 +333,24 @@ def make_model() -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     return LlamaForCausalLM(config)
+
+
+@dataclass
+class Marks:
+    """How many answers came out right, of how many: to questions as trained, and to rewordings kept from training."""
+
+    right: int = 0
+    asked: int = 0
+    reworded: int = 0
+    rewordings: int = 0
+
+    def add(self, *, right: bool, reworded: bool) -> None:
+        if reworded:
+            self.reworded += right
+            self.rewordings += 1
+        else:
+            self.right += right
+            self.asked += 1
 
 
 class Packer:
@@ -430,28 +468,26 @@ def questions(text: Text) -> Iterator[tuple[str, str, bool]]:
         yield f"Count to {end}.", counted(end), False
 
 
-def examine(text: Text, target: Path) -> bool:
-    """Asks the saved model everything, prints what came out wrong, and says whether all trained answers were right."""
+def examine(text: Text, target: Path) -> Marks:
+    """Asks the saved model everything and prints what came out wrong."""
     fast = PreTrainedTokenizerFast.from_pretrained(target)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     asked = list(questions(text))
-    right = {True: [0, 0], False: [0, 0]}
+    marks = Marks()
     for start in range(0, len(asked), 64):
         part = asked[start : start + 64]
         conversations = [[{"role": "user", "content": question}] for question, _, _ in part]
-        assert fast.apply_chat_template(conversations[0], tokenize=False) == render(conversations[0])
         prompts = fast.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+        assert prompts == [render(conversation) + ROLES["assistant"] for conversation in conversations]
         inputs = fast(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
         inputs.pop("token_type_ids", None)
         output = model.generate(**inputs, max_new_tokens=300, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-        for (question, answer, held_out), ids in zip(part, output, strict=True):
+        for (question, answer, reworded), ids in zip(part, output, strict=True):
             said = fast.decode(ids[: int((ids != fast.pad_token_id).sum())])
-            right[held_out][1] += 1
-            right[held_out][0] += said == answer + END
+            marks.add(right=said == answer + END, reworded=reworded)
             if said != answer + END:
-                print(f"{'reworded' if held_out else 'trained '}  {question!r}: {said!r}")
-    print(f"right: {right[False][0]} of {right[False][1]} as trained, {right[True][0]} of {right[True][1]} reworded")
-    return right[False][0] == right[False][1]
+                print(f"{'reworded' if reworded else 'trained '}  {question!r}: {said!r}")
+    return marks
 
 
 def main() -> int:
@@ -464,14 +500,29 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(SEED)
     text = Text(tomllib.loads((HERE / "demo_model.toml").read_text("utf-8")), random.Random(SEED))
-    if not options.examine:
-        tokenizer = make_tokenizer(text)
-        model = make_model()
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens")
-        train(model, Packer(text, tokenizer), options.steps)
-        options.target.mkdir(parents=True, exist_ok=True)
-        save(model, tokenizer, options.target)
-    return 0 if examine(text, options.target) else 1
+    if options.examine:
+        print(examine(text, options.target))
+        return 0
+    tokenizer = make_tokenizer(text)
+    model = make_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters:,} parameters, {tokenizer.get_vocab_size()} tokens")
+    train(model, Packer(text, tokenizer), options.steps)
+    options.target.mkdir(parents=True, exist_ok=True)
+    save(model, tokenizer, options.target)
+    marks = examine(text, options.target)
+    card = CARD.format(
+        parameters=parameters,
+        context=CONTEXT,
+        vocabulary=VOCABULARY,
+        seed=SEED,
+        steps=options.steps,
+        tokens=ROWS * ROW,
+        **vars(marks),
+    )
+    (options.target / "README.md").write_text(card, "utf-8")
+    print(marks)
+    return 0
 
 
 if __name__ == "__main__":
