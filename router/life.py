@@ -410,7 +410,7 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
         data["was"] = was.name.lower()
     if worker.state is State.STARTING:
         data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS}
-    elif worker.state is State.READY and worker.process is not None:
+    elif worker.state is State.READY and worker.process is not None and was is not None:
         data["load_seconds"] = round(worker.load_seconds, 3)
         data["measured"] = _by_name(worker.measured)
         data["estimated"] = {str(id): size for id, size in _estimated(worker).items()}

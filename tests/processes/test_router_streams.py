@@ -22,7 +22,7 @@ async def raw_stream(up: Router, body: dict[str, Any], *, version: str = "1.1") 
     """(status line, everything after the headers, whether the connection was reset) of one streamed request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", up.port)
     data = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {PATH} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     received = b""
     reset = False
@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_cancels_its_work(tmp_path: Path, stream: boo
     journal = tmp_path / "journal"
     file = presets(tmp_path, {"a": {"_journal": str(journal)}})
     async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
-        body = chat("a", "w", stream=stream, max_tokens=100_000, fake={"delay": 0.01})
+        body = chat("a", "w", stream=stream, max_tokens=3000, fake={"delay": 0.01})
         asked = asyncio.create_task(up.client.post(PATH, json=body, headers={"X-Request-Id": "leaver"}))
         await until(lines, "request leaver")
         asked.cancel()
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_while_its_model_is_queued_or_loading_evicts_
     go = tmp_path / "go"
     file = presets(tmp_path, {"a": {}, "b": {"_hold_load": str(go)}})
     async with router("--models-preset", str(file), "--models-max", "1", *MARGIN) as up:
-        body = chat("a", "w", stream=True, max_tokens=100_000, fake={"delay": 0.01})
+        body = chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.01})
         async with up.client.stream("POST", PATH, json=body) as busy:
             await anext(busy.aiter_lines())
             asked = asyncio.create_task(up.client.post(PATH, json=chat("b")))
@@ -200,7 +200,7 @@ async def test_a_half_closed_connection_counts_as_leaving(tmp_path: Path) -> Non
     file = presets(tmp_path, {"a": {"_journal": str(journal)}})
     async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
         reader, writer = await asyncio.open_connection("127.0.0.1", up.port)
-        data = json.dumps(chat("a", "w", stream=True, max_tokens=100_000, fake={"delay": 0.01})).encode()
+        data = json.dumps(chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.01})).encode()
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nX-Request-Id: half\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         await reader.readuntil(b"data:")
@@ -247,7 +247,7 @@ async def test_an_answer_that_takes_too_long_is_504(tmp_path: Path) -> None:
 async def test_an_unload_cuts_streams_only_after_the_drain_timeout(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}})
     async with router("--models-preset", str(file), "--drain-timeout", "0.5", *MARGIN) as up:
-        body = chat("a", "w", stream=True, max_tokens=100_000, fake={"delay": 0.02})
+        body = chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.02})
         streaming = asyncio.create_task(raw_stream(up, body))
         await up.becomes("a", "loaded", in_flight=1)
         assert (await up.client.post("/models/unload", json={"model": "a"})).status_code == 200
@@ -284,7 +284,7 @@ async def test_a_killed_router_leaves_no_worker(tmp_path: Path, phase: str) -> N
         behaviour["_hold_load"] = str(go)
     file = presets(tmp_path, {"a": behaviour})
     async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
-        body = chat("a", "w", stream=True, max_tokens=100_000, fake={"delay": 0.01})
+        body = chat("a", "w", stream=True, max_tokens=3000, fake={"delay": 0.01})
         asked = asyncio.create_task(up.client.post(PATH, json=body if phase == "streaming" else chat("a")))
         pid = int((await until(lines, "started")).split()[1])
         grandchild = int((await until(lines, "grandchild")).split()[1])
