@@ -331,7 +331,7 @@ class FakeWorker:
     async def _listen(self, command: contract.Serve) -> tuple[str, asyncio.Server]:
         kind, _, where = command.listen.partition(":")
         if kind == "unix":
-            path = where + ".not" if self.wrong.wrong_address else where
+            path = f"\0fake-{os.getpid()}" if self.wrong.wrong_address else where  # a leading 0: no file at all
             return command.listen, await asyncio.start_unix_server(self._connection, path)
         host, _, port = where.rpartition(":")
         server = await asyncio.start_server(self._connection, host, int(port))

@@ -41,12 +41,12 @@ class Guard:
         return self._process.pid
 
     def add(self, group: int) -> None:
-        """From now on `group` dies with us. Returns once the guard has been told."""
+        """From now on `group` dies with us. Returns once the guard has been told; raises OSError if there is none."""
         self._groups.add(group)
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """`group` is gone; its number may become somebody else's. Unknown groups are allowed."""
+        """`group` is gone; its number may become somebody else's. Unknown groups are allowed. Raises OSError."""
         if group in self._groups:
             self._groups.remove(group)
             self._tell(f"-{group}\n")
@@ -65,7 +65,7 @@ class Guard:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode())
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # it died; or it had, and no new one could be started then
             self.close()
             self._process = self._start()
             everyone = "".join(f"+{group}\n" for group in self._groups)
@@ -73,19 +73,29 @@ class Guard:
             self._process.stdin.write(everyone.encode())
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
+        """Returns once the guard is up (about 15 ms). Raises OSError if it cannot be started."""
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
             env={"PATH": os.environ.get("PATH", "")},
             close_fds=True,
             start_new_session=True,
         )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdout as answer:
+            if not answer.read(1):
+                process.stdin.close()
+                raise OSError(f"the guard process ended with exit code {process.wait()} at its start")
+        return process
 
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    os.write(1, b"!")
+    os.close(1)
     watch(0)

@@ -43,9 +43,6 @@ PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
 """How a worker is started: `-P` keeps the current folder out of its imports."""
 URL = "http://worker"
 """Any name does: the session reaches nothing but the worker's socket."""
-DOWNLOAD_SILENCE = 60.0
-"""Seconds without any event after which a download counts as dead."""
-ESTIMATE_TIMEOUT = 120.0
 HEALTH_TIMEOUT = 30.0
 CONNECT_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 5.0
@@ -88,15 +85,20 @@ class LocalLauncher:
         offline: bool = False,
         hf_token: str = "",
         sample_interval: float = 1.0,
+        download_silence: float = 60.0,
+        estimate_timeout: float = 120.0,
         python_argv: Sequence[str] = PYTHON_ARGV,
     ):
         """`environ`: the router's own environment, of which an allow-list is handed on; `on_reading` is called on the
-        loop after each new reading; `sample_interval`: seconds between them; `python_argv`: how the worker program is
-        started, the interpreter first."""
+        loop after each new reading; `sample_interval`: seconds between them; `download_silence`: seconds without any
+        event after which a download counts as dead; `estimate_timeout`: seconds that an estimate may take in all;
+        `python_argv`: how the worker program is started, the interpreter first."""
         self._environ = dict(environ)
         self._offline = offline
         self._hf_token = hf_token
         self._interval = sample_interval
+        self._download_silence = download_silence
+        self._estimate_timeout = estimate_timeout
         self._argv = tuple(python_argv)
         self._folder = RunFolder(runtime_dir)
         self._probe = Probe(devices, on_reading)
@@ -162,7 +164,8 @@ class LocalLauncher:
 
     async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
         loop = asyncio.get_running_loop()
-        vitals = Vitals(loop.time(), start_timeout=DOWNLOAD_SILENCE, stall_timeout=DOWNLOAD_SILENCE, repeats_count=True)
+        silence = self._download_silence
+        vitals = Vitals(loop.time(), start_timeout=silence, stall_timeout=silence, repeats_count=True)
 
         def hear(event: contract.Event) -> None:
             vitals.hear(event, loop.time())
@@ -174,7 +177,8 @@ class LocalLauncher:
 
     async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
         now = asyncio.get_running_loop().time()
-        vitals = Vitals(now, start_timeout=ESTIMATE_TIMEOUT, stall_timeout=ESTIMATE_TIMEOUT)
+        limit = self._estimate_timeout  # of which no event buys more
+        vitals = Vitals(now, start_timeout=limit, stall_timeout=limit)
         command = replace(command, leashed=True, spawner=os.getpid())
         return await self._ask(program, command, contract.Estimated, vitals, lambda event: None)
 
@@ -220,7 +224,7 @@ class LocalLauncher:
 
         async with self._running(program, command, verb, tag, secrets.token_urlsafe(32), "") as child:
             child.on_event = hear
-            watch = _Watch(child, vitals, LOOK_INTERVAL, verdicts.append)
+            watch = _Watch(child, vitals, verdicts.append)
             try:
                 code = await asyncio.shield(child.exited)
             finally:
@@ -271,22 +275,25 @@ class LocalLauncher:
     async def _put_on_record(self, program: Program, verb: Verb, tag: str, pid: int) -> None:
         """Before it gets its token: whoever kills the router now finds it on disk, and the guard knows its group."""
         assert self._guard is not None, "the launcher is not entered"
-        self._guard.add(pid)
-        orphans.known.add(self._guard.pid)  # it may be a new one
         try:
+            self._guard.add(pid)
+            orphans.known.add(self._guard.pid)  # it may be a new one
             await asyncio.to_thread(self._folder.write, tag, pid, model=program.model, worker=program.worker, verb=verb)
-        except OSError as error:
-            log.warning("%s: cannot record process %d: %s", program.worker, pid, error)  # leash and guard hold it
+        except OSError as error:  # its leash holds it all the same
+            log.warning("%s: cannot put process %d on record: %s", program.worker, pid, error)
 
     async def _bury(self, child: Child, tag: str) -> None:
         """Returns once the process, its group and its orphans are gone and struck off."""
         await child.end()
         for pid in await orphans.end(child.pid, tag):
             log.error("process %d, left by a worker, is stuck: SIGKILL did not end it", pid)
-        if self._guard is not None:
-            self._guard.remove(child.pid)
-        self._folder.remove(tag)
         del self._children[tag]
+        try:
+            if self._guard is not None:
+                self._guard.remove(child.pid)
+            self._folder.remove(tag)
+        except OSError as error:
+            log.warning("cannot strike process %d off: %s", child.pid, error)
 
     async def _close(self) -> None:
         """Returns once everything that ran here has been reaped, or does not die."""
@@ -363,8 +370,7 @@ class LocalWorker:
         self._lost: asyncio.Future[WorkerLost] = loop.create_future()
         self._serving = False
         self._vitals = Vitals(loop.time(), start_timeout=program.start_timeout, stall_timeout=program.stall_timeout)
-        shortest = min(program.start_timeout, program.stall_timeout)
-        self._watch = _Watch(child, self._vitals, min(LOOK_INTERVAL, shortest / 4), self._judged)
+        self._watch = _Watch(child, self._vitals, self._judged)
         child.on_event = self._hear
         child.exited.add_done_callback(self._exited)
 
@@ -413,7 +419,7 @@ class LocalWorker:
         except (ClientError, TimeoutError) as error:
             problem = f"its socket does not answer ({type(error).__name__})"
         if problem:
-            await asyncio.wait({self._lost}, timeout=1.0)  # if it has died, then that is the reason to tell
+            await asyncio.wait({self._lost}, timeout=0.2)  # if it has died, then that is the reason to tell
             raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
 
     def _hear(self, event: contract.Event) -> None:
@@ -449,12 +455,12 @@ class LocalWorker:
 
 
 class _Watch:
-    """Looks at a child's vitals at each `interval` and kills it when they fail; `judged` is told why, once."""
+    """Looks at a child's vitals each second or oftener and kills it when they fail; `judged` is told why, once."""
 
-    def __init__(self, child: Child, vitals: Vitals, interval: float, judged: Callable[[Verdict], None]):
+    def __init__(self, child: Child, vitals: Vitals, judged: Callable[[Verdict], None]):
         self._child = child
         self._vitals = vitals
-        self._interval = interval
+        self._interval = min(LOOK_INTERVAL, vitals.shortest_timeout / 4)
         self._judged = judged
         self._loop = asyncio.get_running_loop()
         self._arm()

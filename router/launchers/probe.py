@@ -46,15 +46,17 @@ class Devices(Protocol):
 class Probe:
     """Reads devices in its own thread, from `start` to `close`."""
 
-    def __init__(self, devices: Devices, on_reading: Callable[[], None]):
+    def __init__(self, devices: Devices, on_reading: Callable[[], None], *, read_timeout: float = READ_TIMEOUT):
         """`on_reading` is called on the loop after each reading that differs from the one before."""
         self.on_reading = on_reading
+        self._read_timeout = read_timeout
         self._devices = devices
         self._latest: tuple[Reading, ...] = ()
         self._problems: Mapping[DeviceId, str] = {}
         self._questions: queue.SimpleQueue[asyncio.Future[None] | None] = queue.SimpleQueue()
         self._asked: list[asyncio.Future[None]] = []
         self._missed = 0
+        self._closed = False
         self._error = ""
 
     @property
@@ -74,19 +76,20 @@ class Probe:
 
     def close(self) -> None:
         """End the thread, as soon as the driver lets it."""
+        self._closed = True
         self._questions.put(None)
 
     async def look(self) -> None:
         """One look, to be taken regularly; after `LOST_AFTER` of them in vain every device is shown as full."""
-        self._missed = 0 if await self._ask(READ_TIMEOUT) else self._missed + 1
+        self._missed = 0 if await self._ask(self._read_timeout) else self._missed + 1
         if self._missed == LOST_AFTER:
             log.error("the device drivers do not answer: nothing new is started until they do")
             self._problems = {each.id: "its driver does not answer" for each in self._latest}
             self._publish(tuple(_full(each) for each in self._latest))
 
     async def refresh(self) -> Sequence[Reading]:
-        """Readings that were begun after this call, if they come within `READ_TIMEOUT`; else the latest ones."""
-        await self._ask(READ_TIMEOUT)
+        """Readings that were begun after this call, if they come in time; else the latest ones."""
+        await self._ask(self._read_timeout)
         return self._latest
 
     async def settle(self, devices: Collection[DeviceId]) -> None:
@@ -96,6 +99,8 @@ class Probe:
         deadline = loop.time() + SETTLE_TIMEOUT
         before = after = await self.refresh()
         while loop.time() < deadline:
+            if self._closed:
+                return
             await asyncio.sleep(SETTLE_INTERVAL)
             before, after = after, await self.refresh()
             if agree(before, after, devices):
@@ -107,6 +112,8 @@ class Probe:
 
     async def _ask(self, seconds: float) -> bool:
         """Whether an answer to a question that was put now came within `seconds`."""
+        if self._closed:
+            return False
         if len(self._asked) < _MOST_QUESTIONS:
             self._asked.append(asyncio.get_running_loop().create_future())
             self._questions.put(self._asked[-1])

@@ -38,6 +38,10 @@ class Vitals:
         self._steps = -1
         self._running = 0
 
+    @property
+    def shortest_timeout(self) -> float:
+        return min(self._start_timeout, self._stall_timeout)
+
     def hear(self, event: contract.Event, now: float) -> None:
         if self._repeats_count or self._said.get(type(event)) != event:
             self._progress_at = now

@@ -1,0 +1,62 @@
+"""A router reduced to its launcher, to be killed: runs one fake program, `python spawner.py RUN_FOLDER JSON`.
+
+The JSON object has `verb`, `told` (the behaviour of the program), and what else to do: `request` (a body to post once
+ready), `leave` (leave the block once ready), `birth` (the program kills its parent as its first act). Says on stdout,
+a word a line, how far it got: `ready`, `answering`, `leaving`.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from router.launchers.local import LocalLauncher
+from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
+from worker import contract
+
+KILLS_ITS_PARENT = (
+    "import os, runpy, sys; os.kill(os.getppid(), 9); "
+    f"sys.argv[0] = {FAKE_ARGV[-1]!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def say(word: str) -> None:
+    print(word, flush=True)
+
+
+async def main(folder: Path, plan: dict[str, Any]) -> None:
+    argv = (sys.executable, "-P", "-c", KILLS_ITS_PARENT) if plan.get("birth") else FAKE_ARGV
+    program = fake_program("m", stop_timeout=1000.0, **plan["told"])
+    async with LocalLauncher(
+        devices=FixedDevices(), runtime_dir=folder, environ=os.environ, python_argv=argv
+    ) as launcher:
+        if plan["verb"] == "download":
+            await launcher.download(program, contract.Download(repo="org/m"), lambda event: None)
+        elif plan["verb"] == "estimate":
+            await launcher.estimate(program, contract.Estimate(snapshot="/"))
+        else:
+            await serve(launcher, program, plan)
+
+
+async def serve(launcher: LocalLauncher, program: Any, plan: dict[str, Any]) -> None:
+    command = contract.Serve(snapshot="/", listen="", name="m")
+    async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
+        say("ready")
+        if "request" in plan:
+            url, headers = f"{worker.url}/v1/chat/completions", {"Authorization": f"Bearer {worker.token}"}
+            async with worker.session.post(url, json=plan["request"], headers=headers) as response:
+                await response.content.readany()
+                say("answering")
+                await worker.lost()
+        elif plan.get("leave"):
+            say("leaving")
+        else:
+            await worker.lost()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,597 @@
+"""This machine's launcher with real processes: whatever a worker does, its block ends, and nothing is left of it."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientError
+
+from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
+from router.launchers.environment import Verb
+from router.launchers.local import LocalLauncher, LocalWorker, device_names, lost_by_exit
+from router.launchers.record import RunFolderError
+from router.ledger import Bytes
+from tests.fakes import (
+    CPU,
+    DEADLINE,
+    FAKE_ARGV,
+    GIB,
+    GPU0,
+    GPU1,
+    MIB,
+    FixedDevices,
+    Journal,
+    ended,
+    fake_program,
+    fake_snapshot,
+)  # fmt: skip
+from worker import contract
+
+SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
+PLACE: Bytes = {CPU: 64 * MIB}
+PROMPT = {"messages": [{"role": "user", "content": "one two three four"}]}
+WITHIN = 1.0
+"""Seconds after a kill of the router within which its workers are gone."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def devices() -> FixedDevices:
+    return FixedDevices({GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 16 * GIB})
+
+
+@pytest.fixture
+async def launcher(folder: Path, devices: FixedDevices) -> AsyncIterator[LocalLauncher]:
+    """A launcher whose end leaves neither a process nor a file."""
+    environ = {"PATH": os.environ["PATH"], **SECRETS}
+    async with LocalLauncher(
+        devices=devices, runtime_dir=folder, environ=environ, hf_token="hf_given", python_argv=FAKE_ARGV
+    ) as found:
+        yield found
+    assert traces(folder) == []
+    assert orphans.find() == []
+    assert orphans.known == set()
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    with Journal(tmp_path / "journal") as found:
+        yield found
+
+
+def traces(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir() if file.name != "lock"]
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Permissions in the folder and of it, by the end of the name."""
+    return {file.name.rpartition(".")[2]: stat.S_IMODE(file.stat().st_mode) for file in (folder, *folder.iterdir())}
+
+
+def ignore(event: contract.Event) -> None:
+    pass
+
+
+def as_launcher(launcher: LocalLauncher) -> Launcher:
+    """For the type checker: it has the shape that the fleet expects, and so has what `serve` yields."""
+    return launcher
+
+
+def serve(
+    launcher: LocalLauncher, program: Program, *, place: Bytes = PLACE, listen: Listen = ignore
+) -> AbstractAsyncContextManager[LocalWorker]:
+    return launcher.serve(program, contract.Serve(snapshot="/", listen="", name=program.model), place, listen)
+
+
+def post(worker: LocalWorker, body: dict[str, Any], *, token: str = "") -> Any:
+    headers = {"Authorization": f"Bearer {token or worker.token}", "X-Request-Id": "r"}
+    return worker.session.post(f"{worker.url}/v1/chat/completions", json=body, headers=headers)
+
+
+async def lost_at_start(launcher: LocalLauncher, program: Program) -> WorkerLost:
+    with pytest.raises(WorkerLost) as raised:
+        async with serve(launcher, program):
+            raise AssertionError("it got ready")
+    return raised.value
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+# Serving
+
+
+async def test_a_ready_worker_answers_on_its_socket(launcher: LocalLauncher, folder: Path) -> None:
+    async with serve(launcher, fake_program("m")) as worker:
+        assert worker.ready.capabilities == ["chat", "completion", "embedding"]
+        async with post(worker, PROMPT) as response:
+            assert response.status == 200
+            assert (await response.json())["choices"][0]["message"]["content"] == "one two three four "
+        assert modes(folder) == {"lock": 0o600, "json": 0o600, "sock": 0o700, "run": 0o700}
+    assert worker.session.closed
+    assert not is_there(worker.pid)
+
+
+async def test_only_this_workers_own_token_opens_its_socket(launcher: LocalLauncher) -> None:
+    async with serve(launcher, fake_program("m")) as older:
+        pass
+    async with serve(launcher, fake_program("m")) as worker:
+        for token in ("wrong", older.token):
+            async with post(worker, PROMPT, token=token) as response:
+                assert response.status == 401
+
+
+async def test_no_secret_reaches_a_worker_and_no_token_its_command_line(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    file = tmp_path / "argv"
+    async with serve(launcher, fake_program("m", argv_file=str(file))) as worker:
+        headers = {"Authorization": f"Bearer {worker.token}"}
+        async with worker.session.get(f"{worker.url}/fake/environ", headers=headers) as response:
+            text = await response.text()
+    assert "planted" not in text
+    assert "hf_given" not in text
+    assert worker.token not in text + file.read_text()
+    env = json.loads(text)
+    assert env["HF_HUB_OFFLINE"] == env["OMP_NUM_THREADS"] == "1"
+
+
+async def test_only_a_download_gets_the_hub_token(launcher: LocalLauncher, tmp_path: Path) -> None:
+    file = tmp_path / "environ"
+    program = fake_program("m", environ_file=str(file))
+    await launcher.download(program, contract.Download(repo="org/m", cache=str(tmp_path)), ignore)
+    assert json.loads(file.read_text())["HF_TOKEN"] == "hf_given"
+    await launcher.estimate(program, contract.Estimate(snapshot="/"))
+    assert "HF_TOKEN" not in json.loads(file.read_text())
+
+
+async def test_a_place_is_told_by_uuid_and_a_measurement_comes_back_by_device(launcher: LocalLauncher) -> None:
+    program = fake_program("m", measured={"cuda:0": 1, "cuda:1": 2, "cpu": 3, "tpu": 4})
+    place = {GPU1: GIB, GPU0: GIB, CPU: GIB}
+    async with serve(launcher, program, place=place) as worker:
+        assert worker.measured == {GPU1: 1, GPU0: 2, CPU: 3}
+        async with worker.session.get(
+            f"{worker.url}/fake/environ", headers={"Authorization": f"Bearer {worker.token}"}
+        ) as response:
+            env = await response.json()
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1,GPU-fake-0"
+    assert list(device_names(place)) == ["cuda:0", "cuda:1", "cpu"]
+
+
+async def test_a_pulse_brings_a_new_measurement(launcher: LocalLauncher) -> None:
+    pulses: asyncio.Queue[contract.Event] = asyncio.Queue()
+    program = fake_program("m", pulse_interval=0.05)
+    async with serve(launcher, program, listen=pulses.put_nowait) as worker:
+        while not isinstance(pulse := await pulses.get(), contract.Pulse):
+            pass
+        assert worker.measured == {CPU: pulse.measured["cpu"]}
+
+
+async def test_leaving_waits_until_the_driver_has_settled(launcher: LocalLauncher, devices: FixedDevices) -> None:
+    async with serve(launcher, fake_program("m")):
+        devices.used[CPU] = 5 * GIB
+        before = devices.reads
+    assert devices.reads >= before + 2
+    assert [reading.used for reading in launcher.readings() if reading.id == CPU] == [5 * GIB]
+
+
+# Starting badly
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "memory", "final"),
+    [
+        (contract.Exit.USAGE, "load_failed", "", True),
+        (contract.Exit.UNUSABLE, "load_failed", "", True),
+        (contract.Exit.DEVICE_MEMORY, "oom", "device", False),
+        (contract.Exit.POISONED, "crashed", "", False),
+        (contract.Exit.HOST_MEMORY, "oom", "host", False),
+        (1, "crashed", "", False),
+        (0, "crashed", "", False),
+        (-signal.SIGSEGV, "crashed", "", False),
+    ],
+)
+async def test_a_failed_start_says_why(
+    launcher: LocalLauncher, code: int, cause: str, memory: str, final: bool
+) -> None:
+    lost = await lost_at_start(launcher, fake_program("m", die_at_start=code, message="as told by a test"))
+    assert (lost.cause, lost.memory, lost.final, lost.exit) == (cause, memory, final, code)
+    number = "SIGSEGV" if code < 0 else f"exit code {code}"
+    assert lost.message.startswith("m: the worker ")
+    assert number in lost.message
+    assert lost.message.endswith(": as told by a test")
+
+
+async def test_without_a_cause_its_last_words_are_told(launcher: LocalLauncher) -> None:
+    lost = await lost_at_start(launcher, fake_program("dies-at-start"))
+    assert lost.message == "dies-at-start: the worker ended with exit code 1: fake: told to die at start"
+
+
+async def test_an_interpreter_that_is_missing_is_named(launcher: LocalLauncher) -> None:
+    lost = await lost_at_start(launcher, fake_program("m", python="/no/such/python"))
+    assert lost.message == "m: cannot run /no/such/python (No such file or directory); correct `python` in its preset"
+    assert lost.final
+
+
+async def test_garbage_on_stdout_is_skipped(launcher: LocalLauncher, caplog: pytest.LogCaptureFixture) -> None:
+    heard: asyncio.Queue[contract.Event] = asyncio.Queue()
+    async with serve(launcher, fake_program("noisy"), listen=heard.put_nowait) as worker:
+        assert [type(await heard.get()) for _ in range(2)] == [contract.Ready, contract.Pulse]
+        assert worker.ready.address.startswith("unix:")
+        assert worker.ready.n_ctx == 8192
+    for part in ("more than 1048576 bytes", "unheard_of", "which is not its socket", "a second ready"):
+        assert part in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [({"wrong_address": True}, "its socket does not answer"), ({"health": 500}, "its /health answered 500")],
+)
+async def test_ready_counts_only_once_it_answers(launcher: LocalLauncher, told: dict[str, Any], problem: str) -> None:
+    lost = await lost_at_start(launcher, fake_program("m", **told))
+    assert problem in lost.message
+
+
+@pytest.mark.slow
+async def test_a_load_that_stalls_is_ended_and_a_slow_one_is_not(launcher: LocalLauncher, journal: Journal) -> None:
+    slow = fake_program("slow", start_timeout=1.5, load_steps=8, load_interval=0.25)
+    async with serve(launcher, slow):
+        pass
+    stuck = fake_program("stuck", start_timeout=1.5, stuck_progress=True, journal=journal.path)
+    lost = await lost_at_start(launcher, stuck)
+    assert (lost.cause, lost.exit) == ("load_timeout", None)
+    assert lost.message == "stuck: the worker made no progress for 1.5 s (last: weights, 0 of 1) and was killed"
+    assert not is_there(await journal.pid())
+
+
+async def test_a_cancelled_start_is_killed_at_once(launcher: LocalLauncher, journal: Journal) -> None:
+    program = fake_program("deaf", stop_timeout=1000.0, ignore_sigterm=True, journal=journal.path)
+
+    async def start() -> None:
+        async with serve(launcher, program):
+            raise AssertionError("it got ready")
+
+    starting = asyncio.create_task(start())
+    pid = await journal.pid()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not is_there(pid)
+
+
+# Ending
+
+
+async def test_a_worker_that_is_killed_is_lost_and_gets_no_goodbye(launcher: LocalLauncher, journal: Journal) -> None:
+    async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
+        os.kill(worker.pid, signal.SIGKILL)
+        lost = await worker.lost()
+        assert (lost.cause, lost.exit, lost.message) == ("crashed", -9, "m: the worker was killed by SIGKILL")
+    assert "stopped" not in journal.lines
+
+
+async def test_its_death_breaks_the_answer_that_it_was_giving(launcher: LocalLauncher) -> None:
+    async with serve(launcher, fake_program("dies-mid-stream")) as worker:
+        async with post(worker, PROMPT | {"stream": True}) as response:
+            with pytest.raises(ClientError):
+                await response.read()
+        assert (await worker.lost()).exit == -9
+
+
+async def test_leaving_stops_it_in_good_order(launcher: LocalLauncher, journal: Journal) -> None:
+    async with serve(launcher, fake_program("m", journal=journal.path)) as worker:
+        pass
+    await journal.line("stopped")
+    assert (await worker.lost()).exit == 0
+
+
+async def test_a_body_that_fails_stops_it_as_well(launcher: LocalLauncher, journal: Journal) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with serve(launcher, fake_program("m", journal=journal.path)):
+            raise ZeroDivisionError
+    await journal.line("stopped")
+
+
+async def test_who_ignores_sigterm_is_killed(launcher: LocalLauncher) -> None:
+    async with serve(launcher, fake_program("ignores-sigterm", stop_timeout=0.2)) as worker:
+        pass
+    assert (await worker.lost()).exit == -9
+
+
+async def test_leaving_cannot_be_cancelled_half_way(launcher: LocalLauncher) -> None:
+    left = asyncio.Event()
+    workers: list[LocalWorker] = []
+
+    async def live() -> None:
+        async with serve(launcher, fake_program("ignores-sigterm", stop_timeout=0.5)) as worker:
+            workers.append(worker)
+            left.set()
+
+    life = asyncio.create_task(live())
+    await left.wait()
+    for _ in range(20):
+        life.cancel()
+        await asyncio.sleep(0)
+    assert is_there(workers[0].pid)
+    with pytest.raises(asyncio.CancelledError):
+        await life
+    assert not is_there(workers[0].pid)
+
+
+@pytest.mark.parametrize("session", ["group", "session"])
+async def test_whom_a_worker_started_ends_with_it(launcher: LocalLauncher, journal: Journal, session: str) -> None:
+    program = fake_program("m", grandchild=session, journal=journal.path)
+    async with serve(launcher, program) as worker:
+        grandchild = await journal.pid("grandchild")
+        os.kill(worker.pid, signal.SIGKILL)
+        await worker.lost()
+    assert not is_there(grandchild)
+
+
+@pytest.mark.slow
+async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
+    async def wedge(number: int, says: str, **told: Any) -> None:
+        program = fake_program("m", number=number, stall_timeout=1.0, pulse_interval=0.05, hang_after=1, **told)
+        async with serve(launcher, program) as worker:
+            asking = asyncio.ensure_future(_read(worker, PROMPT | {"stream": True}))
+            lost = await worker.lost()
+            assert (lost.cause, lost.exit) == ("stalled", None)
+            assert lost.message.startswith(f"m: the worker {says} for 1 s")
+            with pytest.raises(ClientError):
+                await asking
+        assert not is_there(worker.pid)
+
+    async with asyncio.TaskGroup() as all_three:
+        all_three.create_task(wedge(1, "gave no pulse", silent=True))
+        all_three.create_task(wedge(2, "gave no pulse", freezes=True))
+        all_three.create_task(wedge(3, "took no step"))
+
+
+async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
+    async with post(worker, body) as response:
+        return bytes(await response.read())
+
+
+@pytest.mark.slow
+async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLauncher) -> None:
+    pulses: asyncio.Queue[contract.Event] = asyncio.Queue()
+    program = fake_program("m", stall_timeout=0.4, pulse_interval=0.05)
+    async with serve(launcher, program, listen=pulses.put_nowait) as worker:
+        os.kill(worker.pid, signal.SIGSTOP)  # as when a whole machine is held
+        threading.Event().wait(1.6)
+        os.kill(worker.pid, signal.SIGCONT)
+        while not pulses.empty():
+            pulses.get_nowait()
+        for _ in range(20):
+            await pulses.get()
+        async with post(worker, PROMPT) as response:
+            assert response.status == 200
+
+
+# Downloads and estimates
+
+
+async def test_a_download_tells_its_progress_and_its_folder(launcher: LocalLauncher, tmp_path: Path) -> None:
+    heard: list[contract.Event] = []
+    command = contract.Download(repo="org/m", cache=str(tmp_path))
+    found = await launcher.download(fake_program("m", load_steps=3), command, heard.append)
+    assert found == str(tmp_path / "org--m")
+    assert [event.done for event in heard if isinstance(event, contract.Progress)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("code", [contract.Exit.UNUSABLE, contract.Exit.NETWORK, contract.Exit.DISK_FULL, 1])
+async def test_a_failed_download_says_why(launcher: LocalLauncher, code: int) -> None:
+    program = fake_program("m", die_at_start=code, message="404 Not Found")
+    with pytest.raises(WorkerLost) as lost:
+        await launcher.download(program, contract.Download(repo="org/m"), ignore)
+    assert (lost.value.cause, lost.value.exit) == ("download_failed", code)
+    assert lost.value.message.startswith(f"m: the download ended with exit code {code:d}")
+    assert lost.value.message.endswith(": 404 Not Found")
+
+
+async def test_a_cancelled_download_is_killed_at_once(launcher: LocalLauncher, journal: Journal) -> None:
+    program = fake_program("deaf", ignore_sigterm=True, journal=journal.path)
+    downloading = asyncio.create_task(launcher.download(program, contract.Download(repo="org/m"), ignore))
+    pid = await journal.pid()
+    downloading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await downloading
+    assert not is_there(pid)
+
+
+@pytest.mark.slow
+async def test_silence_ends_a_download_and_time_an_estimate(folder: Path) -> None:
+    async with LocalLauncher(
+        devices=FixedDevices(),
+        runtime_dir=folder,
+        environ=os.environ,
+        download_silence=1.0,
+        estimate_timeout=1.0,
+        python_argv=FAKE_ARGV,
+    ) as launcher:
+        busy = fake_program("m", load_steps=30, load_interval=0.05)
+        with pytest.raises(WorkerLost) as late:
+            await launcher.estimate(busy, contract.Estimate(snapshot="/"))
+        assert late.value.cause == "load_timeout"
+        await launcher.download(busy, contract.Download(demo="m", target=str(folder)), ignore)
+        with pytest.raises(WorkerLost) as silent:
+            await launcher.download(fake_program("m", deaf=True), contract.Download(demo="m"), ignore)
+        assert silent.value.cause == "download_failed"
+
+
+async def test_an_estimate_is_what_the_worker_says(launcher: LocalLauncher, tmp_path: Path) -> None:
+    snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
+    answer = await launcher.estimate(fake_program("m"), contract.Estimate(snapshot=str(snapshot)))
+    assert (answer.weights, answer.host) == ([7], 5)
+
+
+async def test_a_process_that_says_nothing_is_lost_though_it_ends_well(launcher: LocalLauncher) -> None:
+    with pytest.raises(WorkerLost, match="although nobody asked it to"):
+        await launcher.estimate(fake_program("m", die_at_start=0), contract.Estimate(snapshot="/"))
+
+
+# The launcher itself
+
+
+async def test_a_second_router_on_the_folder_is_refused(launcher: LocalLauncher, folder: Path) -> None:
+    other = LocalLauncher(devices=FixedDevices(), runtime_dir=folder, environ={}, python_argv=FAKE_ARGV)
+    with pytest.raises(RunFolderError):
+        await other.__aenter__()
+    async with serve(launcher, fake_program("m")):
+        pass
+
+
+async def test_readings_go_on_by_themselves(folder: Path) -> None:
+    devices, woken = FixedDevices(), asyncio.Event()
+    launcher = LocalLauncher(devices=devices, runtime_dir=folder, environ={}, sample_interval=0.01)
+    async with launcher, asyncio.timeout(DEADLINE):
+        launcher.on_reading = woken.set
+        devices.used[CPU] = GIB
+        await woken.wait()
+        assert [reading.used for reading in as_launcher(launcher).readings()] == [GIB]
+
+
+async def test_closing_ends_what_still_runs(folder: Path, journal: Journal) -> None:
+    program = fake_program("deaf", journal=journal.path)
+    async with LocalLauncher(
+        devices=FixedDevices(), runtime_dir=folder, environ=os.environ, python_argv=FAKE_ARGV
+    ) as launcher:
+        starting = asyncio.create_task(lost_at_start(launcher, program))
+        pid = await journal.pid()
+    assert not is_there(pid)
+    assert (await starting).exit == -9
+
+
+async def test_kill_all_ends_everybody_at_once(launcher: LocalLauncher) -> None:
+    program = fake_program("ignores-sigterm", stop_timeout=1000.0)
+    async with serve(launcher, program) as worker:
+        launcher.kill_all()
+        assert (await worker.lost()).exit == -9
+
+
+@pytest.mark.slow
+async def test_fifty_workers_leave_no_descriptor_and_no_zombie(launcher: LocalLauncher) -> None:
+    async def one(number: int) -> None:
+        program = fake_program("m", number=number, grandchild="group" if number % 10 == 0 else "")
+        async with serve(launcher, program) as worker, post(worker, PROMPT) as response:
+            assert response.status == 200
+
+    await one(0)
+    before = set(os.listdir("/proc/self/fd"))
+    for batch in range(10):
+        await asyncio.gather(*(one(1 + 5 * batch + number) for number in range(5)))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_kill_by_the_kernel_is_told_from_a_crash() -> None:
+    verb: Verb = "serve"
+    lost = lost_by_exit(fake_program("m"), verb, -9, "", oom_killed=True)
+    assert (lost.cause, lost.memory) == ("oom", "host")
+    assert lost.message == "m: the worker was killed by the kernel because main memory ran out (SIGKILL)"
+
+
+# The router is killed
+
+
+class Spawner:
+    """`spawner.py` as a child: another router, reduced to its launcher."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self.process = process
+
+    async def says(self, word: str) -> None:
+        assert self.process.stdout is not None
+        while (line := (await self.process.stdout.readline()).decode().strip()) != word:
+            assert line, f"it ended before it said {word!r}"
+
+    async def killed(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@pytest.fixture
+async def spawn(folder: Path) -> AsyncIterator[Callable[..., Any]]:
+    spawners: list[Spawner] = []
+
+    async def start(verb: str, told: dict[str, Any], **plan: Any) -> Spawner:
+        program = str(Path(__file__).with_name("spawner.py"))
+        argument = json.dumps({"verb": verb, "told": told, **plan})
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", program, str(folder), argument, stdout=asyncio.subprocess.PIPE
+        )
+        spawners.append(Spawner(process))
+        return spawners[-1]
+
+    yield start
+    for spawner in spawners:
+        if spawner.process.returncode is None:
+            await spawner.killed()
+
+
+PHASES: dict[str, dict[str, Any]] = {
+    "loading": {"verb": "serve", "told": {"deaf": True}},
+    "idle": {"verb": "serve", "told": {}, "until": "ready"},
+    "answering": {
+        "verb": "serve",
+        "told": {"hang_after": 1},
+        "request": PROMPT | {"stream": True},
+        "until": "answering",
+    },
+    "stopping": {"verb": "serve", "told": {"ignore_sigterm": True}, "leave": True, "until": "leaving"},
+    "downloading": {"verb": "download", "told": {"deaf": True}},
+    "estimating": {"verb": "estimate", "told": {"deaf": True}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+async def test_no_child_outlives_the_router(
+    phase: str, spawn: Callable[..., Any], journal: Journal, folder: Path
+) -> None:
+    plan = dict(PHASES[phase])
+    until = plan.pop("until", "")
+    plan["told"] = plan["told"] | {"journal": journal.path, "grandchild": "group", "ignore_sigterm": True}
+    router = await spawn(**plan)
+    worker, grandchild = await journal.pid(), await journal.pid("grandchild")
+    if until:
+        await router.says(until)
+    await router.killed()
+    await ended(worker, within=WITHIN)
+    await ended(grandchild, within=WITHIN)
+    assert len([name for name in traces(folder) if name.endswith(".json")]) == 1
+    async with LocalLauncher(devices=FixedDevices(), runtime_dir=folder, environ={}):
+        assert traces(folder) == []
+
+
+@pytest.mark.slow
+async def test_a_router_that_dies_as_its_worker_is_born_leaves_nothing(
+    spawn: Callable[..., Any], journal: Journal
+) -> None:
+    """The program kills its parent before it takes the leash, so nothing but the leash's own look can tell it."""
+    router = await spawn("serve", {"journal": journal.path}, birth=True)
+    assert await router.process.wait() == -signal.SIGKILL
+    with pytest.raises(TimeoutError):
+        await journal.line("started", within=WITHIN)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    before = orphans.adopt(whether=False)
+    orphans.adopt(whether=before)
+    yield
+    after = orphans.adopt(whether=before)
+    assert after == before, "a launcher gives back what it changed of this process"
