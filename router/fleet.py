@@ -393,7 +393,7 @@ class Fleet:
         worker.stirred.set()
         if worker.state < State.READY and worker.task is not None:
             worker.task.cancel()
-        else:
+        elif worker.leases:
             tell(worker, self.events, was=None, draining=True, active=len(worker.leases), reason=reason)
         self.changed()
 

@@ -51,6 +51,9 @@ class Files(Protocol):
     def find(self, preset: Preset) -> str | None:
         """Folder of the preset's complete snapshot, if there is one; looks at a few names only."""
 
+    def fetched(self, preset: Preset, snapshot: str) -> None:
+        """A download of `preset` has ended in `snapshot`."""
+
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         """The facts in it, as `preset` changes them. Raises UnknownCheckpoint."""
 
@@ -246,6 +249,7 @@ async def _live(worker: Worker, world: World) -> None:
     if worker.state is State.DOWNLOADING:
         command = world.files.download(preset)
         worker.snapshot = await world.launcher.download(program, command, _listener(worker, world))
+        world.files.fetched(preset, worker.snapshot)
     else:
         worker.snapshot = world.files.find(preset) or ""
     await weigh(worker, world)
@@ -267,6 +271,7 @@ async def _live(worker: Worker, world: World) -> None:
         assert worker.costs is not None
         _settle_reservation(worker)
         world.calibration.record_load(worker.costs.key, worker.load_seconds)
+        _learn_from_load(worker, world)
         worker.last_used = world.now()
         worker.turn_ends = worker.last_used + world.turn(preset)
         _enter(worker, world, State.READY)
@@ -527,6 +532,19 @@ def _settle_reservation(worker: Worker) -> None:
     but what a longer prompt computes may still come."""
     for device, size in worker.measured.items():
         worker.reserved[device] = max(worker.reserved.get(device, 0), size)
+
+
+def _learn_from_load(worker: Worker, world: World) -> None:
+    """Replace a static estimate for next time: weights and pools are in what a ready worker measures, so that only
+    what its largest step computes is still to come."""
+    costs = worker.costs
+    if costs is None or costs.estimate.source != "static":
+        return
+    at_ready = [worker.measured.get(device, 0) for device in worker.place]
+    host = worker.measured.get(DeviceId(worker.place[0].node, HOST), 0) if costs.estimate.host else 0
+    if all(at_ready):
+        shards = [size + step for size, step in zip(at_ready, costs.estimate.compute, strict=True)]
+        world.calibration.record(costs.key, costs.estimate, shards, host)
 
 
 def _learn(worker: Worker, world: World) -> None:

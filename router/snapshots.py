@@ -1,6 +1,7 @@
 """Where models' files are: local folders, the hub cache, the state folder's demo models."""
 
 import asyncio
+import os
 from pathlib import Path
 
 from router import checkpoint
@@ -18,13 +19,20 @@ class Snapshots:
         self._cache = cache
         self._demo = state / "demo"
         self._offline = offline
+        self._made: dict[str, str] = {}
+        """Folders of demo models, by name; only `worker download` knows where it makes them."""
 
     def find(self, preset: Preset) -> str | None:
         if preset.path:
             return preset.path
         if preset.demo:
-            return None  # made or found by `worker download`, which knows where and how
+            made = self._made.get(preset.demo)
+            return made if made is not None and os.path.isdir(made) else None
         return find_snapshot(preset.repo, preset.revision, self._cache)
+
+    def fetched(self, preset: Preset, snapshot: str) -> None:
+        if preset.demo:
+            self._made[preset.demo] = snapshot
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         return await asyncio.to_thread(

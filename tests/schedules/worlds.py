@@ -42,6 +42,9 @@ class FakeFiles:
     def find(self, preset: Preset) -> str | None:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
 
+    def fetched(self, preset: Preset, snapshot: str) -> None:
+        self.missing.discard(preset.id)
+
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         await asyncio.sleep(0)
         return LLAMA
