@@ -234,7 +234,8 @@ class Memory:
             raise ValueError(f"{shown(text)} is not a size; write MiB, or 9GiB, 512MB")
         value = int(float(match[1]) * _BYTES[match[2].lower()])
         if not self.low <= value < 1 << 60:
-            raise ValueError(f"{shown(text)} is not a size of at least {self.write(self.low)} MiB")
+            least = self.write(self.low)
+            raise ValueError(f"{shown(text)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
         return value
 
     def write(self, value: int) -> str:

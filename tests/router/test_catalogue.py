@@ -95,7 +95,8 @@ def test_a_cached_snapshot_is_found_by_branch_tag_and_commit(tmp_path: Path) -> 
     assert find_snapshot("org/name", "main", str(tmp_path)) == str(links)
     assert find_snapshot("org/name", COMMIT, str(tmp_path)) == str(links)
     assert find_snapshot("org/name", "refs/pr/1", str(tmp_path)) == str(links.parent / OTHER)
-    for revision in ("v1", "", "../snapshots/" + COMMIT, "/etc", COMMIT[:8]):
+    (tmp_path / "planted").write_text(COMMIT)
+    for revision in ("v1", "", "../snapshots/" + COMMIT, "../../planted", f"{tmp_path}/planted", COMMIT[:8]):
         assert find_snapshot("org/name", revision, str(tmp_path)) is None
     assert find_snapshot("org/else", "main", str(tmp_path)) is None
 

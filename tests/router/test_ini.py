@@ -124,7 +124,7 @@ def test_any_text_is_parsed_without_an_exception(text: str) -> None:
 KEY = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,12}", fullmatch=True)
 NAME = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,12}", fullmatch=True).filter(is_name)
 CHARACTER = st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\'#;")
-VALUE = st.text(CHARACTER, max_size=40).filter(lambda value: "${env:" not in value)
+VALUE = st.text(CHARACTER, max_size=20).filter(lambda value: "${env:" not in value)
 
 
 def quote(value: str) -> str:
@@ -135,7 +135,7 @@ def quote(value: str) -> str:
 
 
 @steady
-@given(st.dictionaries(NAME, st.lists(st.tuples(KEY, VALUE), max_size=4), max_size=4))
+@given(st.dictionaries(NAME, st.lists(st.tuples(KEY, VALUE), max_size=3), max_size=2))
 def test_what_is_quoted_comes_back_as_it_was(sections: dict[str, list[tuple[str, str]]]) -> None:
     text = "".join(
         f"[{name}]  # {name}\n" + "".join(f"  {key} = {quote(value)} ; {key}\n" for key, value in entries)
