@@ -10,7 +10,7 @@ import orjson
 
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
-from worker.fields import Fields, Json
+from worker.fields import Fields, Json, parse_setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,11 +68,14 @@ class Template:
         self._tokenizer = tokenizer
         self._text = text or None
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        stated = parse_setting(variables)
+        if stated is None:
+            raise StartError("chat-template-kwargs: must be a JSON object", Exit.USAGE)
         try:
-            self._variables: Json = orjson.loads(variables or "{}")
-            self._check_names(self._variables)
-        except (orjson.JSONDecodeError, TypeError, InvalidValue):
-            raise StartError("chat-template-kwargs: must be a JSON object of variables", Exit.USAGE) from None
+            self._check_names(stated)
+        except InvalidValue as error:
+            raise StartError(error.message, Exit.USAGE) from None
+        self._variables = stated
         self._source = self._compile() if self.exists else ""
 
     @property

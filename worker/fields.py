@@ -75,6 +75,15 @@ def parse(body: bytes) -> Json:
     return value
 
 
+def parse_setting(text: str) -> Json | None:
+    """The JSON object that an option holds, empty where it is; None if it holds none."""
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 class Fields:
     """Typed reading of one object. Each reader returns None for a field that is absent or null.
 
@@ -85,12 +94,13 @@ class Fields:
         """`path`: what stands before a field's name in messages, `stream_options.` say."""
         self._body = body
         self._path = path
-        self._known: set[str] = set()
+        self.known: set[str] = set()
+        """Names that somebody has asked for."""
         self._unused: list[str] = []
 
     def take(self, *names: str) -> Any:
         """The value of the first of `names` that is neither absent nor null; all of them count as known."""
-        self._known.update(names)
+        self.known.update(names)
         return next((value for name in names if (value := self._body.get(name)) is not None), None)
 
     def number(self, name: str, low: float, high: float) -> float | None:
@@ -149,7 +159,7 @@ class Fields:
 
     def skip(self, names: Collection[str]) -> None:
         """Count `names` as known without looking at them."""
-        self._known.update(names)
+        self.known.update(names)
 
     def mark_unused(self, name: str) -> None:
         """Report a field that was read but makes no difference to this model."""
@@ -163,7 +173,7 @@ class Fields:
         """
         unknown = []
         for name, value in self._body.items():
-            if value is None or name in self._known or name in NO_OPS:
+            if value is None or name in self.known or name in NO_OPS:
                 continue
             is_neutral = _NEUTRAL.get(name)
             if is_neutral is None:

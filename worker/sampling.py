@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from worker.contract import Exit
-from worker.errors import InvalidValue, RequestError, StartError
-from worker.fields import Fields, Json, to_integer
+from worker.errors import InvalidValue, StartError
+from worker.fields import Fields, Json, parse_setting, to_integer
 from worker.generation import Sampling
 
 MAX_STOPS = 16
@@ -47,16 +45,16 @@ def defaults(preset: str, checkpoint: Mapping[str, Any]) -> Defaults:
     Raises StartError for a preset that no request could state either. Values of the checkpoint outside the ranges of
     this API are passed over: its author wrote them for another program.
     """
+    values = parse_setting(preset)
+    if values is None:
+        raise StartError("sampling: must be a JSON object", Exit.USAGE)
+    unknown = sorted(set(values) - set(_PRESET_KEYS))
+    if unknown:
+        raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {', '.join(_PRESET_KEYS)}", Exit.USAGE)
+    fields = Fields({_PRESET_KEYS[key]: value for key, value in values.items()})
     try:
-        values = orjson.loads(preset or "{}")
-        unknown = sorted(set(values) - set(_PRESET_KEYS))
-        if unknown:
-            raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {', '.join(_PRESET_KEYS)}", Exit.USAGE)
-        fields = Fields({_PRESET_KEYS[key]: value for key, value in values.items()})
         return Defaults({**_of_checkpoint(checkpoint), **_tuning(fields)}, _stop(fields) or ())
-    except (orjson.JSONDecodeError, TypeError, AttributeError):
-        raise StartError("sampling: must be a JSON object", Exit.USAGE) from None
-    except RequestError as error:
+    except InvalidValue as error:
         raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 
 

@@ -74,7 +74,7 @@ class FakeEngine:
         """What choice `index` will say, were it not for max_tokens and stop strings."""
         text = f"{index} {SCRIPT} {len(request.prompt)}"
         words = self._words(request)
-        return "" if "silent" in words else text * 40 if "long" in words else text
+        return "" if "silent" in words else text * (1 + (request.max_tokens or 0) // 40) if "long" in words else text
 
     async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
@@ -136,7 +136,7 @@ class FakeEngine:
             raise InvalidValue("a token id outside the vocabulary")
 
     def _words(self, request: Generation) -> list[str]:
-        return str(self.tokenizer.decode(list(request.prompt))).split()
+        return str(self.tokenizer.decode(list(request.prompt), skip_special_tokens=True)).split()
 
     async def _note(self, entry: str) -> None:
         async with self._changed:

@@ -1,5 +1,6 @@
 """A worker's server over a fake engine, on a real socket, for the length of a block."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -24,6 +25,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tiny.make_tokenizer("llama")
 
 
+@functools.cache
+def bare_tokenizer() -> PreTrainedTokenizerFast:
+    """One without a chat template."""
+    made = tiny.make_tokenizer("gpt2")
+    made.chat_template = None
+    return made
+
+
 def options(**settings: Any) -> contract.Serve:
     return contract.Serve(**{"snapshot": "", "listen": LOOPBACK, "name": "tiny", **settings})
 
@@ -37,6 +46,7 @@ class Serving:
     url: str
     server: Server
     events: list[contract.Request] = field(default_factory=list)
+    announced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def port(self) -> int:
@@ -68,10 +78,12 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     engine = engine or FakeEngine(tokenizer())
     events: list[contract.Request] = []
+    announced = asyncio.Event()
 
     def announce(event: contract.Event) -> None:
         assert isinstance(event, contract.Request)
         events.append(event)
+        announced.set()
 
     server = Server(
         engine, engine.tokenizer, options(**settings), token=token, announce=announce, write_stall=write_stall
@@ -85,7 +97,7 @@ async def serving(
         connector, url = aiohttp.TCPConnector(), address.replace("tcp:", "http://")
     async with aiohttp.ClientSession(connector=connector, headers=headers) as client:
         try:
-            yield Serving(engine, client, url, server, events)
+            yield Serving(engine, client, url, server, events, announced)
         finally:
             engine.gate.set()
             await server.close()

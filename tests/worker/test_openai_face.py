@@ -1,0 +1,611 @@
+"""OpenAI's chat and text completions and embeddings: what a body means, and what the answer looks like."""
+
+import base64
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.worker import serving
+from tests.worker.fake_engine import SCRIPT, FakeEngine
+from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
+from worker.faces import Call, Model, embeddings, openai
+from worker.generation import Generation, Sampling
+from worker.replies import TextReply
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def model(capabilities: Sequence[str] = ("completion", "embedding"), *, bare: bool = False, **settings: Any) -> Model:
+    tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
+    return Model(FakeEngine(tokenizer, capabilities=capabilities), tokenizer, serving.options(**settings))
+
+
+async def only(body: dict[str, Any], made: Model | None = None) -> Generation:
+    [generation] = (await openai.chat({**CHAT, **body}, made or model())).generations
+    return generation
+
+
+async def whole(call: Call, engine: Any) -> Any:
+    deltas = [
+        (number, delta)
+        for number, generation in enumerate(call.generations)
+        async for delta in engine.generate(generation)
+    ]
+    return json.loads(json.dumps(call.reply.whole(deltas)))
+
+
+async def streamed(call: Call, engine: Any) -> list[Any]:
+    frames = b""
+    for number, generation in enumerate(call.generations):
+        async for delta in engine.generate(generation):
+            frames += call.reply.frames(number, delta)
+    frames += call.reply.closing()
+    return serving.chunks(frames.decode().split("\n\n"))
+
+
+# What a body means
+
+
+async def test_a_chat_becomes_one_generation_of_its_rendered_prompt() -> None:
+    made = model()
+    generation = await only({}, made)
+    assert made.decode(generation.prompt) == "<s><|user|>\nhi\n<|assistant|>\n"
+    assert generation.prompt.count(made.tokenizer.bos_token_id) == 1
+    assert (generation.max_tokens, generation.n, generation.stop) == (None, 1, ())
+    assert generation.sampling == Sampling()
+
+
+async def test_every_field_of_a_chat_reaches_the_engine() -> None:
+    body = {
+        "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2,
+        "repeat_last_n": 9, "presence_penalty": 0.3, "frequency_penalty": 0.4, "logit_bias": {"3": 2}, "seed": 11,
+        "stop": ["a", "b"], "n": 3, "logprobs": True, "top_logprobs": 2, "min_tokens": 2, "ignore_eos": True,
+    }  # fmt: skip
+    generation = await only(body)
+    assert (generation.max_tokens, generation.n, generation.stop) == (7, 3, ("a", "b"))
+    assert generation.sampling == Sampling(
+        temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, repeat_last_n=9, presence_penalty=0.3,
+        frequency_penalty=0.4, logit_bias={3: 2.0}, seed=11, min_tokens=2, ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": 2**63 - 1}, 2**63 - 1),
+    ],
+)
+async def test_a_maximum_of_tokens_has_two_names_and_one_meaning(body: dict[str, Any], tokens: int | None) -> None:
+    assert (await only(body)).max_tokens == tokens
+
+
+async def test_the_presets_maximum_serves_where_a_request_states_none() -> None:
+    assert (await only({}, model(n_predict=9))).max_tokens == 9
+    assert (await only({"max_tokens": 4}, model(n_predict=9))).max_tokens == 4
+    assert (await only({"max_tokens": -1}, model(n_predict=9))).max_tokens is None
+
+
+async def test_logprobs_without_alternatives_are_those_of_the_chosen_tokens() -> None:
+    assert (await only({"logprobs": True})).sampling.logprobs == 0
+    assert (await only({"logprobs": False})).sampling.logprobs is None
+
+
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": 5}, "model", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": -2}, "max_tokens", "invalid_value"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_value"),
+    ({"max_tokens": True}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 5.5}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens", "invalid_value"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"temperature": True}, "temperature", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"n": "2"}, "n", "invalid_value"),
+    ({"n": True}, "n", "invalid_value"),
+    ({"stop": [""]}, "stop", "invalid_value"),
+    ({"seed": "1"}, "seed", "invalid_value"),
+    ({"stream": "true"}, "stream", "invalid_value"),
+    ({"stream": 1}, "stream", "invalid_value"),
+    ({"stream_options": []}, "stream_options", "invalid_value"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_value"),
+    ({"sse_ping_interval": 0}, "sse_ping_interval", "invalid_value"),
+    ({"sse_ping_interval": -2}, "sse_ping_interval", "invalid_value"),
+    ({"sse_ping_interval": "15"}, "sse_ping_interval", "invalid_value"),
+    ({"response_format": "json"}, "response_format", "invalid_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "unsupported_parameter"),
+    ({"json_schema": {}}, "json_schema", "unsupported_parameter"),
+    ({"grammar": "root ::= x"}, "grammar", "unsupported_parameter"),
+    ({"lora": [{"id": 0, "scale": 1}]}, "lora", "unsupported_parameter"),
+    ({"adapters": "french"}, "adapters", "unsupported_parameter"),
+    ({"return_progress": True}, "return_progress", "unsupported_parameter"),
+    ({"timings_per_token": True}, "timings_per_token", "unsupported_parameter"),
+    ({"store": True}, "store", "unsupported_parameter"),
+    ({"mirostat": 2}, "mirostat", "unsupported_parameter"),
+    ({"typical_p": 0.9}, "typical_p", "unsupported_parameter"),
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"logprobs": 1}, "logprobs", "invalid_value"),
+    ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "invalid_value"),
+    ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "invalid_value"),
+    ({"parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_value"),
+    ({"reasoning_format": "deepseek"}, "reasoning_format", "unsupported_parameter"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt", "invalid_value"),
+    ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    ({"functions": [{}]}, "functions", "unsupported_parameter"),
+]
+TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"prompt": 5}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": {}}, "prompt", "invalid_value"),
+    ({"prompt": [[]]}, "prompt", "invalid_value"),
+    ({"prompt": ["a", 5]}, "prompt", "invalid_value"),
+    ({"prompt": [5, "a"]}, "prompt", "invalid_value"),
+    ({"prompt": [[5], "a"]}, "prompt", "invalid_value"),
+    ({"prompt": [[5, "a"]]}, "prompt", "invalid_value"),
+    ({"prompt": [5, True]}, "prompt", "invalid_value"),
+    ({"prompt": [True]}, "prompt", "invalid_value"),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [1.5]}, "prompt", "invalid_value"),
+    ({"prompt": [10**6]}, "prompt", "invalid_value"),
+    ({"prompt": ["a"] * 2049}, "prompt", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_value"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": -1}, "logprobs", "invalid_value"),
+    ({"echo": 1}, "echo", "invalid_value"),
+    ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+    ({"suffix": 5}, "suffix", "unsupported_parameter"),
+    ({"best_of": 2, "n": 3}, "best_of", "invalid_value"),
+    ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
+    ({"best_of": 129}, "best_of", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *CHAT_FIELDS], ids=lambda each: str(each)[:40])
+async def test_a_field_of_a_chat_outside_its_type_or_range_is_refused_by_name(
+    body: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await openai.chat({**CHAT, **body}, model())
+    assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
+
+
+@pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *TEXT_FIELDS], ids=lambda each: str(each)[:40])
+async def test_a_field_of_a_completion_outside_its_type_or_range_is_refused_by_name(
+    body: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await openai.completions({"prompt": "hi", **body}, model())
+    assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "text"}},
+        {"tools": []},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"parallel_tool_calls": True},
+        {"grammar": ""},
+        {"lora": []},
+        {"reasoning_format": "none"},
+        {"return_progress": False},
+        {"timings_per_token": False},
+        {"store": False, "user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "cache_prompt": True},
+        {"stream_options": {"include_usage": True, "include_obfuscation": False}, "stream": True},
+        {"mirostat": 0, "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_base": 1.75, "typ_p": 1.0, "samplers": []},
+    ],
+    ids=str,
+)
+async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) -> None:
+    made = model(strict_fields=True)
+    call = await openai.chat({**CHAT, **body}, made)
+    assert call.ignored == ()
+    assert call.generations[0].prompt == (await only({}, made)).prompt
+
+
+async def test_unknown_fields_are_ignored_but_reported() -> None:
+    call = await openai.chat({**CHAT, "frobnicate": 1, "wibble": None, "top_a": 0.2}, model())
+    assert call.ignored == ("frobnicate", "top_a")
+
+
+async def test_an_unknown_field_is_refused_where_fields_are_strict() -> None:
+    with pytest.raises(RequestError) as caught:
+        await openai.chat({**CHAT, "frobnicate": 1}, model(strict_fields=True))
+    assert (caught.value.reason, caught.value.param) == ("unknown_parameter", "frobnicate")
+
+
+@pytest.mark.parametrize(
+    ("body", "interval"),
+    [({}, 15.0), ({"sse_ping_interval": 2}, 2.0), ({"sse_ping_interval": -1}, None)],
+)
+async def test_the_ping_interval_is_the_clients_choice(body: dict[str, Any], interval: float | None) -> None:
+    assert (await openai.chat({**CHAT, **body}, model())).ping_interval == interval
+
+
+async def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers() -> None:
+    made = model()
+    room = made.engine.ctx_size
+    await openai.completions({"prompt": [5] * (room - 1)}, made)
+    with pytest.raises(ContextExceeded, match=f"maximum context length is {room} tokens") as caught:
+        await openai.completions({"prompt": [5] * room}, made)
+    assert caught.value.extra == {"n_prompt_tokens": room, "n_ctx": room}
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextExceeded) as of_chat:
+        await openai.chat({"messages": [{"role": "user", "content": "word " * room}]}, made)
+    assert of_chat.value.param == "messages"
+
+
+async def test_a_preset_may_bound_prompts_below_the_context() -> None:
+    with pytest.raises(ContextExceeded, match="10 tokens"):
+        await openai.completions({"prompt": [5] * 11}, model(max_input_tokens=10))
+    await openai.completions({"prompt": [5] * 10}, model(max_input_tokens=10))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hi", ["<s>hi"]),
+        (["hi", "ho"], ["<s>hi", "<s>ho"]),
+        ([0, 40, 41], ["<s>GH"]),
+        ([[0, 40], [41, 42]], ["<s>G", "HI"]),
+        ("", ["<s>"]),
+        (["a", ""], ["<s>a", "<s>"]),
+    ],
+    ids=str,
+)
+async def test_a_prompt_has_four_forms(prompt: Any, prompts: list[str]) -> None:
+    made = model()
+    call = await openai.completions({"prompt": prompt}, made)
+    assert [made.decode(generation.prompt) for generation in call.generations] == prompts
+    assert len({generation.id for generation in call.generations}) == len(prompts)
+
+
+async def test_an_empty_prompt_needs_a_token_that_begins_a_text() -> None:
+    tokenizer = serving.bare_tokenizer()
+    assert tokenizer.encode("") == []
+    made = model(bare=True)
+    call = await openai.completions({"prompt": ""}, made)
+    assert call.generations[0].prompt == (tokenizer.bos_token_id,)
+
+
+async def test_an_embedding_model_refuses_to_chat_and_says_what_it_does() -> None:
+    made = model(["embedding"])
+    assert made.capabilities == ["embedding"]
+    with pytest.raises(UnsupportedByModel, match="/v1/embeddings") as caught:
+        await openai.chat(CHAT, made)
+    assert (caught.value.status, caught.value.reason) == (501, "unsupported_by_model")
+    with pytest.raises(UnsupportedByModel):
+        await openai.completions({"prompt": "hi"}, made)
+
+
+async def test_a_generating_model_refuses_to_embed_and_says_what_it_does() -> None:
+    made = model(["completion"])
+    assert made.capabilities == ["chat", "completion"]
+    with pytest.raises(UnsupportedByModel, match="/v1/chat/completions"):
+        await embeddings.embeddings({"input": "hi"}, made)
+
+
+async def test_a_model_without_a_template_completes_but_does_not_chat() -> None:
+    made = model(bare=True)
+    assert made.capabilities == ["completion", "embedding"]
+    with pytest.raises(UnsupportedByModel, match="chat-template"):
+        await openai.chat(CHAT, made)
+
+
+# What the answer looks like
+
+
+async def test_a_chat_is_answered_in_the_shape_of_the_api() -> None:
+    made = model()
+    call = await openai.chat({**CHAT, "model": "asked/for:this", "max_tokens": 2}, made)
+    body = await whole(call, made.engine)
+    prompt = len(call.generations[0].prompt)
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1.6e9
+    assert body.pop("system_fingerprint").startswith("fp_")
+    assert body == {
+        "object": "chat.completion",
+        "model": "asked/for:this",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "0 G"},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": 2,
+            "total_tokens": prompt + 2,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+        "timings": {
+            "cache_n": 2,
+            "prompt_n": prompt - 2,
+            "prompt_ms": 500.0,
+            "prompt_per_second": (prompt - 2) / 0.5,
+            "predicted_n": 2,
+            "predicted_ms": 250.0,
+            "predicted_per_second": 8.0,
+        },
+    }
+
+
+async def test_the_model_is_named_by_the_preset_where_a_request_names_none() -> None:
+    made = model(name="house/model")
+    assert (await whole(await openai.chat(CHAT, made), made.engine))["model"] == "house/model"
+
+
+async def test_a_chat_streams_in_the_shape_of_the_api() -> None:
+    made = model()
+    call = await openai.chat({**CHAT, "max_tokens": 2, "stream": True}, made)
+    assert call.stream
+    [first, one, two, last, done] = await streamed(call, made.engine)
+    choice = {"index": 0, "logprobs": None, "finish_reason": None}
+    assert first["choices"] == [{**choice, "delta": {"role": "assistant", "content": None}}]
+    assert one["choices"] == [{**choice, "delta": {"content": "0"}}]
+    assert two["choices"] == [{**choice, "delta": {"content": " G"}}]
+    assert last["choices"] == [{**choice, "delta": {}, "finish_reason": "length"}]
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in (first, one, two, last)} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in (first, one, two, last)}) == 1
+    assert "usage" not in first
+    assert [("timings" in chunk) for chunk in (first, one, two, last)] == [False, False, False, True]
+
+
+async def test_usage_comes_in_a_chunk_of_its_own_if_asked_for() -> None:
+    made = model()
+    body = {**CHAT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = await streamed(await openai.chat(body, made), made.engine)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (usage["choices"], done) == ([], "[DONE]")
+    assert usage["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 3},
+        {"max_tokens": 6, "n": 2},
+        {"stop": ["brown"], "logprobs": True, "top_logprobs": 3},
+        {"stop": "🦊", "n": 2, "logprobs": True},
+    ],
+    ids=str,
+)
+async def test_chat_deltas_concatenate_to_the_answer_in_one_piece(body: dict[str, Any]) -> None:
+    made = model()
+    expected = await whole(await openai.chat({**CHAT, **body}, made), made.engine)
+    chunks = await streamed(await openai.chat({**CHAT, **body, "stream": True}, made), made.engine)
+    assert sum("timings" in chunk for chunk in chunks[:-1]) == 1
+    for choice in expected["choices"]:
+        mine = [one for chunk in chunks[:-1] for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": None}
+        assert all(one["delta"]["content"] for one in mine[1:-1])
+        assert "".join(one["delta"]["content"] for one in mine[1:-1]) == choice["message"]["content"]
+        assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, choice["finish_reason"])
+        entries = [entry for one in mine if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert entries == (choice["logprobs"] or {"content": []})["content"]
+
+
+async def test_logprobs_hold_bytes_and_no_infinity() -> None:
+    made = model()
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 4}
+    answer = await whole(await openai.chat(body, made), made.engine)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [
+        "0",
+        " G",
+        "r\N{REPLACEMENT CHARACTER}",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "0 Grü"
+    assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-2.0, None]
+    assert entries[0]["logprob"] == -1.0
+
+
+async def test_several_choices_of_one_prompt_count_it_once() -> None:
+    made = model()
+    call = await openai.chat({**CHAT, "n": 3, "max_tokens": 2}, made)
+    usage = (await whole(call, made.engine))["usage"]
+    assert usage["prompt_tokens"] == len(call.generations[0].prompt)
+    assert usage["completion_tokens"] == 6
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_a_completion_is_answered_in_the_shape_of_the_api() -> None:
+    made = model()
+    body = await whole(await openai.completions({"prompt": ["a", "b"], "n": 2, "max_tokens": 2}, made), made.engine)
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [
+        {"index": index, "text": text, "logprobs": None, "finish_reason": "length"}
+        for index, text in enumerate(["0 G", "1 G", "0 G", "1 G"])
+    ]
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["timings"]["predicted_n"] == 8
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 2, "max_tokens": 5},
+        {"prompt": ["one", "two"], "n": 2, "echo": True},
+        {"echo": True, "logprobs": 2, "max_tokens": 6},
+        {"prompt": [0, 40, 41], "echo": True, "logprobs": 0, "stop": ["世"]},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0},
+        {"prompt": "silent", "logprobs": 1},
+    ],
+    ids=str,
+)
+async def test_text_deltas_concatenate_to_the_answer_in_one_piece(body: dict[str, Any]) -> None:
+    made, body = model(), {"prompt": "word", **body}
+    expected = await whole(await openai.completions(body, made), made.engine)
+    *chunks, done = await streamed(await openai.completions({**body, "stream": True}, made), made.engine)
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    for choice in expected["choices"]:
+        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert (mine[-1]["text"], mine[-1]["finish_reason"]) == ("", choice["finish_reason"])
+        assert [one["finish_reason"] for one in mine[:-1]] == [None] * (len(mine) - 1)
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [each for one in mine if one["logprobs"] for each in one["logprobs"][name]]
+            assert joined == (choice["logprobs"] or {name: []})[name]
+
+
+async def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "Grün", "echo": True, "logprobs": 1, "max_tokens": 1}, made)
+    assert call.generations[0].prompt_logprobs
+    [choice] = (await whole(call, made.engine))["choices"]
+    assert choice["text"] == "Grün0"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["<s>", "G", r"bytes:\x72\xc3", r"bytes:\xbc", "n", "0"]
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5, -1.0]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][-1] == {"1": -2.0, "0": -1.0}
+    assert [choice["text"][offset:][:1] for offset in logprobs["text_offset"]] == ["G", "G", "r", "ü", "n", "0"]
+
+
+async def test_offsets_follow_a_special_token_where_the_prompt_spells_it() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "a</s>b", "echo": True, "logprobs": 0, "max_tokens": 1}, made)
+    [choice] = (await whole(call, made.engine))["choices"]
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "</s>", "b", "0"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 5, 6]
+
+
+async def test_a_prompt_alone_can_be_scored() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0}, made)
+    body = await whole(call, made.engine)
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert body["usage"]["completion_tokens"] == 0
+
+
+async def test_the_best_of_several_is_the_likeliest() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "a", "best_of": 3, "n": 2, "max_tokens": 2}, made)
+    assert call.generations[0].n == 3
+    assert isinstance(call.reply, TextReply)
+    body = await whole(call, made.engine)
+    assert [(one["index"], one["text"], one["logprobs"]) for one in body["choices"]] == [
+        (0, "2 G", None),
+        (1, "1 G", None),
+    ]
+    assert body["usage"]["completion_tokens"] == 6
+
+
+async def test_a_whole_script_ends_by_itself() -> None:
+    made = model()
+    [choice] = (await whole(await openai.completions({"prompt": "a"}, made), made.engine))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (f"0 {SCRIPT} 2", "stop")
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize(
+    ("value", "lengths"),
+    [("hi", [2]), (["hi", "hi.."], [2, 4]), ([0, 40, 41], [3]), ([[0, 40], [41]], [2, 1])],
+    ids=str,
+)
+async def test_an_input_has_four_forms(value: Any, lengths: list[int]) -> None:
+    result = await embeddings.embeddings({"input": value, "model": "m"}, model())
+    assert result.body == {
+        "object": "list",
+        "model": "m",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": [float(length * part) for part in (1, 2, 3, 4)]}
+            for index, length in enumerate(lengths)
+        ],
+        "usage": {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)},
+    }
+    assert result.prompt_tokens == sum(lengths)
+
+
+async def test_base64_is_little_endian_float32() -> None:
+    result = await embeddings.embeddings({"input": "hi", "encoding_format": "base64"}, model())
+    encoded = result.body["data"][0]["embedding"]
+    assert struct.unpack("<4f", base64.b64decode(encoded)) == (2.0, 4.0, 6.0, 8.0)
+
+
+async def test_fewer_dimensions_are_cut_and_of_length_one_again() -> None:
+    result = await embeddings.embeddings({"input": "hi", "dimensions": 2}, model())
+    vector = result.body["data"][0]["embedding"]
+    assert vector == pytest.approx([1 / math.sqrt(5), 2 / math.sqrt(5)])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [10**6]}, "input"),
+        ({"input": {}}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 5}, "dimensions"),
+        ({"input": "a", "dimensions": "2"}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "encoding_format": 5}, "encoding_format"),
+        ({"input": "a", "model": 5}, "model"),
+    ],
+    ids=str,
+)
+async def test_a_field_of_embeddings_outside_its_type_or_range_is_refused_by_name(
+    body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await embeddings.embeddings(body, model())
+    assert caught.value.param == param
+
+
+async def test_an_input_longer_than_the_context_is_refused_not_truncated() -> None:
+    made = model()
+    size = made.engine.ctx_size
+    await embeddings.embeddings({"input": [5] * size}, made)
+    with pytest.raises(ContextExceeded) as caught:
+        await embeddings.embeddings({"input": [[5], [5] * (size + 1)]}, made)
+    assert (caught.value.status, caught.value.param) == (400, "input")
+
+
+async def test_unknown_fields_of_embeddings_are_reported() -> None:
+    result = await embeddings.embeddings({"input": "a", "user": "me", "input_type": "query"}, model())
+    assert result.ignored == ("input_type",)

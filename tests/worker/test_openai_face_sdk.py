@@ -1,0 +1,169 @@
+"""The official OpenAI client, synchronous and asynchronous, against a worker on TCP."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import openai
+import pytest
+
+from tests.worker.fake_engine import SCRIPT
+from tests.worker.serving import TOKEN, Serving, serving
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+Answer = TypeVar("Answer")
+
+
+@contextlib.asynccontextmanager
+async def asking(world: Serving, key: str = TOKEN) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=key, max_retries=0) as client:
+        yield client
+
+
+async def in_a_thread(world: Serving, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
+    """What `ask` returns, with the synchronous client."""
+
+    def run() -> Answer:
+        with openai.OpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:
+            return ask(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_a_chat() -> None:
+    async with serving() as world, asking(world) as client:
+        answer = await client.chat.completions.create(
+            model="m", messages=HELLO, n=2, logprobs=True, top_logprobs=2, max_completion_tokens=3, seed=1
+        )
+        assert [choice.message.role for choice in answer.choices] == ["assistant", "assistant"]
+        assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+        assert answer.choices[1].message.content == "1 Gr\ufffd"
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert [len(entry.top_logprobs) for entry in logprobs.content] == [2, 2, 2]
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 6
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 2
+        assert answer.model == "m"
+
+
+async def test_a_streamed_chat() -> None:
+    async with serving() as world, asking(world) as client:
+        text, usage = "", None
+        stream = await client.chat.completions.create(
+            model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        async for chunk in stream:
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            usage = chunk.usage or usage
+        assert text.startswith(f"0 {SCRIPT}")
+        assert usage is not None
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+async def test_a_chat_from_the_synchronous_client() -> None:
+    async with serving() as world:
+        answer = await in_a_thread(world, lambda c: c.chat.completions.create(model="m", messages=HELLO, max_tokens=2))
+        assert answer.choices[0].message.content == "0 G"
+
+
+async def test_a_streamed_chat_from_the_synchronous_client() -> None:
+    def ask(client: openai.OpenAI) -> str:
+        stream = client.chat.completions.create(model="m", messages=HELLO, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    async with serving() as world:
+        assert (await in_a_thread(world, ask)).startswith(f"0 {SCRIPT}")
+
+
+async def test_a_completion() -> None:
+    async with serving() as world, asking(world) as client:
+        answer = await client.completions.create(model="m", prompt=["a", "b"], echo=True, logprobs=1, max_tokens=1)
+        assert [choice.text for choice in answer.choices] == ["a0", "b0"]
+        assert answer.choices[0].logprobs is not None
+        assert answer.choices[0].logprobs.tokens == ["<s>", "a", "0"]
+        assert answer.choices[0].logprobs.text_offset == [0, 0, 1]
+
+
+async def test_a_streamed_completion_from_the_synchronous_client() -> None:
+    def ask(client: openai.OpenAI) -> list[str]:
+        texts = ["", ""]
+        for chunk in client.completions.create(model="m", prompt=["a", "b"], max_tokens=3, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        return texts
+
+    async with serving() as world:
+        assert await in_a_thread(world, ask) == ["0 Gr\ufffd", "0 Gr\ufffd"]
+
+
+async def test_embeddings_in_base64_which_the_client_asks_for_unless_told_otherwise() -> None:
+    async with serving() as world, asking(world) as client:
+        answer = await client.embeddings.create(model="m", input=["hi", "hi"])
+        assert [item.embedding for item in answer.data] == [[2.0, 4.0, 6.0, 8.0]] * 2
+        as_floats = await client.embeddings.create(
+            model="m", input=[[0, 40, 41]], encoding_format="float", dimensions=1
+        )
+        assert [item.embedding for item in as_floats.data] == [[1.0]]
+        assert as_floats.usage.prompt_tokens == 3
+
+
+async def test_embeddings_from_the_synchronous_client() -> None:
+    async with serving() as world:
+        answer = await in_a_thread(world, lambda client: client.embeddings.create(model="m", input="hi"))
+        assert answer.data[0].embedding == [2.0, 4.0, 6.0, 8.0]
+
+
+async def test_each_error_is_raised_as_the_clients_own() -> None:
+    async with serving() as world, asking(world) as client, asking(world, "wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.chat.completions.create(model="m", messages=HELLO)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=HELLO, temperature=-1)
+        assert caught.value.param == "temperature"
+        assert caught.value.type == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens"):
+            await client.completions.create(model="m", prompt=[5] * 300)
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="m", prompt="full")
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="m", prompt="fail", stream=True)
+        with pytest.raises(openai.NotFoundError):
+            await client.models.list()
+
+
+async def test_a_stream_that_breaks_off_is_an_error_of_the_client_too() -> None:
+    async with serving() as world, asking(world) as client:
+        stream = await client.completions.create(model="m", prompt="fail-later", stream=True)
+        texts, message = [], ""
+        try:
+            async for chunk in stream:
+                texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before the error counts
+        except openai.APIError as error:
+            message = error.message
+        assert ("".join(texts), "logits" in message) == ("0 G", True)
+
+
+async def test_a_stream_that_breaks_off_is_an_error_of_the_synchronous_client_too() -> None:
+    def ask(client: openai.OpenAI) -> tuple[str, str]:
+        text = ""
+        try:
+            for chunk in client.completions.create(model="m", prompt="fail-later", stream=True):
+                text += chunk.choices[0].text
+        except openai.APIError as error:
+            return text, error.message
+        return text, ""
+
+    async with serving() as world:
+        text, message = await in_a_thread(world, ask)
+        assert (text, "logits" in message) == ("0 G", True)
+
+
+async def test_closing_a_stream_cancels_it() -> None:
+    async with serving() as world, asking(world) as client:
+        stream = await client.completions.create(model="m", prompt="hold-later", stream=True)
+        await world.engine.until("holding")
+        await stream.close()
+        await world.engine.until("cancelled")

@@ -1,0 +1,296 @@
+"""Streams over a real socket: whole frames, early failures with a status, late ones with a break, leavers noticed."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.worker import serving as worlds
+from tests.worker.fake_engine import SCRIPT, FakeEngine
+from tests.worker.serving import TOKEN, Serving, chat, chunks, serving
+
+CHAT = "/v1/chat/completions"
+DEADLINE = 20.0
+
+
+@contextlib.asynccontextmanager
+async def talking(world: Serving, path: str, body: Any, version: str = "1.1") -> AsyncIterator[Any]:
+    """A raw connection on which the request has been written; yields reader, writer."""
+    data = json.dumps(body).encode()
+    if world.url == "http://worker":
+        connector = world.client.connector
+        assert isinstance(connector, aiohttp.UnixConnector)
+        reader, writer = await asyncio.open_unix_connection(connector.path)
+    else:
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+    head = (
+        f"POST {path} HTTP/{version}\r\nHost: worker\r\nAuthorization: Bearer {TOKEN}\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    writer.write(head.encode() + data)
+    await writer.drain()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def ended(world: Serving, outcome: str) -> None:
+    """Returns once the one request has been announced with `outcome`."""
+    async with asyncio.timeout(DEADLINE):
+        await world.announced.wait()
+    assert [event.outcome for event in world.events] == [outcome]
+
+
+async def test_a_stream_has_the_headers_that_proxies_need() -> None:
+    async with serving() as world, world.client.post(world.url + CHAT, json=chat("hi", stream=True)) as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert answer.headers["Cache-Control"] == "no-cache, no-transform"
+        assert answer.headers["X-Accel-Buffering"] == "no"
+        assert answer.headers["Transfer-Encoding"] == "chunked"
+        assert "Content-Encoding" not in answer.headers
+        assert "X-Request-Id" in answer.headers
+        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("content", ["hi", "silent"])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_streamed_chat_is_the_chat_in_one_piece(content: str, n: int) -> None:
+    async with serving() as world:
+        _, _, expected = await world.post(CHAT, chat(content, n=n))
+        *streamed, done = chunks(await world.stream(CHAT, chat(content, n=n)))
+        assert done == "[DONE]"
+        texts = [""] * n
+        for chunk in streamed:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content") or ""
+        assert texts == [choice["message"]["content"] for choice in expected["choices"]]
+        if content == "hi":
+            assert all(SCRIPT in text for text in texts)
+
+
+async def test_a_streamed_completion_is_the_completion_in_one_piece() -> None:
+    body = {"prompt": ["one", "two"], "n": 2, "echo": True, "logprobs": 1}
+    async with serving() as world:
+        _, _, expected = await world.post("/v1/completions", body)
+        *streamed, _ = chunks(await world.stream("/v1/completions", body))
+        texts = [""] * 4
+        for chunk in streamed:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in expected["choices"]]
+        assert texts[0].startswith("one0")
+        assert texts[3].startswith("two1")
+
+
+async def test_several_prompts_of_one_stream_arrive_side_by_side() -> None:
+    async with serving() as world:
+        *streamed, _ = chunks(await world.stream("/v1/completions", {"prompt": ["one", "two"]}))
+        order = [choice["index"] for chunk in streamed for choice in chunk["choices"]]
+        assert order.index(1) < len(order) - 1 - order[::-1].index(0)
+        assert order.index(0) < len(order) - 1 - order[::-1].index(1)
+
+
+async def test_more_prompts_than_run_at_once_are_all_answered_in_order() -> None:
+    async with serving() as world:
+        prompts = [[5] * (1 + number % 9) for number in range(150)]
+        status, _, body = await world.post("/v1/completions", {"prompt": prompts})
+        assert status == 200
+        assert [choice["text"] for choice in body["choices"]] == [f"0 {SCRIPT} {len(prompt)}" for prompt in prompts]
+
+
+async def test_a_text_is_streamed_while_it_arises() -> None:
+    async with serving() as world, world.client.post(
+        world.url + CHAT, json=chat("hold-later", stream=True)
+    ) as answer:
+        seen = b""
+        while b" G" not in seen:
+            seen += await answer.content.readany()
+        assert b"finish_reason\":\"" not in seen
+        world.engine.gate.set()
+        assert (await answer.read()).endswith(b"[DONE]\n\n")
+
+
+# Failures
+
+
+@pytest.mark.parametrize(("content", "status"), [("fail", 500), ("break", 500), ("full", 429), ("x " * 300, 400)])
+async def test_a_failure_before_the_first_byte_keeps_its_status(content: str, status: int) -> None:
+    async with serving() as world:
+        got, headers, body = await world.post(CHAT, chat(content, stream=True))
+        assert (got, body["error"]["code"]) == (status, status)
+        assert headers["Content-Type"].startswith("application/json")
+
+
+async def test_a_failure_after_the_first_byte_is_one_frame_and_a_broken_end() -> None:
+    async with serving() as world, talking(world, CHAT, chat("fail-later", stream=True)) as (reader, _):
+        received = await reader.read()
+        assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert not received.endswith(b"0\r\n\r\n")
+        assert b"[DONE]" not in received
+        assert received.count(b'"error"') == 1
+        frame = received[received.index(b'data: {"error"') :].split(b"\n\n")[0]
+        assert json.loads(frame.removeprefix(b"data: ")) == {
+            "error": {
+                "code": 500,
+                "message": "the logits of this sequence are not numbers",
+                "type": "server_error",
+                "param": None,
+                "reason": "internal",
+            }
+        }
+        await ended(world, "error")
+
+
+async def test_a_client_library_takes_a_broken_end_for_what_it_is() -> None:
+    async with serving() as world, world.client.post(world.url + CHAT, json=chat("fail-later", stream=True)) as answer:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+
+
+async def test_one_failing_prompt_of_several_breaks_the_stream_and_cancels_the_others() -> None:
+    async with serving() as world, talking(
+        world, "/v1/completions", {"prompt": ["hold", "fail-later"], "stream": True}
+    ) as (reader, _):
+        received = await reader.read()
+        assert received.count(b'"error"') == 1
+        assert not received.endswith(b"0\r\n\r\n")
+        await ended(world, "error")
+        assert world.engine.journal == ["begin", "begin", "cancelled"]
+
+
+async def test_on_http_1_0_the_frame_arrives_and_then_a_reset() -> None:
+    async with serving() as world, talking(world, CHAT, chat("fail-later", stream=True), "1.0") as (reader, _):
+        received = b""
+        with pytest.raises(ConnectionResetError):
+            while data := await reader.read(65536):
+                received += data
+        assert received.startswith(b"HTTP/1.0 200 OK\r\n")
+        assert b"Transfer-Encoding" not in received
+        assert received.count(b'"error"') == 1
+        assert received.endswith(b"\n\n")
+
+
+async def test_on_http_1_0_a_complete_stream_ends_in_peace() -> None:
+    async with serving() as world, talking(world, CHAT, chat("hi", stream=True), "1.0") as (reader, _):
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_failing_request_does_not_harm_its_neighbour() -> None:
+    async with serving() as world:
+        good = asyncio.create_task(world.stream(CHAT, chat("hold")))
+        await world.engine.until("begin")
+        assert (await world.post(CHAT, chat("fail-later")))[0] == 500
+        world.engine.gate.set()
+        assert (await good)[-1] == "data: [DONE]"
+
+
+# Silence
+
+
+async def test_silence_in_a_stream_is_broken_by_comments() -> None:
+    async with serving() as world:
+        body = chat("hold-later", stream=True, sse_ping_interval=0.02)
+        async with world.client.post(world.url + CHAT, json=body) as answer:
+            received = b""
+            while received.count(b": ping\n\n") < 3:
+                received += await answer.content.readany()
+            world.engine.gate.set()
+            received += await answer.read()
+        frames = received.decode().removesuffix("\n\n").split("\n\n")
+        assert set(frame for frame in frames if not frame.startswith("data: ")) == {": ping"}
+        text = "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks(frames)[:-1])
+        assert text.startswith(f"0 {SCRIPT}")
+
+
+async def test_nothing_is_sent_before_the_first_delta_decides_the_status() -> None:
+    async with serving() as world:
+        async with talking(world, CHAT, chat("hold", stream=True, sse_ping_interval=0.01)) as (reader, _):
+            await world.engine.until("begin")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await reader.read(1)
+            world.engine.gate.set()
+            assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+
+
+# Leaving
+
+
+PHASES: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, chat("hold", stream=True), "begin"),
+    (CHAT, chat("hold-later", stream=True), "holding"),
+    (CHAT, chat("hold"), "begin"),
+    (CHAT, chat("hold-later"), "holding"),
+    ("/v1/completions", {"prompt": ["hold", "hold", "hold"], "n": 2}, "begin"),
+    ("/v1/embeddings", {"input": "hold"}, "embed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "phase"), PHASES, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize("manner", ["close", "half-close", "reset"])
+async def test_a_client_that_leaves_takes_its_work_along(
+    path: str, body: dict[str, Any], phase: str, manner: str
+) -> None:
+    async with serving() as world:
+        async with talking(world, path, body) as (_, writer):
+            await world.engine.until(phase)
+            connection: socket.socket = writer.get_extra_info("socket")
+            if manner == "half-close":
+                writer.write_eof()
+            elif manner == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                writer.transport.abort()
+            else:
+                writer.close()
+            await world.engine.until("cancelled")
+        await ended(world, "cancelled")
+        begun = world.engine.journal.count("begin") + world.engine.journal.count("embed")
+        assert world.engine.journal.count("cancelled") == begun
+
+
+async def test_a_large_body_does_not_hide_a_leaver() -> None:
+    async with serving() as world:
+        async with talking(world, CHAT, chat("hold", metadata={"blob": "x" * 3_000_000})) as (_, writer):
+            await world.engine.until("begin")
+            writer.close()
+            await world.engine.until("cancelled")
+        await ended(world, "cancelled")
+
+
+async def test_what_a_leaver_had_got_is_announced() -> None:
+    async with serving() as world:
+        async with talking(world, CHAT, chat("hold-later", stream=True)) as (_, writer):
+            await world.engine.until("holding")
+            writer.close()
+            await world.engine.until("cancelled")
+        await ended(world, "cancelled")
+        [event] = world.events
+        assert event.completion_tokens == 2
+        assert event.prompt_tokens == len(world.engine.requests[0].prompt)
+        assert event.ttft > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_reader_that_stalls_is_cut_off(tmp_path: Path, stream: bool) -> None:
+    engine = FakeEngine(worlds.tokenizer(), ctx_size=10**6)
+    async with serving(engine, listen=f"unix:{tmp_path}/s.sock", write_stall=0.1) as world:
+        body = chat("long", stream=stream, max_tokens=8000, logprobs=True, top_logprobs=2)
+        async with talking(world, CHAT, body) as (reader, writer):
+            writer.transport.pause_reading()
+            await ended(world, "cancelled")
+            writer.transport.resume_reading()
+            with contextlib.suppress(ConnectionError):
+                assert b"[DONE]" not in await reader.read()
