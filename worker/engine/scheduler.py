@@ -99,11 +99,12 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back to the head of the queue, and run fewer until one has ended."""
+        """Put a running sequence back before those who never ran, and run fewer until one has ended."""
         _, row = self._running.pop(sequence.id)
         self._rows.give_back(row)
         sequence.restart()
-        self._waiting.appendleft(sequence)
+        before = sum(each.preempted and each.id < sequence.id for each in self._waiting)
+        self._waiting.insert(before, sequence)
         self._allowed = max(1, len(self._running))
 
     def next(self, prompt_budget: int) -> Batch:

@@ -1,0 +1,36 @@
+"""Promises of `worker.engine.kv_cache`: rows are lent, never lost, never lent twice; bytes as said."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engine.kv_cache import Rows, pool_bytes
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=60))
+def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
+    rows, owner = Rows(count), 0
+    held: list[int] = []
+    for move in moves:
+        if move < 6 and rows.can_take:
+            owner += 1
+            taken = rows.take(owner)
+            assert taken == min(set(range(count)) - set(held)), "the lowest free row is given"
+            held.append(taken)
+        elif held:
+            rows.give_back(held.pop(move % len(held)))
+        rows.check_integrity()
+        assert sorted(rows.owners) == sorted(held)
+        assert rows.can_take == (len(held) < count)
+
+
+def test_giving_back_a_row_that_nobody_has_is_a_fault() -> None:
+    with pytest.raises(KeyError):
+        Rows(2).give_back(1)
+
+
+def test_the_pool_of_a_known_model_has_the_bytes_that_are_published() -> None:
+    # Llama 3 8B: 32 layers, 8 key-value heads of 128, bfloat16: 128 KiB a token
+    assert pool_bytes(32, 8, 128, 1, 1, 2) == 128 << 10
+    assert pool_bytes(32, 8, 128, 4, 8192, 2) == 4 << 30

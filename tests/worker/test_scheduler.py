@@ -1,0 +1,230 @@
+"""Promises of `worker.engine.scheduler`: budget kept, nobody starves, first come first served, nothing leaks."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from worker.engine.scheduler import PROMPT_LOGITS, Batch, Pace, Scheduler, Segment
+from worker.engine.sequence import Sequence
+
+
+def sequence(id: int, prompt: int, limit: int = 3, *, prompt_logprobs: bool = False) -> Sequence:
+    tokens = [5] * prompt
+    return Sequence(
+        id=id, prompt_tokens=prompt, tokens=tokens, limit=limit, ends=frozenset(), prompt_logprobs=prompt_logprobs
+    )
+
+
+def advance(scheduler: Scheduler, batch: Batch) -> list[int]:
+    """What an engine does after a step; the ids of those who ended."""
+    ended = []
+    for segment in batch:
+        segment.sequence.computed = segment.end
+        if segment.completes and segment.sequence.append(7):
+            scheduler.remove(segment.sequence)
+            ended.append(segment.sequence.id)
+    return ended
+
+
+def parts(batch: Batch) -> list[tuple[int, int, int]]:
+    return [(segment.sequence.id, segment.start, segment.length) for segment in batch]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
+    scheduler = Scheduler(rows=2, chunk=4)
+    scheduler.add(sequence(1, prompt=2, limit=9))
+    advance(scheduler, scheduler.next(99))
+    scheduler.add(sequence(2, prompt=10))
+    seen = []
+    for _ in range(4):
+        batch = scheduler.next(99)
+        seen.append(parts(batch))
+        advance(scheduler, batch)
+    assert seen == [
+        [(1, 2, 1), (2, 0, 4)],
+        [(1, 3, 1), (2, 4, 4)],
+        [(1, 4, 1), (2, 8, 2)],
+        [(1, 5, 1), (2, 10, 1)],
+    ]
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    scheduler = Scheduler(rows=2, chunk=8)
+    scheduler.add(sequence(1, prompt=100))
+    scheduler.add(sequence(2, prompt=3))
+    assert parts(scheduler.next(99)) == [(1, 0, 5), (2, 0, 3)]
+
+
+def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
+    scheduler = Scheduler(rows=4, chunk=8)
+    long = sequence(0, prompt=40, limit=1)
+    scheduler.add(long)
+    for id in range(1, 60):
+        scheduler.add(sequence(id, prompt=8, limit=1))
+    steps = 0
+    while long.answered == 0:
+        advance(scheduler, scheduler.next(99))
+        steps += 1
+    assert steps <= 10, "it gets half of every step at least"
+
+
+def test_whoever_came_first_is_admitted_first() -> None:
+    scheduler = Scheduler(rows=1, chunk=8)
+    for id in (3, 1, 2):
+        scheduler.add(sequence(id, prompt=2, limit=1))
+    ended = []
+    while scheduler.has_work:
+        ended += advance(scheduler, scheduler.next(99))
+    assert ended == [3, 1, 2]
+
+
+def test_a_place_is_taken_in_the_very_next_step_after_it_is_free() -> None:
+    scheduler = Scheduler(rows=1, chunk=8)
+    first, second = sequence(1, prompt=2), sequence(2, prompt=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.next(99)
+    scheduler.remove(first)
+    assert parts(scheduler.next(99)) == [(2, 0, 2)]
+
+
+def test_logits_of_all_prompt_positions_come_a_few_at_a_time() -> None:
+    scheduler = Scheduler(rows=2, chunk=64)
+    scheduler.add(sequence(1, prompt=40, prompt_logprobs=True))
+    scheduler.add(sequence(2, prompt=40, prompt_logprobs=True))
+    batch = scheduler.next(99)
+    assert sum(segment.logits for segment in batch) == PROMPT_LOGITS
+    advance(scheduler, batch)
+    while scheduler.has_work:
+        batch = scheduler.next(99)
+        assert sum(segment.logits for segment in batch) <= PROMPT_LOGITS + 2
+        advance(scheduler, batch)
+
+
+def test_the_preempted_wait_at_the_head_until_somebody_has_ended_and_begin_again() -> None:
+    scheduler = Scheduler(rows=2, chunk=8)
+    old, young, late = sequence(1, prompt=2, limit=9), sequence(2, prompt=2), sequence(3, prompt=2)
+    for each in (old, young, late):
+        scheduler.add(each)
+    advance(scheduler, scheduler.next(99))
+    scheduler.preempt(young)
+    assert parts(scheduler.next(99)) == [(1, 2, 1)], "as many as before would run out of memory again"
+    scheduler.remove(old)
+    assert parts(scheduler.next(99))[0] == (2, 0, 3), "its answer so far is computed again with its prompt"
+
+
+def test_removing_whom_nobody_knows_changes_nothing() -> None:
+    scheduler = Scheduler(rows=1, chunk=8)
+    scheduler.remove(sequence(1, prompt=2))
+    assert not scheduler.has_work
+
+
+@settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
+class AnyTraffic(RuleBasedStateMachine):
+    """Arrivals, steps, cancels and preemptions in any order."""
+
+    @initialize(rows=st.integers(1, 4), chunk=st.integers(1, 9))
+    def begin(self, rows: int, chunk: int) -> None:
+        self.scheduler, self.rows, self.chunk = Scheduler(rows, chunk), rows, chunk
+        self.live: dict[int, Sequence] = {}
+        self.admitted: list[int] = []
+        self.next_id = 0
+
+    @rule(prompt=st.integers(1, 30), limit=st.integers(1, 5), prompt_logprobs=st.booleans())
+    def arrive(self, prompt: int, limit: int, prompt_logprobs: bool) -> None:
+        self.next_id += 1
+        self.live[self.next_id] = sequence(self.next_id, prompt, limit, prompt_logprobs=prompt_logprobs)
+        self.scheduler.add(self.live[self.next_id])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), again=st.booleans())
+    def cancel(self, data: st.DataObject, again: bool) -> None:
+        gone = self.live.pop(data.draw(st.sampled_from(sorted(self.live))))
+        self.scheduler.remove(gone)
+        if again:
+            self.scheduler.remove(gone)
+
+    @rule(budget=st.integers(0, 40))
+    def step(self, budget: int) -> None:
+        batch = self.check(self.scheduler.next(budget), budget)
+        for id in advance(self.scheduler, batch):
+            del self.live[id]
+
+    @rule(budget=st.integers(0, 40))
+    def step_without_memory(self, budget: int) -> None:
+        batch = self.check(self.scheduler.next(budget), budget)
+        fresh = [segment.sequence for segment in batch if not segment.sequence.preempted]
+        if len(batch) > 1 and fresh:
+            self.scheduler.preempt(max(fresh, key=lambda each: each.id))
+
+    def check(self, batch: Batch, budget: int) -> Batch:
+        prompts = [segment for segment in batch if not segment.is_decode]
+        assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
+        assert bool(batch) == bool(self.live), "whoever has work gets on"
+        assert len({segment.row for segment in batch}) == len(batch), "no two share a row"
+        running = {segment.sequence.id for segment in batch}
+        for each in self.live.values():
+            if each.is_decoding:
+                assert each.id in running, "nobody who decodes is left out"
+        for segment in batch:
+            assert segment.start == segment.sequence.computed
+            assert 0 < segment.length <= segment.sequence.pending
+        return batch
+
+    @invariant()
+    def nothing_is_leaked(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert {each.id for each in self.scheduler} == set(self.live)
+        assert self.scheduler.running <= self.rows
+        waiting = list(self.scheduler)[self.scheduler.running :]
+        order = [(not each.preempted, each.id) for each in waiting]
+        assert order == sorted(order), "first come, first served; the preempted came before all who wait"
+
+    def teardown(self) -> None:
+        for _ in range(10_000):
+            if not self.scheduler.has_work:
+                break
+            advance(self.scheduler, self.scheduler.next(99))
+        assert not self.scheduler.has_work, "everybody comes to an end"
+
+
+TestAnyTraffic = AnyTraffic.TestCase
+
+
+def steps(prompt_tokens: int, *, decodes: int = 0) -> Batch:
+    batch = []
+    if prompt_tokens:
+        batch.append(Segment(sequence(1, prompt_tokens), 0, 0, prompt_tokens))
+    for row in range(decodes):
+        each = sequence(2 + row, 1)
+        each.append(7)
+        each.computed = 1
+        batch.append(Segment(each, 1 + row, 1, 1))
+    return tuple(batch)
+
+
+@pytest.mark.parametrize(("token_seconds", "decode_seconds"), [(0.001, 0.03), (0.00001, 0.02), (0.01, 0.5)])
+def test_prompts_do_not_make_streams_stutter(token_seconds: float, decode_seconds: float) -> None:
+    pace = Pace()
+    for _ in range(50):
+        tokens = pace.budget(2, 512)
+        pace.learn(steps(0, decodes=2), decode_seconds)
+        pace.learn(steps(tokens, decodes=2), decode_seconds + tokens * token_seconds)
+    tokens = pace.budget(2, 512)
+    assert tokens in (512, Pace.FEWEST) or tokens * token_seconds <= 1.6 * decode_seconds
+    assert pace.budget(0, 512) >= tokens, "with nobody to disturb, prompts get more"
+
+
+def test_a_step_of_a_slow_model_stays_short_enough_to_hear_a_cancel() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.learn(steps(64), 64 * 0.02)
+    assert 40 <= pace.budget(0, 512) <= 60
+
+
+def test_before_anything_is_known_the_first_steps_are_small() -> None:
+    assert Pace().budget(0, 512) == 64
+    assert Pace().budget(0, 8) == 8
