@@ -6,6 +6,7 @@ A record that cannot be kept costs an estimate, never a model: damage and a full
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -50,6 +51,7 @@ def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str]) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
+@functools.cache
 def version(distribution: str) -> str:
     """Of an installed distribution, without importing it; "" if it is not installed."""
     try:

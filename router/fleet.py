@@ -382,6 +382,8 @@ class Fleet:
 
         A worker that is not ready yet is stopped at once.
         """
+        if worker.state > State.READY:
+            return  # it is leaving already, and why stands
         deadline = None if drain is None else self.now() + drain
         if worker.retired.is_set():
             if deadline is not None and (worker.deadline is None or deadline < worker.deadline):
