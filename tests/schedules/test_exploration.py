@@ -127,7 +127,7 @@ class Exploration:
         async with asyncio.timeout(20_000):
             await asyncio.gather(*clients, meddler)
         fleet = self.world.fleet
-        await asyncio.sleep(100)  # loads that nobody waits for any more have ended, too
+        await asyncio.sleep(700)  # explicit loads have found room or given up, too
         assert all(not worker.leases for worker in fleet.workers())
         assert {worker.state for worker in fleet.workers()} <= {State.READY}
         await fleet.close()
