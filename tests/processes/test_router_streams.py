@@ -43,7 +43,7 @@ async def lines_of(up: Router, body: dict[str, Any]) -> list[str]:
         return [line async for line in response.aiter_lines() if line]
 
 
-async def test_a_cold_model_streams_every_frame_unaltered(tmp_path: Path) -> None:
+async def test_the_answer_is_the_workers_bytes(tmp_path: Path) -> None:
     async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
         body = chat("a", "one two three", stream=True)
         async with up.client.stream("POST", PATH, json=body, headers={"X-Request-Id": "r1"}) as response:
@@ -277,7 +277,7 @@ async def test_a_router_that_is_told_to_stop_lets_running_answers_end(tmp_path: 
 
 
 @pytest.mark.parametrize("phase", ["idle", "loading", "streaming"])
-async def test_a_killed_router_leaves_no_worker(tmp_path: Path, phase: str) -> None:
+async def test_no_child_outlives_the_router(tmp_path: Path, phase: str) -> None:
     journal, go = tmp_path / "journal", tmp_path / "go"
     behaviour: dict[str, Any] = {"_journal": str(journal), "_ignore_sigterm": True, "_grandchild": "group"}
     if phase == "loading":

@@ -522,7 +522,7 @@ async def test_a_closing_fleet_takes_no_requests_and_leaves_nobody() -> None:
 
 
 @virtual
-async def test_the_state_goes_only_forwards() -> None:
+async def test_a_state_never_goes_back() -> None:
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("a",))
     await world.ask("a")
     await asyncio.sleep(60)

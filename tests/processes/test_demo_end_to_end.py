@@ -1,0 +1,191 @@
+"""The main job on real processes and real models: what `scripts/run.sh` serves."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.processes.routers import Router, router
+from tests.tiny import make
+
+MIB = 1 << 20
+LIMIT, MARGIN = 1600, 128
+DEMO = ("--device-limit", f"cpu={LIMIT}", "--models-memory-margin", str(MARGIN))
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def demo() -> AsyncIterator[Router]:
+    """The built-in models under a limit that does not hold them all."""
+    async with router(*DEMO) as up:
+        yield up
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client(demo: Router) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{demo.port}/v1", api_key="x", timeout=300) as client:
+        yield client
+
+
+def resident(up: Router) -> int:
+    """Bytes really resident in all worker processes of a router, whatever the router thinks of them."""
+    total = 0
+    for child in psutil.Process(up.process.pid).children(recursive=True):
+        try:
+            if "serve" in child.cmdline():
+                total += child.memory_info().rss
+        except psutil.Error:
+            continue
+    return total
+
+
+async def test_the_openai_client_chats_streams_and_embeds(client: openai.AsyncOpenAI) -> None:
+    question: list[Any] = [{"role": "user", "content": "What are you?"}]
+    answer = await client.chat.completions.create(model="demo-chat", messages=question, temperature=0)
+    text = answer.choices[0].message.content
+    assert text
+    assert "router" in text.lower()
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 3
+    stream = await client.chat.completions.create(model="demo-chat", messages=question, temperature=0, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(pieces) == text
+    assert sum(piece != "" for piece in pieces) > 3
+    vectors = await client.embeddings.create(model="demo-embed", input=["a margin", "an eviction"])
+    assert [len(row.embedding) for row in vectors.data] == [len(vectors.data[0].embedding)] * 2
+    assert math.isclose(math.fsum(x * x for x in vectors.data[0].embedding), 1.0, rel_tol=1e-3)
+
+
+async def test_models_in_turn_evict_the_least_recently_used_and_stay_within_the_limit(
+    demo: Router, client: openai.AsyncOpenAI
+) -> None:
+    budget = (LIMIT - MARGIN) * MIB
+    highest = 0
+    over = asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal highest
+        while not over.is_set():
+            highest = max(highest, resident(demo))
+            await asyncio.sleep(0.05)  # a sampler has nothing to wait for
+
+    watching = asyncio.create_task(watch())
+    used: list[str] = []
+    for name in ("demo-chat", "demo-a", "demo-b", "demo-c", "demo-a", "demo-chat"):
+        done = await client.completions.create(model=name, prompt="hello " * 40, max_tokens=30)
+        assert done.usage is not None
+        used = [*[other for other in used if other != name], name]
+        loaded = set(await demo.workers()) - {"demo-embed"}
+        assert loaded == set(used[-len(loaded) :]), f"{loaded} are loaded after {used}"
+    over.set()
+    await watching
+    assert 0 < highest <= budget, f"{highest / MIB:.0f} MiB resident, {budget / MIB:.0f} allowed"
+    entries = (await demo.client.get("/models")).json()["data"]
+    assert "evicted" in {entry["status"].get("reason") for entry in entries}
+    for entry in entries:
+        for row in entry["status"].get("memory", {}).values():
+            assert row["measured_mib"] is None or row["measured_mib"] <= row["reserved_mib"]
+
+
+async def test_two_models_stream_at_once_and_both_progress(demo: Router, client: openai.AsyncOpenAI) -> None:
+    order: list[str] = []
+
+    async def stream(name: str) -> None:
+        body = {"ignore_eos": True}
+        chunks = await client.completions.create(
+            model=name, prompt="one two", max_tokens=60, stream=True, extra_body=body
+        )
+        async for chunk in chunks:
+            order.extend([name] if chunk.choices and chunk.choices[0].text else [])
+
+    for name in ("demo-chat", "demo-a"):  # both are loaded now
+        await client.completions.create(model=name, prompt="x", max_tokens=1)
+    await asyncio.gather(stream("demo-chat"), stream("demo-a"))
+    first, last = {}, {}
+    for at, name in enumerate(order):
+        first.setdefault(name, at)
+        last[name] = at
+    assert len(first) == 2
+    assert max(first.values()) < min(last.values()), "one streamed only after the other"
+
+
+async def test_answers_do_not_depend_on_who_else_is_in_the_batch(client: openai.AsyncOpenAI) -> None:
+    questions = ["What are you?", "What is a margin?", "Hello!", "How do I add a model?"]
+
+    async def ask(question: str) -> str | None:
+        messages: list[Any] = [{"role": "user", "content": question}]
+        answer = await client.chat.completions.create(
+            model="demo-chat", messages=messages, temperature=0, max_tokens=40
+        )
+        return answer.choices[0].message.content
+
+    alone = [await ask(question) for question in questions]
+    together = await asyncio.gather(*(ask(question) for question in questions * 2))
+    assert list(together) == alone * 2
+
+
+async def test_tokens_templates_and_errors_of_a_real_model(demo: Router) -> None:
+    post = demo.client.post
+    tokens = (await post("/tokenize", json={"model": "demo-chat", "content": "héllo wörld 🙂"})).json()["tokens"]
+    assert (await post("/detokenize", json={"model": "demo-chat", "tokens": tokens})).json() == {
+        "content": "héllo wörld 🙂"
+    }
+    prompt = (
+        await post("/apply-template", json={"model": "demo-chat", "messages": [{"role": "user", "content": "hi"}]})
+    ).json()["prompt"]
+    assert "hi" in prompt
+    response = await post("/v1/completions", json={"model": "demo-chat", "prompt": "word " * 5000})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "exceed_context_size_error"
+    assert error["n_prompt_tokens"] > error["n_ctx"]
+    response = await post(
+        "/v1/chat/completions", json={"model": "demo-embed", "messages": [{"role": "user", "content": "x"}]}
+    )
+    assert (response.status_code, response.json()["error"]["reason"]) == (501, "unsupported_by_model")
+
+
+async def test_a_real_worker_killed_in_mid_stream_is_replaced(demo: Router, client: openai.AsyncOpenAI) -> None:
+    await client.completions.create(model="demo-chat", prompt="x", max_tokens=1)
+    pid = (await demo.workers())["demo-chat"]
+    stream = await client.completions.create(
+        model="demo-chat", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+
+    async def listen() -> None:
+        seen = 0
+        async for _ in stream:
+            seen += 1
+            if seen == 5:
+                psutil.Process(pid).kill()
+
+    with pytest.raises((openai.APIError, Exception)) as raised:
+        await listen()
+    assert isinstance(raised.value, openai.APIError) or "peer closed" in str(raised.value)
+    answer = await client.completions.create(model="demo-chat", prompt="x", max_tokens=3)
+    assert answer.choices[0].text is not None
+    assert (await demo.workers())["demo-chat"] != pid
+
+
+async def test_a_folder_with_a_broken_model_says_what_is_wrong_before_anybody_is_evicted(tmp_path: Path) -> None:
+    good = make("llama", tmp_path / "models" / "good")
+    bad = make("llama", tmp_path / "models" / "bad")
+    weights = bad / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "models" / "pickled").mkdir()
+    (tmp_path / "models" / "pickled" / "config.json").write_bytes((good / "config.json").read_bytes())
+    (tmp_path / "models" / "pickled" / "pytorch_model.bin").write_bytes(b"x")
+    options = ("--models-dir", str(tmp_path / "models"), "--ctx-size", "128", "--threads", "1")
+    async with router(*options) as up:
+        response = await up.client.post("/v1/completions", json={"model": "bad", "prompt": "x"})
+        assert (response.status_code, response.json()["error"]["reason"]) == (500, "load_failed")
+        assert "model.safetensors" in response.json()["error"]["message"]
+        response = await up.client.post("/v1/completions", json={"model": "good", "prompt": "x", "max_tokens": 3})
+        assert response.status_code == 200, response.text

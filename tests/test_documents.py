@@ -1,0 +1,92 @@
+"""What the documents say is so."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from router.settings import OPTIONS
+from worker.routes import ROUTES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+TESTS = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+
+INVARIANTS = (
+    "no_plan_exceeds_the_margin",
+    "no_victim_is_superfluous",
+    "a_leased_worker_is_not_stopped",
+    "a_ready_model_waits_for_nobody",
+    "the_kth_in_the_queue_waits_no_longer_than_stated",
+    "a_state_never_goes_back",
+    "memory_is_reserved_before_spawn_and_returned_after_settling",
+    "nobody_is_evicted_for_a_client_that_left",
+    "many_cold_requests_begin_one_life",
+    "nobody_is_evicted_or_refused_on_a_static_estimate",
+    "a_luxury_never_displaces_a_need",
+    "no_child_outlives_the_router",
+    "every_request_ends_once",
+    "the_answer_is_the_workers_bytes",
+)
+"""Laws of the design, each held by a test of its name."""
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_every_law_has_a_test_of_its_name(name: str) -> None:
+    assert re.search(rf"def test_\w*{name}", TESTS)
+
+
+def test_the_readme_shows_the_two_commands_and_ci_calls_the_second() -> None:
+    for command in ("bash scripts/run.sh", "bash scripts/test.sh"):
+        assert re.search(rf"^{command}\b", README, re.MULTILINE)
+    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_option_in_the_readme_exists() -> None:
+    flags = {option.flag for option in OPTIONS} | {f"no-{option.flag}" for option in OPTIONS if option.is_flag}
+    named = set(re.findall(r"`--([a-z][a-z-]+)", README))
+    assert named
+    assert named <= flags
+
+
+def test_every_path_in_the_readme_is_served() -> None:
+    served = {route.path for route in ROUTES}
+    (section,) = re.findall(r"## What clients get\n(.+?)\n##", README, re.DOTALL)
+    named = set(re.findall(r"`(/[^`]*)`", section))
+    assert len(named) > 10
+    assert named <= served
+
+
+def test_every_link_in_the_documents_leads_somewhere() -> None:
+    for file in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", file.read_text()):
+            assert target.startswith("https://") or (file.parent / target).exists(), f"{file.name}: {target}"
+
+
+def test_the_preset_in_the_readme_has_no_fault(tmp_path: Path) -> None:
+    from router.cli import main
+
+    (text,) = re.findall(r"```ini\n(.+?)```", README, re.DOTALL)
+    folder = tmp_path / "models" / "bge-m3"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    file = tmp_path / "models.ini"
+    file.write_text(text.replace("/models/bge-m3", str(folder)))
+    assert main(["check", str(file)]) == 0
+
+
+def test_no_file_names_a_folder_of_one_machine() -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if names.returncode != 0:
+        pytest.skip("not a checkout")
+    for name in names.stdout.splitlines():
+        file = ROOT / name
+        if file.suffix in (".py", ".sh", ".md", ".toml", ".ini", ".txt") and name != "tests/test_documents.py":
+            assert not re.search(r"(?<![\w.])/(work|farm|root)/", file.read_text()), name
+
+
+def test_no_file_is_larger_than_two_mebibytes() -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    for name in names.stdout.splitlines():
+        assert (ROOT / name).stat().st_size <= 2 << 20, name
