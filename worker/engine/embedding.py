@@ -152,7 +152,7 @@ class Job:
 
 
 class Embedding:
-    """The engine's `Work` for vectors. Every method but `admit` runs on the step loop's thread."""
+    """The engine's `Work` for vectors. Methods run on the step loop's thread unless they say otherwise."""
 
     def __init__(self, embedder: Embedder, outbox: Outbox, *, rows: int, budget: int):
         """One step takes at most `rows` prompts and `budget` tokens, padding included, or one prompt."""
@@ -174,11 +174,14 @@ class Embedding:
     def add(self, job: Job) -> None:
         self._waiting.extend((job, index) for index in range(len(job.prompts)))
 
-    def cancel(self, job: Job) -> None:
-        """Its prompts are out of the next step. Once for every job, whether it is done or not."""
-        self._waiting = [each for each in self._waiting if each[0] is not job]
+    def release(self) -> None:
+        """One request less counts. From any thread."""
         with self._lock:
             self._live -= 1
+
+    def cancel(self, job: Job) -> None:
+        """Its prompts are out of the next step."""
+        self._waiting = [each for each in self._waiting if each[0] is not job]
 
     def abandon(self, error: RequestError) -> None:
         for job in {job for job, _ in self._waiting}:

@@ -205,16 +205,17 @@ class TransformersEngine:
             raise UnsupportedByModel("this model gives embeddings; it cannot generate text")
         prompt = self._check(request)
         stream = self._stream(request, prompt)
-        if not work.admit(request.n, self._options.parallel + self._options.queue_size):
+        if not work.admit(stream, self._options.parallel + self._options.queue_size):
             raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
-        if not self._loop.post(partial(work.add, stream)):
-            raise Draining("the model is being unloaded")
         try:
+            if not self._loop.post(partial(work.add, stream)):
+                raise Draining("the model is being unloaded")
             while (item := await stream.items.get()) is not None:
                 if isinstance(item, RequestError):
                     raise item
                 yield item
         finally:
+            work.release(stream, request.n)
             self._loop.post(partial(work.cancel, stream))
 
     def _stream(self, request: Generation, prompt: Sequence[int]) -> Stream:
@@ -326,11 +327,12 @@ class TransformersEngine:
             raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
         loop = asyncio.get_running_loop()
         job = Job(prompts, loop, loop.create_future())
-        if not self._loop.post(partial(work.add, job)):
-            raise Draining("the model is being unloaded")
         try:
+            if not self._loop.post(partial(work.add, job)):
+                raise Draining("the model is being unloaded")
             return await job.answer
         finally:
+            work.release()
             self._loop.post(partial(work.cancel, job))
 
 

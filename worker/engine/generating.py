@@ -35,6 +35,8 @@ class Stream:
         self.loop = loop
         self.items: asyncio.Queue[Delta | RequestError | None] = asyncio.Queue()
         self.choices: list[Choice] = []
+        self.places = 0
+        """How many sequences of it count against the queue's bound."""
 
     @property
     def has_ended(self) -> bool:
@@ -76,7 +78,7 @@ class _Result:
 
 
 class Generating:
-    """The engine's `Work` for text. Every method but `admit` runs on the step loop's thread."""
+    """The engine's `Work` for text. Methods run on the step loop's thread unless they say otherwise."""
 
     def __init__(
         self, runner: Runner, outbox: Outbox, piece: Callable[[int], bytes], *, rows: int, chunk: int, pace: Pace
@@ -90,13 +92,21 @@ class Generating:
 
     # Of requests
 
-    def admit(self, choices: int, most: int) -> bool:
-        """Count `choices` more in, unless `most` are here already. From any thread."""
+    def admit(self, stream: Stream, most: int) -> bool:
+        """Count its choices in, unless `most` sequences are here already. From any thread."""
         with self._lock:
             if self._live >= most:
                 return False
-            self._live += choices
+            stream.places = len(stream.choices)
+            self._live += stream.places
             return True
+
+    def release(self, stream: Stream, places: int) -> None:
+        """Up to `places` of its choices count no more. From any thread."""
+        with self._lock:
+            places = min(places, stream.places)
+            stream.places -= places
+            self._live -= places
 
     def add(self, stream: Stream) -> None:
         for choice in stream.choices:
@@ -290,9 +300,8 @@ class Generating:
     def _forget(self, choice: Choice) -> None:
         self._scheduler.remove(choice.sequence)
         choice.stream.choices.remove(choice)
-        if self._choices.pop(choice.sequence.id, None) is not None:
-            with self._lock:
-                self._live -= 1
+        self._choices.pop(choice.sequence.id, None)
+        self.release(choice.stream, 1)
 
     def _put(self, stream: Stream, item: Delta | RequestError | None) -> None:
         self._outbox.put(stream.loop, partial(stream.items.put_nowait, item))

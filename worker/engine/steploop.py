@@ -79,7 +79,9 @@ class StepLoop:
         pulse: Callable[[contract.Pulse], None],
         devices: tuple[str, ...],
         threads: int,
+        interval: float = PULSE_INTERVAL,
     ):
+        self._interval = interval
         self._work, self._outbox = work, outbox
         self._pulse, self._devices, self._threads = pulse, devices, threads
         self._inbox: deque[Callable[[], None]] = deque()
@@ -134,7 +136,7 @@ class StepLoop:
         while not self._closing:
             if time.monotonic() >= due:
                 self._say()
-                due = time.monotonic() + PULSE_INTERVAL
+                due = time.monotonic() + self._interval
             self._wake.clear()
             self._run_commands()
             self._note()

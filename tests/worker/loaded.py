@@ -1,0 +1,116 @@
+"""Engines with tiny models loaded, and what they say, gathered."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker import contract
+from worker.engine import architectures, attention, loader
+from worker.engine.engine import TransformersEngine
+from worker.engine.runner import PackedRunner, Runner
+from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
+
+DEADLINE = 60.0
+GREEDY = Sampling(temperature=0.0)
+
+
+def options(folder: Path, **changes: Any) -> contract.Serve:
+    return contract.Serve(snapshot=str(folder), listen="tcp:127.0.0.1:0", **changes)
+
+
+def load(folder: Path, **changes: Any) -> TransformersEngine:
+    return TransformersEngine.load(options(folder, **changes), progress=_ignore, pulse=_ignore)
+
+
+def load_with(folder: Path, wrap: Callable[[Runner], Runner], **changes: Any) -> TransformersEngine:
+    """An engine whose runner is what `wrap` makes of the real one."""
+    asked = options(folder, **changes)
+    attention.register()
+    config = loader.load_config(asked)
+    loaded = loader.load_model(asked, config, attention.SDPA, _ignore)
+    shape = architectures.CacheShape.of(config)
+    ctx_size = asked.ctx_size or architectures.positions(config)
+    pool = attention.Pool(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=asked.parallel,
+        ctx_size=ctx_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    runner = wrap(PackedRunner(loaded.model, pool, loaded.device))
+    tokenizer = loader.load_tokenizer(asked)
+    return TransformersEngine(asked, tokenizer, config=config, ctx_size=ctx_size, pulse=_ignore, runner=runner)
+
+
+@asynccontextmanager
+async def serving(engine: TransformersEngine) -> AsyncIterator[TransformersEngine]:
+    """Closes the engine at the end of the block, within a deadline."""
+    try:
+        yield engine
+    finally:
+        async with asyncio.timeout(DEADLINE):
+            await engine.close()
+
+
+@dataclass
+class Told:
+    """One choice, gathered."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    finish: Finish | None = None
+    stop: str | None = None
+    timings: Timings | None = None
+
+    def add(self, delta: Delta) -> None:
+        assert self.finish is None, "nothing comes after the end"
+        self.text += delta.text
+        self.tokens.extend(delta.tokens)
+        self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.deltas.append(delta)
+        self.finish, self.stop, self.timings = delta.finish, delta.stop, delta.timings
+
+
+def generation(prompt: Sequence[int], *, sampling: Sampling = GREEDY, **changes: Any) -> Generation:
+    return Generation(id="test", prompt=tuple(prompt), sampling=sampling, **changes)
+
+
+async def tell(engine: TransformersEngine, request: Generation) -> list[Told]:
+    """All choices, by index, once they have ended."""
+    told = [Told() for _ in range(request.n)]
+    async with asyncio.timeout(DEADLINE):
+        async for delta in engine.generate(request):
+            told[delta.index].add(delta)
+    assert all(each.finish is not None and each.timings is not None for each in told)
+    return told
+
+
+async def say(engine: TransformersEngine, prompt: Sequence[int], **changes: Any) -> Told:
+    """The only choice."""
+    (told,) = await tell(engine, generation(prompt, **changes))
+    return told
+
+
+def generated(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own `generate` says, greedily, without the token that ends it."""
+    tokens = torch.tensor([list(prompt)])
+    out = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer[:-1] if answer and answer[-1] == model.generation_config.eos_token_id else answer
+
+
+def _ignore(event: object) -> None:
+    pass

@@ -1,0 +1,229 @@
+"""Promises of `worker.engine.sampler`, against straightforward formulas in float64."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engine.sampler import Pick, has_penalties, likelihoods, sample, uniform
+from worker.engine.sequence import Repeats
+from worker.engine.sequence import Sequence as TokenSequence
+from worker.generation import Sampling
+
+torch.set_num_threads(1)
+VOCAB = 24
+LOGITS = [round(3.0 * math.sin(1.7 * token) - 0.05 * token, 3) for token in range(VOCAB)]
+
+
+def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> Repeats:
+    tokens = [*prompt, *answer]
+    found = Repeats(TokenSequence(id=1, prompt_tokens=len(prompt), tokens=tokens, limit=99, ends=frozenset()), window)
+    found.update()
+    return found
+
+
+def reference(
+    logits: Sequence[float], sampling: Sampling, prompt: Sequence[int] = (), answer: Sequence[int] = ()
+) -> Any:
+    """Probabilities in float64, each rule written out as its definition says."""
+    scores = np.array(logits, dtype=np.float64)
+    window = [*prompt, *answer]
+    first = max(0, len(window) - sampling.repeat_last_n) if sampling.repeat_last_n >= 0 else 0
+    for token in set(window[first:]):
+        penalty = sampling.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    said = window[max(first, len(prompt)) :]
+    for token in set(said):
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * said.count(token)
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    if sampling.temperature == 0.0:
+        return (scores == scores.max()).astype(float)
+    scores = scores / sampling.temperature
+    order = np.argsort(-scores, kind="stable")
+    kept = list(order[: sampling.top_k or len(order)])
+    weights = np.exp(scores[kept] - scores.max())
+    share = np.cumsum(weights) / weights.sum()
+    if sampling.top_p < 1.0:
+        kept = kept[: int(np.searchsorted(share, sampling.top_p - 1e-12) + 1)]
+    least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    kept = [token for token in kept if scores[token] - scores.max() >= least]
+    probabilities = np.zeros(len(scores))
+    probabilities[kept] = np.exp(scores[kept] - scores.max())
+    return probabilities / probabilities.sum()
+
+
+def draw(sampling: Sampling, count: int, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
+    """How often each token was drawn, of `count` draws with as many seeds."""
+    penalties = repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
+    rows = torch.tensor([LOGITS] * count)
+    picks = [Pick(sampling, uniform(seed, 3), penalties) for seed in range(count)]
+    counts = np.zeros(VOCAB)
+    for found in sample(rows, picks):
+        assert found is not None
+        counts[found.token] += 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.4),
+        Sampling(temperature=2.5),
+        Sampling(top_k=5),
+        Sampling(top_p=0.7),
+        Sampling(min_p=0.2),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05),
+        Sampling(repetition_penalty=1.6, presence_penalty=0.4, frequency_penalty=0.3),
+        Sampling(repetition_penalty=1.6, repeat_last_n=3),
+        Sampling(logit_bias={2: 4.0, 8: -50.0}, top_k=4),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution_of_the_formulas(sampling: Sampling) -> None:
+    prompt, answer, count = [1, 1, 8, 14], [8, 15, 15, 15, 1], 4000
+    expected = reference(LOGITS, sampling, prompt, answer) * count
+    counts = draw(sampling, count, prompt, answer)
+    assert not counts[expected == 0].any(), "what is cut off is never drawn"
+    common = expected >= 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    degrees = common.sum() - 1
+    assert statistic < degrees + 4 * math.sqrt(2 * degrees), "chi-square, four standard deviations"
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(st.floats(-8, 8, width=32), min_size=VOCAB, max_size=VOCAB, unique=True),
+    st.sampled_from([0.0, 0.5, 1.0, 1.8]),
+    st.integers(0, VOCAB + 3),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.6]),
+    st.floats(0, 0.999),
+)
+def test_one_draw_is_the_inverse_of_the_cumulative_distribution(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, at: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    (found,) = sample(torch.tensor([logits]), [Pick(sampling, at)])
+    probabilities = reference(logits, sampling)
+    assert found is not None
+    after = probabilities[: found.token + 1].sum()
+    if temperature == 0.0:
+        assert probabilities[found.token] == 1.0
+    else:
+        assert after - probabilities[found.token] - 1e-4 <= at <= after + 1e-4
+
+
+def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
+    sampling = Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
+    for at in (0.0, 0.5, 0.99):
+        (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, at)])
+        assert found is not None
+        assert found.token == int(np.argmax(LOGITS))
+
+
+def test_a_tiny_temperature_is_no_division_by_zero() -> None:
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(Sampling(temperature=1e-45), 0.999)])
+    assert found is not None
+    assert found.token == int(np.argmax(LOGITS))
+
+
+def test_top_p_of_zero_keeps_the_likeliest_token() -> None:
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(Sampling(top_p=0.0), 0.7)])
+    assert found is not None
+    assert found.token == int(np.argmax(LOGITS))
+
+
+def test_a_flat_nucleus_over_a_large_vocabulary_is_exact() -> None:
+    """More tokens share the probability than the first look takes in."""
+    logits = torch.zeros(1, 5000)
+    logits[0, :1000] = 1.0
+    tokens = []
+    for at in np.linspace(0, 0.9999, 60):
+        (found,) = sample(logits.clone(), [Pick(Sampling(top_p=0.3), float(at))])
+        assert found is not None
+        tokens.append(found.token)
+    assert max(tokens) < 1000, "0.3 is reached among the 1000 likelier ones, which are equal and all stay"
+    assert tokens == sorted(tokens)
+    assert max(tokens) > 950
+
+
+def test_every_row_has_rules_of_its_own() -> None:
+    ways = [
+        Sampling(temperature=0.0),
+        Sampling(top_k=2),
+        Sampling(temperature=3.0, top_p=0.5, logprobs=2),
+        Sampling(repetition_penalty=2.0),
+        Sampling(min_p=0.3, logit_bias={5: 9.0}),
+    ]
+    picks = [
+        Pick(way, uniform(7, row), repeats([1, 2], [14, 14]) if has_penalties(way) else None)
+        for row, way in enumerate(ways)
+    ]
+    together = sample(torch.tensor([LOGITS] * len(ways)), picks)
+    assert together == [sample(torch.tensor([LOGITS]), [pick])[0] for pick in picks]
+
+
+def test_the_number_that_decides_depends_on_seed_and_position_alone() -> None:
+    assert uniform(1, 0) == uniform(1, 0) == uniform(1 + 2**64, 0)
+    values = {uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(50)}
+    assert len(values) == 200
+    assert all(0.0 <= value < 1.0 for value in values)
+
+
+def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+    sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.9, logit_bias={3: 50.0}, logprobs=4)
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, 0.5, repeats([1], [3]))])
+    assert found is not None
+    assert found.token == 3
+    assert found.likelihood is not None
+    exact = np.array(LOGITS) - np.log(np.exp(np.array(LOGITS)).sum())
+    assert found.likelihood.logprob == pytest.approx(exact[3], abs=1e-5)
+    best = np.argsort(-exact)[:4]
+    assert [token for token, _ in found.likelihood.top] == best.tolist()
+    assert [value for _, value in found.likelihood.top] == pytest.approx(exact[best].tolist(), abs=1e-5)
+
+
+def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
+    picks = [Pick(Sampling(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
+    found = sample(torch.tensor([LOGITS] * 3), picks)
+    likelihood = [each.likelihood if each is not None else None for each in found]
+    assert likelihood[0] is None
+    assert [len(each.top) for each in likelihood[1:] if each is not None] == [0, 3]
+
+
+def test_logprobs_of_a_prompt_say_how_likely_its_own_tokens_were() -> None:
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    exact = logits.double().log_softmax(-1)
+    found = likelihoods(logits, [4, 9], 2)
+    assert [each.logprob for each in found] == pytest.approx([exact[0, 4].item(), exact[1, 9].item()], abs=1e-5)
+    assert [len(each.top) for each in found] == [2, 2]
+
+
+def test_forbidden_tokens_never_come() -> None:
+    best = int(np.argmax(LOGITS))
+    picks = [Pick(Sampling(temperature=0.0), forbidden=[best]), Pick(Sampling(), 0.3, forbidden=[best, VOCAB + 3])]
+    for found in sample(torch.tensor([LOGITS] * 2), picks):
+        assert found is not None
+        assert found.token != best
+
+
+def test_a_row_without_finite_logits_fails_alone() -> None:
+    logits = torch.tensor([LOGITS] * 5)
+    logits[1, 3], logits[2, :], logits[3, 0] = math.nan, -math.inf, math.inf
+    found = sample(logits, [Pick(Sampling(temperature=0.0)), *[Pick(Sampling(top_p=0.5), 0.5)] * 4])
+    assert [each is None for each in found] == [False, True, True, True, False]
+
+
+def test_some_logits_of_minus_infinity_are_no_failure() -> None:
+    logits = torch.tensor([LOGITS])
+    logits[0, 4:] = -math.inf
+    (found,) = sample(logits, [Pick(Sampling(top_k=20, top_p=0.9, logprobs=5), 0.99)])
+    assert found is not None
+    assert found.token < 4
