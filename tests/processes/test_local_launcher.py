@@ -312,12 +312,12 @@ async def test_who_ignores_sigterm_is_killed(launcher: LocalLauncher) -> None:
     assert (await worker.lost()).exit == -9
 
 
-async def test_leaving_cannot_be_cancelled_half_way(launcher: LocalLauncher) -> None:
+async def test_leaving_cannot_be_cancelled_half_way(launcher: LocalLauncher, journal: Journal) -> None:
     left = asyncio.Event()
     workers: list[LocalWorker] = []
 
     async def live() -> None:
-        async with serve(launcher, fake_program("ignores-sigterm", stop_timeout=0.5)) as worker:
+        async with serve(launcher, fake_program("m", stop_seconds=0.3, journal=journal.path)) as worker:
             workers.append(worker)
             left.set()
 
@@ -330,6 +330,7 @@ async def test_leaving_cannot_be_cancelled_half_way(launcher: LocalLauncher) -> 
     with pytest.raises(asyncio.CancelledError):
         await life
     assert not is_there(workers[0].pid)
+    await journal.line("stopped")
 
 
 @pytest.mark.parametrize("session", ["group", "session"])
@@ -369,11 +370,11 @@ async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
 @pytest.mark.slow
 async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLauncher) -> None:
     pulses: asyncio.Queue[contract.Event] = asyncio.Queue()
-    program = fake_program("m", stall_timeout=0.4, pulse_interval=0.05)
+    program = fake_program("m", stall_timeout=1.0, pulse_interval=0.05)
     async with serve(launcher, program, listen=pulses.put_nowait) as worker:
         os.kill(worker.pid, signal.SIGSTOP)  # as when a whole machine is held
-        threading.Event().wait(1.6)
-        os.kill(worker.pid, signal.SIGCONT)
+        threading.Event().wait(2.2)
+        asyncio.get_running_loop().call_later(0.6, os.kill, worker.pid, signal.SIGCONT)
         while not pulses.empty():
             pulses.get_nowait()
         for _ in range(20):

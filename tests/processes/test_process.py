@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,10 +27,10 @@ TAG = "0123456789ab"
 
 @asynccontextmanager
 async def running(
-    code: str, *, secrets: tuple[str, ...] = ()
+    code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG
 ) -> AsyncIterator[tuple[Child, asyncio.Queue[contract.Event]]]:
     """A child that runs `code` and has its token; yields it and what it says."""
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": TAG}
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
     said: asyncio.Queue[contract.Event] = asyncio.Queue()
     words = Log("m", "m#1", secrets=secrets)
     child = Child.spawn([sys.executable, "-P", "-c", code], env, name="m#1", log=words, private=True)
@@ -41,7 +41,7 @@ async def running(
             yield child, said
     finally:
         await uncancelled(child.end())
-        assert await orphans.end(child.pid, TAG) == []
+        assert await orphans.end(child.pid, tag) == []
 
 
 def is_there(pid: int) -> bool:
@@ -210,67 +210,67 @@ async def test_a_cancelled_stop_stops_all_the_same() -> None:
 GRANDCHILD = (
     "import os, subprocess, sys\n"
     "deaf = 'import signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()'\n"
-    "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, start_new_session={session})\n"
+    "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, {how})\n"
     "child.stdout.readline(); tied.say(contract.Progress(stage='grandchild', done=child.pid))\n"
 )
+DAEMON = (
+    "reader, writer = os.pipe()\n"
+    "if os.fork() == 0:\n"
+    "    os.setsid()\n"
+    "    if os.fork() == 0:\n"
+    "        inner = os.fork()\n"
+    "        if inner: os.write(writer, b'%d %d' % (os.getpid(), inner))\n"
+    "        import signal; signal.pause()\n"
+    "    os._exit(0)\n"
+    "os.wait()\n"
+    "for pid in os.read(reader, 100).split(): tied.say(contract.Progress(stage='daemon', done=int(pid)))\n"
+)
+"""Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
 
 
+@pytest.fixture
+def _adopting() -> Iterator[None]:
+    had = orphans.adopt()
+    yield
+    orphans.adopt(whether=had)
+
+
+@pytest.mark.usefixtures("_adopting")
 @pytest.mark.parametrize("end", ["exit", "crash", "stop"])
-@pytest.mark.parametrize("session", [False, True])
-async def test_whom_it_started_ends_with_it(session: bool, end: str) -> None:
+@pytest.mark.parametrize("how", ["", "start_new_session=True", "process_group=0, env={}"])
+async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
     last = {"exit": "sys.exit(0)", "crash": "os.kill(os.getpid(), 11)", "stop": WAIT}[end]
-    had = orphans.adopt()
-    try:
-        async with running(LEASHED + GRANDCHILD.format(session=session) + last) as (child, said):
-            grandchild = await number(said)
-            if end == "stop":
-                await child.stop(DEADLINE)
-            await child.exited
-            await orphans.end(child.pid, TAG)
-            assert not is_there(grandchild)
-    finally:
-        orphans.adopt(whether=had)
-
-
-async def test_a_daemon_that_left_its_parent_is_found() -> None:
-    """Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
-    code = LEASHED + (
-        "reader, writer = os.pipe()\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() == 0:\n"
-        "        inner = os.fork()\n"
-        "        if inner: os.write(writer, b'%d %d' % (os.getpid(), inner))\n"
-        "        import signal; signal.pause()\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-        "for pid in os.read(reader, 100).split(): tied.say(contract.Progress(stage='daemon', done=int(pid)))\n"
-    )
-    had = orphans.adopt()
-    try:
-        async with running(code + WAIT) as (child, said):
-            daemons = [await number(said), await number(said)]
+    async with running(LEASHED + GRANDCHILD.replace("{how}", how) + last) as (child, said):
+        grandchild = await number(said)
+        if end == "stop":
             await child.stop(DEADLINE)
-            await orphans.end(child.pid, TAG)
-            assert not any(is_there(pid) for pid in daemons)
-    finally:
-        orphans.adopt(whether=had)
+        await child.exited
+        await orphans.end(child.pid, TAG)
+        assert not is_there(grandchild)
 
 
+@pytest.mark.usefixtures("_adopting")
+async def test_a_daemon_that_left_its_parent_is_found() -> None:
+    async with running(LEASHED + DAEMON + WAIT) as (child, said):
+        daemons = [await number(said), await number(said)]
+        await child.stop(DEADLINE)
+        await orphans.end(child.pid, TAG)
+        assert not any(is_there(pid) for pid in daemons)
+
+
+@pytest.mark.usefixtures("_adopting")
 async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
     stranger = await asyncio.create_subprocess_exec("sleep", "1000", start_new_session=True)
-    had = orphans.adopt()
     try:
-        async with running(LEASHED + GRANDCHILD.format(session=False) + WAIT) as (other, said):
-            grandchild = await number(said)
-            async with running("pass") as (child, _):
+        async with running(LEASHED + DAEMON + WAIT) as (other, said):
+            daemons = [await number(said), await number(said)]
+            async with running("pass", tag="another-run") as (child, _):
                 await child.exited
-                await orphans.end(child.pid, "another-run")
-            assert is_there(grandchild)
+            assert all(is_there(pid) for pid in daemons)
             assert not other.exited.done()
             assert stranger.returncode is None
+        assert not any(is_there(pid) for pid in daemons)
     finally:
-        orphans.adopt(whether=had)
         stranger.kill()
         assert await stranger.wait() == -signal.SIGKILL
 
