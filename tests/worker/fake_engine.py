@@ -8,6 +8,7 @@ Words in a prompt that change its course:
     break       raises an error that nobody foresaw
     fail        raises SequenceFailed before the first token
     fail-later  raises SequenceFailed after the second token
+    fail-last   raises SequenceFailed after the last token
     long        repeats the script until max_tokens
 `journal` tells what happened, in order; `until` waits for an entry.
 """
@@ -99,6 +100,9 @@ class FakeEngine:
                 if "fail-later" in words and choices and choices[0].said == 2:
                     raise SequenceFailed("the logits of this sequence are not numbers")
                 await asyncio.sleep(0)  # the step loop lets others live
+            if "fail-last" in words:
+                await self._note("failing")
+                raise SequenceFailed("the logits of this sequence are not numbers")
             await self._note("end")
         except (GeneratorExit, asyncio.CancelledError):
             self.journal.append("cancelled")

@@ -230,6 +230,12 @@ async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) ->
     assert call.generations[0].prompt == (await only({}, made)).prompt
 
 
+async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:
+    made = model(chat_template="{{ 'tools' if tools else 'none' }}")
+    generation = await only({"tools": [TOOL], "tool_choice": "none"}, made)
+    assert made.decode(generation.prompt) == "none"
+
+
 async def test_unknown_fields_are_ignored_but_reported() -> None:
     call = await openai.chat({**CHAT, "frobnicate": 1, "wibble": None, "top_a": 0.2}, model())
     assert call.ignored == ("frobnicate", "top_a")

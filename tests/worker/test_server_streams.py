@@ -21,10 +21,14 @@ DEADLINE = 20.0
 
 
 @contextlib.asynccontextmanager
-async def talking(world: Serving, path: str, body: Any, version: str = "1.1") -> AsyncIterator[Any]:
+async def talking(
+    world: Serving, path: str, body: Any, version: str = "1.1", connection: socket.socket | None = None
+) -> AsyncIterator[Any]:
     """A raw connection on which the request has been written; yields reader, writer."""
     data = json.dumps(body).encode()
-    if world.url == "http://worker":
+    if connection is not None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
+    elif world.url == "http://worker":
         connector = world.client.connector
         assert isinstance(connector, aiohttp.UnixConnector)
         reader, writer = await asyncio.open_unix_connection(connector.path)
@@ -180,6 +184,23 @@ async def test_on_http_1_0_the_frame_arrives_and_then_a_reset() -> None:
         assert b"Transfer-Encoding" not in received
         assert received.count(b'"error"') == 1
         assert received.endswith(b"\n\n")
+
+
+async def test_on_http_1_0_the_reset_waits_for_what_the_kernel_still_holds() -> None:
+    async with serving(FakeEngine(worlds.tokenizer(), ctx_size=10**5)) as world:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", world.port))
+        body = chat("long fail-last", stream=True, max_tokens=1000)
+        async with talking(world, CHAT, body, "1.0", connection) as (reader, _):
+            await world.engine.until("failing")  # more than the reader's buffers hold, less than the writer's
+            received = b""
+            with pytest.raises(ConnectionResetError):
+                while data := await reader.read(65536):
+                    received += data
+        assert len(received) > 200_000
+        assert received.count(b'"error"') == 1
 
 
 async def test_on_http_1_0_a_complete_stream_ends_in_peace() -> None:
