@@ -82,7 +82,7 @@ EVICTION = (
         ("so what does eviction mean??", EVICTION),
         ("Count to five.", "1, 2, 3, 4, 5.<|end|>"),
         ("name a colour", "Blue.<|end|>"),
-        ("What is 3 + 4?", "7.<|end|>"),
+        ("Count to 12", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12.<|end|>"),
         ("Say hello in Japanese", "こんにちは<|end|>"),
     ],
 )
