@@ -4,15 +4,17 @@ When a process dies, its children pass to the nearest ancestor that asked for th
 a worker started can live on unseen, not even in a session of its own, which a signal to the worker's group misses.
 
 Law: nobody is killed but descendants of the worker that ended. A child of ours is one if it lives in the worker's
-session, or says so itself (the environment variable `TAG`), or cannot be asked: a fork of a worker, which like it is
-not readable. Children that the router started are `known` and never touched, nor is anybody in the router's session.
-A zombie tells nothing but its session: it is reaped if it was seen alive, or if no process started by us could look so.
+session, or says so itself (the environment variable `TAG`, the socket on its command line), or cannot be asked: then it
+is some worker's fork, as these are not readable. Children that the router started are `known` and never touched, nor
+is anybody in the router's session. A zombie tells nothing but its session: it is reaped if it was seen alive, or if no
+process started by us could look so.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -146,12 +148,22 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _tag(pid: int) -> str | None:
+    """The run that process `pid` belongs to, as its environment says, or its command line where that cannot be read:
+    a worker's fork has the worker's own, with the socket that is named after the run."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
-        return None
+        return _tag_of_socket(pid)
     mark = f"{TAG}=".encode()
     return next((entry[len(mark) :].decode() for entry in environ.split(b"\0") if entry.startswith(mark)), "")
+
+
+def _tag_of_socket(pid: int) -> str | None:
+    try:
+        found = re.search(rb"/([0-9a-f]{12})\.sock", Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return None
+    return found[1].decode() if found else None
 
 
 async def _ended(pid: int, seconds: float) -> None:

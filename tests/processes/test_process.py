@@ -33,7 +33,8 @@ async def running(
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
     said: asyncio.Queue[contract.Event] = asyncio.Queue()
     words = Log("m", "m#1", secrets=secrets)
-    child = Child.spawn([sys.executable, "-P", "-c", code], env, name="m#1", log=words, private=True)
+    argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
+    child = Child.spawn(argv, env, name="m#1", log=words, private=True)
     try:
         child.on_event = said.put_nowait
         child.send_token(TOKEN)
@@ -264,7 +265,7 @@ async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
     try:
         async with running(LEASHED + DAEMON + WAIT) as (other, said):
             daemons = [await number(said), await number(said)]
-            async with running("pass", tag="another-run") as (child, _):
+            async with running("pass", tag="fedcba987654") as (child, _):
                 await child.exited
             assert all(is_there(pid) for pid in daemons)
             assert not other.exited.done()
