@@ -274,13 +274,16 @@ class _Walk:
         evicted = [self.leaving[id] for id, eviction in self.evict.items() if eviction.reason == "evicted"]
         if any(one.busy for one in evicted):
             return
+        spared = set()
         for one in sorted(evicted, key=_worth, reverse=True):
-            self.stages[0].stay(one)
-            if self.stages[0].keeps_its_promises():
-                del self.evict[one.id]
-                self.waits = {id: _without(one.id, wait) for id, wait in self.waits.items()}
+            _stay(one, self.stages)
+            if all(stage.keeps_its_promises() for stage in self.stages):
+                del self.evict[one.id], self.leaving[one.id]
+                spared.add(one.id)
             else:
-                self.stages[0].leave(one)
+                _leave(one, self.stages)
+        if spared:
+            self.waits = {id: self._let_off(spared, wait) for id, wait in self.waits.items()}
 
     def answer(self) -> Plan:
         return Plan(
@@ -576,6 +579,16 @@ class _Walk:
             keep={one.id: self._why_kept(one, shortage) for one in self.staying.values()},
         )
 
+    def _let_off(self, spared: set[int], wait: Wait) -> Wait:
+        if spared.isdisjoint(wait.on):
+            return wait
+        return replace(
+            wait,
+            on=tuple(sorted(one.id for one in _all_on(wait.shortage, self.leaving.values()))),
+            victims=tuple(id for id in wait.victims if id not in spared),
+            keep={**wait.keep, **{id: "unneeded" for id in wait.on if id in spared}},
+        )
+
     def _why_kept(self, one: Resident, shortage: Collection[DeviceId]) -> Keep:
         if one.pinned:
             return "pinned"
@@ -681,14 +694,3 @@ def _all_on(devices: Collection[DeviceId], residents: Iterable[Resident]) -> lis
 
 def _scarce(shortage: Collection[DeviceId]) -> Cause:
     return "slots" if shortage and all(id.index == SLOTS for id in shortage) else "memory"
-
-
-def _without(spared: int, wait: Wait) -> Wait:
-    if spared not in wait.victims and spared not in wait.on:
-        return wait
-    return replace(
-        wait,
-        on=tuple(id for id in wait.on if id != spared),
-        victims=tuple(id for id in wait.victims if id != spared),
-        keep={**wait.keep, spared: "unneeded"},
-    )

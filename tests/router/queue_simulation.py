@@ -6,6 +6,7 @@ for now and then. Nobody's request takes longer than `longest`, no load longer t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -22,9 +23,12 @@ class Model:
     name: str
     shards: tuple[int, ...]
     devices: frozenset[DeviceId]
+    host: int = 0
     hot: bool = False
     quiet: bool = False
     sure: bool = True
+    fickle: bool = False
+    """Its clients leave while it loads."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,6 @@ class Served:
     model: str
     seconds: float
     bound: float
-    evictions: int
-    """So far, when it was ready."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Simulation:
     def run(self, until: float) -> None:
         """Returns once it is `until`; AssertionError if memory is exceeded or somebody waits for nothing."""
         for model in self.models:
-            self.at(0.0 if model.hot else self.random.uniform(0, until / 2), lambda model=model: self.ask(model))
+            self.at(0.0 if model.hot else self.random.uniform(0, until / 2), partial(self.ask, model))
         while self._timers and self._timers[0][0] <= until:
             self.now, _, action = heappop(self._timers)
             action()
@@ -88,21 +90,21 @@ class Simulation:
             self._bounds[id] = self.now, bound
             self._models[id] = model
             self.waiting[id] = Demand(
-                id=id, model=model.name, shards=model.shards, since=self.now, devices=model.devices, sure=model.sure,
-                quiet=model.quiet, load_seconds=LOAD,
+                id=id, model=model.name, shards=model.shards, host=model.host, since=self.now, devices=model.devices,
+                sure=model.sure, quiet=model.quiet, load_seconds=LOAD,
             )  # fmt: skip
 
     def use(self, id: int, model: Model) -> None:
         if not self.residents[id].busy:
             self.residents[id] = replace(self.residents[id], busy=True)
             if not model.hot and not self.residents[id].starting:
-                self.at(self.now + self.random.uniform(0, LONGEST), lambda: self.rest(id))
+                self.at(self.now + self.random.uniform(0, LONGEST), partial(self.rest, id))
 
     def rest(self, id: int) -> None:
         one = self.residents.get(id)
         if one is not None and not one.leaving:
             self.residents[id] = replace(one, busy=False, last_used=self.now)
-            self.at(self.now + self.random.choice([0.1, 1.0, 30.0]), lambda: self.ask(self._models[id]))
+            self.at(self.now + self.random.choice([0.1, 1.0, 30.0]), partial(self.ask, self._models[id]))
 
     # What the fleet does
 
@@ -123,39 +125,48 @@ class Simulation:
         assert not answer.refuse
         assert not answer.drop
         for id in answer.refine:
-            self.at(self.now, lambda id=id: self.refined(id))
+            self.at(self.now, partial(self.refined, id))
         for id, eviction in answer.evict.items():
             self.evictions += 1
             self.residents[id] = replace(self.residents[id], leaving=True, retired_at=self.now)
             drain = 0.0 if eviction.idle else self.random.uniform(0, LONGEST)
-            self.at(self.now + drain + STOP, lambda id=id: self.stopped(id))
+            self.at(self.now + drain + STOP, partial(self.stopped, id))
         for id, start in answer.start.items():
             one = self.waiting.pop(id)
             self.residents[id] = Resident(
                 id=id, model=one.model, reserved=start.claim, busy=True, starting=True, quiet=one.quiet,
                 last_used=self.now, load_seconds=LOAD,
             )  # fmt: skip
-            self.at(self.now + self.random.uniform(0, LOAD), lambda id=id: self.ready(id))
+            load = self.random.uniform(0, LOAD)
+            self.at(self.now + load, partial(self.ready, id))
+            if self._models[id].fickle:
+                self.at(self.now + load / 2, partial(self.abandoned, id))
 
     def refined(self, id: int) -> None:
         if id in self.waiting:
             self.waiting[id] = replace(self.waiting[id], sure=True)
 
+    def abandoned(self, id: int) -> None:
+        self.residents[id] = replace(self.residents[id], busy=False, last_used=self.now)
+
     def ready(self, id: int) -> None:
+        if id not in self.residents or self.residents[id].leaving:
+            return  # stopped while it was loading
         since, bound = self._bounds[id]
         model = self._models[id]
-        self.served.append(Served(model.name, self.now - since, bound, self.evictions))
+        self.served.append(Served(model.name, self.now - since, bound))
         turn_ends = self.now + TURN
         one = self.residents[id]
         self.residents[id] = replace(one, starting=False, busy=False, turn_ends=turn_ends, last_used=self.now)
-        self.use(id, model)
+        if one.busy:
+            self.use(id, model)
 
     def stopped(self, id: int) -> None:
         del self.residents[id]
         if self._models[id].hot:
             self.ask(self._models[id])
         else:
-            self.at(self.now + self.random.uniform(0, 60), lambda: self.ask(self._models[id]))
+            self.at(self.now + self.random.uniform(0, 60), partial(self.ask, self._models[id]))
 
 
 def longest_wait(served: Sequence[Served]) -> float:

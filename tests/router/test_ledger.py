@@ -86,7 +86,9 @@ def test_capacity_is_the_smaller_of_device_and_limit_less_the_margin(
 
 def test_models_max_is_a_device_of_slots_on_each_node() -> None:
     far = DeviceId("far", 0)
-    devices = Ledger(models_max=3).observe([Reading(GPU[0], 100, 10), Reading(far, 100, 0)], [resident(1, {GPU[0]: 10})])
+    devices = Ledger(models_max=3).observe(
+        [Reading(GPU[0], 100, 10), Reading(far, 100, 0)], [resident(1, {GPU[0]: 10})]
+    )
     slots = {device.id: (device.total, device.used) for device in devices if device.id.index == SLOTS}
     assert slots == {COUNT: (3, 1), DeviceId("far", SLOTS): (3, 0)}
 
@@ -97,7 +99,7 @@ def test_without_models_max_nobody_counts_workers() -> None:
 
 def test_a_device_is_named_as_people_name_it() -> None:
     assert [str(id) for id in (GPU[3], CPU, COUNT, DeviceId("far", 0))] == ["cuda:3", "cpu", "slots", "far/cuda:0"]
-    assert LOCAL == GPU[0].node
+    assert GPU[0].node == LOCAL
 
 
 # What would be free

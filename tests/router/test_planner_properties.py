@@ -1,24 +1,34 @@
 """Who starts where, who leaves: laws, over random fleets; and the whole queue under a virtual clock."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import inf
 from random import Random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.ledger import Bytes, Device, DeviceId, Resident
 from router.planner import Demand, Plan, Policy, plan
-from tests.router.queue_simulation import Model, Simulation, longest_wait
 from tests.router.fleets import (
-    COUNT, CPU, GPU, NOW, PATIENCE, claim_of, decide, demand, machine, overdrawn, resident,
+    COUNT,
+    CPU,
+    GPU,
+    NOW,
+    PATIENCE,
+    claim_of,
+    decide,
+    demand,
+    machine,
+    overdrawn,
+    resident,
 )  # fmt: skip
+from tests.router.queue_simulation import TURN, Model, Simulation, longest_wait
 
 POLICY = Policy(patience=PATIENCE)
-laws = settings(derandomize=True, deadline=None, max_examples=500)
+laws = settings(derandomize=True, deadline=None, max_examples=250)
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,9 @@ def random_fleet(seed: int) -> Fleet:
         )
     slots = {COUNT: number(1, 8)} if rarely() else {}
     limit = {id: number(20, 80) for id in totals if rarely()}
-    return Fleet(waiting, residents, machine(residents, {**totals, **slots}, foreign=foreign, margin=margin, limit=limit))
+    return Fleet(
+        waiting, residents, machine(residents, {**totals, **slots}, foreign=foreign, margin=margin, limit=limit)
+    )
 
 
 def fleets() -> st.SearchStrategy[Fleet]:
@@ -223,8 +235,9 @@ def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> N
     plan = fleet.ask()
     if not all(eviction.idle for eviction in plan.evict.values()):
         return  # nobody is to wait for a busy one's end so that an idle one may stay
-    gone, taken = next(fleet.stages(plan, fleet.line))
-    assert all(fleet.over(gone - {id}, taken) for id, one in plan.evict.items() if one.reason == "evicted")
+    for id, eviction in plan.evict.items():
+        if eviction.reason == "evicted":
+            assert any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, fleet.line))
 
 
 @laws
@@ -232,8 +245,7 @@ def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> N
 def test_nobody_takes_the_place_of_somebody_ahead(fleet: Fleet) -> None:
     """As each that has to wait gets its place, in the order of the line, there is room for all that was promised."""
     plan = fleet.ask()
-    if not plan.refine:  # an unsure one's victims are not told to leave, and it is not in the stages
-        assert not any(fleet.over(gone, taken) for gone, taken in fleet.stages(plan, fleet.line))
+    assert not any(fleet.over(gone, taken) for gone, taken in fleet.stages(plan, fleet.line))
 
 
 @laws
@@ -244,7 +256,8 @@ def test_nobody_leaves_before_its_time(fleet: Fleet) -> None:
     demands = {one.id: one for one in fleet.waiting}
     for one in fleet.residents:
         if eviction := plan.evict.get(one.id):
-            assert not (one.pinned or one.leaving)
+            assert not one.pinned
+            assert not one.leaving
             assert eviction.idle is not one.busy
             if eviction.reason == "idle":
                 assert one.expires is not None
@@ -265,9 +278,8 @@ def test_victims_leave_together_or_not_at_all(fleet: Fleet) -> None:
 
 
 @laws
-@given(st.lists(st.integers(0, 100), unique=True, min_size=1, max_size=8), st.integers(1, 8))
+@given(st.permutations(range(7)), st.integers(1, 7))
 def test_of_equals_the_least_recently_used_leave(ages: list[int], needed: int) -> None:
-    assume(needed <= len(ages))
     residents = [resident(id, {GPU[0]: 10}, last_used=NOW - age) for id, age in enumerate(ages, 1)]
     plan = decide([demand(99, 10 * needed)], residents, {GPU[0]: 10 * len(ages)})
     oldest = sorted(residents, key=lambda one: one.last_used)[:needed]
@@ -300,7 +312,7 @@ def test_no_victim_could_be_swapped_for_an_older_one_of_its_kind(fleet: Fleet) -
 @laws
 @given(fleets())
 def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
-    """It is refused with the arithmetic, exactly if no empty machine could hold it; all else is as if it had not come."""
+    """It is refused with the arithmetic exactly if no empty machine could hold it; all else is as without it."""
     plan = fleet.ask()
     capacity = {device.id: device.capacity for device in fleet.devices}
     for one in fleet.waiting:
@@ -356,13 +368,12 @@ def test_each_demand_is_answered_once(fleet: Fleet) -> None:
 
 
 @laws
-@given(fleets(), st.randoms(use_true_random=False))
-def test_the_order_of_the_arguments_does_not_matter(fleet: Fleet, random: Random) -> None:
-    def shuffled(things: list[object]) -> list[object]:
-        return random.sample(things, len(things))
-
-    other = Fleet(*map(shuffled, (fleet.waiting, fleet.residents, fleet.devices)))  # type: ignore[arg-type]
-    assert other.ask() == fleet.ask()
+@given(fleets(), st.integers())
+def test_the_order_of_the_arguments_does_not_matter(fleet: Fleet, seed: int) -> None:
+    random, answer = Random(seed), fleet.ask()
+    for things in (fleet.waiting, fleet.residents, fleet.devices):
+        random.shuffle(things)
+    assert fleet.ask() == answer
 
 
 @laws
@@ -412,13 +423,31 @@ def test_the_first_in_line_has_whatever_can_be_had(fleet: Fleet) -> None:
         assert first.id in plan.start or plan.waits[first.id].place
 
 
+@laws
+@given(fleets())
+def test_who_waits_waits_for_something(fleet: Fleet) -> None:
+    """For those who leave or load, for those in use past patience, for a moment, or for an exact estimate."""
+    plan = fleet.ask()
+    loading = plan.start or any(one.starting for one in fleet.residents)
+    for id, wait in plan.waits.items():
+        if wait.cause == "stopping":
+            assert set(wait.on) & {one.id for one in fleet.leaving(plan)}
+        elif wait.cause == "quiet":
+            assert loading or any(other.place for one, other in plan.waits.items() if one != id)
+        elif wait.cause in ("turn", "busy"):
+            assert plan.look_again or any(one.starting for one in fleet.residents if one.id in wait.on)
+        else:
+            ahead = {victim for other in plan.waits.values() for victim in other.victims}
+            assert id in plan.refine or not wait.place or set(wait.on) & ahead
+
+
 # The whole queue, under a virtual clock
 
 
 def random_simulation(seed: int) -> Simulation:
     random = Random(seed)
     gpus = GPU[: random.randint(1, 3)]
-    totals = dict.fromkeys(gpus, 100)
+    totals = {**dict.fromkeys(gpus, 100), CPU: 60}
     models = []
     for number in range(random.randint(2, 6)):
         shards = [random.randint(10, 100)] * random.randint(1, len(gpus))
@@ -427,7 +456,9 @@ def random_simulation(seed: int) -> Simulation:
                 name=f"m{number}",
                 shards=tuple(shards),
                 devices=frozenset(gpus),
+                host=random.randint(0, 30),
                 hot=random.random() < 0.6,
+                fickle=random.random() < 0.1,
                 quiet=random.random() < 0.2,
                 sure=random.random() < 0.8,
             )
@@ -446,3 +477,31 @@ def test_the_kth_in_the_queue_waits_no_longer_than_stated_by_plans_alone(seed: i
     for id, one in simulation.waiting.items():
         joined, bound = simulation.terms(id)
         assert simulation.now - joined <= bound, one
+
+
+def excluding(*names: str, **facts: bool) -> list[Model]:
+    """Models of which one fits at a time."""
+    return [Model(name=name, shards=(80,), devices=frozenset({GPU[0]}), **facts) for name in names]
+
+
+def test_a_hot_model_cannot_starve_a_cold_one_in_plans_alone() -> None:
+    simulation = Simulation({GPU[0]: 100}, [*excluding("hot", hot=True), *excluding("cold")], Random(1))
+    simulation.run(until=1000.0)
+    assert sum(one.model == "cold" for one in simulation.served) >= 5
+    assert longest_wait(simulation.served) <= 1
+
+
+def test_models_that_exclude_each_other_are_served_in_turns() -> None:
+    """All in constant use: each keeps its place for its turn, and none is passed over."""
+    simulation = Simulation({GPU[0]: 100}, excluding("a", "b", "c", hot=True), Random(1))
+    simulation.run(until=1000.0)
+    order = [one.model for one in simulation.served]
+    assert order == (["a", "b", "c"] * len(order))[: len(order)]
+    assert len(order) <= 1000.0 / TURN + 1
+
+
+def test_two_models_that_fit_side_by_side_are_never_swapped() -> None:
+    models = [Model(name=name, shards=(50,), devices=frozenset({GPU[0]}), hot=True) for name in "ab"]
+    simulation = Simulation({GPU[0]: 100}, models, Random(1))
+    simulation.run(until=1000.0)
+    assert (len(simulation.served), simulation.evictions) == (2, 0)
