@@ -5,7 +5,6 @@ import re
 import stat
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -142,8 +141,8 @@ def bootstrap(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=False)
 
 
-def interpreter(folder: Path, body: str) -> str:
-    """A program that stands in for a Python of another kind."""
+def program(folder: Path, body: str) -> str:
+    """A program that stands in for an interpreter."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{body}\n", "utf-8")
     path.chmod(0o755)
@@ -151,7 +150,7 @@ def interpreter(folder: Path, body: str) -> str:
 
 
 def test_an_old_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    old = interpreter(tmp_path, "echo 3.8.10")
+    old = program(tmp_path, "echo 3.8.10")
     done = bootstrap("--venv", str(tmp_path / "venv"), BOOTSTRAP_PYTHON=old)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -161,7 +160,7 @@ def test_an_old_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_python_without_venv_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    bare = interpreter(tmp_path, "echo 3.12.4; exit 1")
+    bare = program(tmp_path, "echo 3.12.4; exit 1")
     done = bootstrap("--venv", str(tmp_path / "venv"), BOOTSTRAP_PYTHON=bare)
     assert done.returncode == 1
     assert "apt install python3.12-venv" in done.stderr
@@ -188,25 +187,123 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "venv/thesis.tex").exists()
 
 
-@pytest.mark.slow
-def test_an_interrupted_install_is_not_taken_for_done(tmp_path: Path) -> None:
-    """Without any package source the install fails, and the second run tries again instead of believing the first."""
-    nothing = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}
-    first = bootstrap("--offline", "--extras", "", "--venv", str(tmp_path / "venv"), **nothing)
-    second = bootstrap("--offline", "--extras", "", "--venv", str(tmp_path / "venv"), **nothing)
-    assert (first.returncode, second.returncode) == (1, 1)
-    assert "making" in first.stderr
-    assert "making" not in second.stderr
-    assert "installing router" in second.stderr
-    assert "the first run needs a package index" in second.stderr
+FAKE_PYTHON = """
+case "$1 $2" in
+    "-m venv")
+        echo make >>"$JOURNAL"
+        for folder; do :; done
+        mkdir -p "$folder/bin"
+        cp "$0" "$folder/bin/python"
+        echo "version = 3.11.7" >"$folder/pyvenv.cfg" ;;
+    "-m pip")
+        [ "$3" = --version ] && exit 0
+        shift 3
+        echo "pip $*" >>"$JOURNAL"
+        case $* in
+            *--dry-run*) exit "${LOOK:-0}" ;;
+            *--index-url*) exit "${INDEX:-0}" ;;
+            *) exit "${INSTALL:-0}" ;;
+        esac ;;
+    "-P -c") case $3 in *"version('torch')"*) echo "$TORCH" ;; esac ;;
+    *) echo 3.11.7 ;;
+esac
+"""
 
 
-def test_nothing_runs_when_nothing_changed() -> None:
-    """Only where this environment is bootstrap's own, as under scripts/test.sh."""
-    venv = Path(sys.prefix)
-    if not (venv / ".bootstrap.json").exists():
-        pytest.skip("this environment was not made by scripts/bootstrap.py")
-    began = time.monotonic()
-    done = bootstrap("--extras", "worker,dev", "--venv", str(venv))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert time.monotonic() - began < 5.0  # about 0.1 s on a quiet machine; an install takes a minute
+class World:
+    """A machine whose interpreter and pip are a fake that keeps a journal; LOOK, INDEX and INSTALL are what pip
+    answers when it looks for the CPU build, asks PyTorch's own index, and installs everything."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.python = program(folder, FAKE_PYTHON)
+        self.venv = folder / "venv"
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, list[str], str]:
+        """Exit status, what was done, what was said."""
+        journal = self.folder / "journal"
+        journal.unlink(missing_ok=True)
+        variables = {"BOOTSTRAP_PYTHON": self.python, "JOURNAL": str(journal), **variables}
+        done = bootstrap("--venv", str(self.venv), *arguments, **variables)
+        return done.returncode, journal.read_text("utf-8").splitlines() if journal.exists() else [], done.stderr
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+TORCH = pins()["torch"]
+PINNED = f"pip -qq -c {ROOT}/config/constraints.txt"
+LOOK = f"pip --dry-run --no-deps torch=={TORCH}+cpu"
+
+
+def test_nothing_runs_when_nothing_changed(world: World) -> None:
+    first = world.run("--torch", "cpu")
+    assert (first[0], first[1][0]) == (0, "make")
+    assert world.run("--torch", "cpu") == (0, [], "")
+
+
+def test_one_call_of_pip_installs_everything(world: World) -> None:
+    _, done, _ = world.run("--torch", "cpu", "--extras", "worker,dev")
+    assert done == ["make", LOOK, f"{PINNED} torch=={TORCH}+cpu -e .[dev,worker]"]
+
+
+def test_an_interrupted_install_is_repeated_in_the_same_environment(world: World) -> None:
+    status, done, said = world.run("--torch", "cpu", INSTALL="1")
+    assert (status, done[0]) == (1, "make")
+    assert "the first run needs a package index" in said
+    status, done, _ = world.run("--torch", "cpu")
+    assert (status, len(done)) == (0, 2)
+    assert "make" not in done
+
+
+def test_extras_are_added_and_never_taken_away(world: World) -> None:
+    world.run("--torch", "cpu", "--extras", "worker")
+    assert world.run("--torch", "cpu", "--extras", "worker,dev")[1][-1].endswith(".[dev,worker]")
+    assert world.run("--torch", "cpu", "--extras", "worker")[1] == []
+
+
+def test_the_build_that_was_asked_for_is_kept(world: World) -> None:
+    """A later run that names none neither changes it nor installs again."""
+    for build in ("cuda", "cpu"):
+        world.run("--torch", build)
+        assert world.run() == (0, [], "")
+
+
+def test_without_a_cpu_build_at_hand_pytorchs_own_index_is_asked(world: World) -> None:
+    status, done, _ = world.run("--torch", "cpu", LOOK="1")
+    assert status == 0
+    assert done[2] == f"pip -qq --no-deps --index-url https://download.pytorch.org/whl/cpu torch=={TORCH}+cpu"
+    assert done[3] == f"{PINNED} torch=={TORCH}+cpu -e .[worker]"
+
+
+def test_without_any_cpu_build_the_cuda_build_is_not_taken_by_itself(world: World) -> None:
+    status, done, said = world.run("--torch", "cpu", LOOK="1", INDEX="1")
+    assert status == 1
+    assert not any("-e" in line.split() for line in done)
+    assert "about 2.5 GB" in said
+    assert "--torch cuda" in said
+
+
+def test_a_cpu_wheel_is_no_cuda_build(world: World) -> None:
+    assert world.run("--torch", "cuda")[1][1:] == [f"{PINNED} torch=={TORCH},!={TORCH}+cpu -e .[worker]"]
+
+
+def test_a_torch_that_is_there_is_kept_if_it_is_new_enough(world: World) -> None:
+    status, _, said = world.run("--torch", "installed", TORCH="2.7.1")
+    assert status == 1
+    assert "torch 2.7.1, and 2.8 or newer is needed" in said
+    status, done, _ = world.run("--torch", "installed", TORCH="2.9.0a0+nv25.10")
+    assert status == 0
+    assert done[-1].split()[-2:] == ["-e", ".[worker]"]
+    assert f"{ROOT}/config/constraints.txt" not in done[-1], "the pin of torch is another one"
+
+
+def test_without_a_network_no_index_is_asked(world: World) -> None:
+    _, done, _ = world.run("--torch", "cpu", "--offline", LOOK="1")
+    assert [line for line in done if "--no-index" not in line] == ["make"]
+
+
+def test_the_router_alone_needs_no_torch(world: World) -> None:
+    assert world.run("--extras", "")[1][1:] == [f"{PINNED} -e ."]
