@@ -1,4 +1,5 @@
-"""Simulations of the outer edges: a launcher and devices without processes, and a loop without waiting.
+"""Simulations of the outer edges: a launcher and devices without processes, a loop without waiting; and what tests
+need to run the fake program of `fake_worker.py` in real ones.
 
 `VirtualLoop` makes time jump: when nothing is ready, the clock goes to the next timer at once. When there is no timer
 either, whoever still waits waits for ever, and that is an error (`Deadlock`). `FakeLauncher` runs no program; it keeps
