@@ -270,8 +270,7 @@ class Server:
                     await exchange.connection.break_off()
                 return response
             except asyncio.CancelledError:
-                if exchange.outcome == "ok":
-                    exchange.outcome = "cancelled"
+                exchange.outcome = "cancelled"
                 raise
             except (ClientGone, ConnectionError):
                 exchange.outcome = "cancelled"

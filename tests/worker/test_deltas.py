@@ -43,6 +43,7 @@ def generations(count: int, text: str = "hi") -> list[Generation]:
 
 async def test_what_came_before_an_error_is_told_before_it() -> None:
     async with Deltas(Hasty(serving.tokenizer()), generations(1)) as deltas:
+        await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "0"])  # all three are waiting
         assert [delta.text for _, delta in await deltas.some()] == ["a", "b"]
         for _ in range(2):
             with pytest.raises(SequenceFailed):

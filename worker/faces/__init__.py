@@ -153,7 +153,7 @@ class Result:
 
 async def read_texts(fields: Fields, name: str, model: Model) -> tuple[list[list[int]], list[str | None]]:
     """Token ids of each text in field `name`, in its four forms: string, [string], [int], [[int]]; and the texts, where
-    they were texts. Raises InvalidValue naming the field."""
+    they were texts. Raises InvalidValue or ContextExceeded naming the field."""
     value = fields.take(name)
     items = value if isinstance(value, list) and value and not _is_number(value[0]) else [value]
     if len(items) > MAX_PROMPTS:
@@ -164,6 +164,9 @@ async def read_texts(fields: Fields, name: str, model: Model) -> tuple[list[list
             prompts = [prompt or _start_of_text(model, name) for prompt in prompts]
         return prompts, items
     if all(isinstance(item, list) and item for item in items):
+        for item in items:
+            if len(item) > model.engine.ctx_size:  # before each of them is looked at
+                raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
         largest = model.vocab_size
         if all(type(token) is int and 0 <= token < largest for item in items for token in item):
             return items, [None] * len(items)
