@@ -45,6 +45,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
             }
         },
     ),
+    "llama with positions that stretch beyond its context": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "phi3 with two sets of frequencies": (
+        "phi3",
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 128,
+                "short_factor": [1.5] * 8,
+                "long_factor": [4.0] * 8,
+            },
+        },
+    ),
     "llama with a head for each query": ("llama", {"num_key_value_heads": 4}),
 }
 

@@ -59,7 +59,7 @@ def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTok
             folder, trust_remote_code=options.trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise StartError(f"{folder} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise StartError(f"{folder} has no tokenizer that can be loaded: {memory.one_line(error)}") from error
     return tokenizer
 
 
@@ -74,7 +74,7 @@ def load_config(options: contract.ModelOptions) -> Any:
         if not isinstance(stored, dict):
             raise TypeError("it is no JSON object")
     except (ValueError, TypeError, RecursionError) as error:
-        raise StartError(f"{path} is damaged: {_first_line(error)}; download it again", Exit.DAMAGED) from error
+        raise StartError(f"{path} is damaged: {memory.one_line(error)}; download it again", Exit.DAMAGED) from error
     merged = _merge(stored, _override(options.config_override))
     kind = str(merged.get("model_type"))
     if kind not in transformers.CONFIG_MAPPING:
@@ -84,7 +84,7 @@ def load_config(options: contract.ModelOptions) -> Any:
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(merged)
     except Exception as error:
-        raise StartError(f"{path} is not valid for {kind!r}: {_first_line(error)}") from error
+        raise StartError(f"{path} is not valid for {kind!r}: {memory.one_line(error)}") from error
 
 
 def _remote_config(options: contract.ModelOptions, merged: dict[str, Any], kind: str) -> Any:
@@ -191,7 +191,7 @@ def load_model(options: contract.ModelOptions, config: Any, attention: str | Non
         if memory.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
             raise StartError(
-                f"no memory for the weights on {options.devices[0]}: {_first_line(error)}", where
+                f"no memory for the weights on {options.devices[0]}: {memory.one_line(error)}", where
             ) from error
         raise
 
@@ -250,12 +250,21 @@ def _build(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch
     extra = {"add_pooling_layer": False} if embeds and _has_pooler(cls) else {}
     try:
         model, info = cls.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **extra
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+            **extra,
         )
     except RuntimeError as error:
         if memory.is_exhausted(error):
             raise
-        raise StartError(f"the weights do not fit {cls.__name__}: {_first_line(error)}") from error
+        raise StartError(f"the weights do not fit {cls.__name__}: {memory.one_line(error)}") from error
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        shapes = f"{list(stored)} in the file, {list(expected)} by config.json"
+        raise StartError(f"the weights do not fit {cls.__name__}: {name} is {shapes}")
     missing = sorted(
         name for name in info["missing_keys"] if not (embeds and any(part in name for part in _UNUSED_IN_EMBEDDERS))
     )
@@ -309,7 +318,7 @@ def _quantized(
             quantization_config=bits(**on_load) if on_load else None,
         )
     except (ImportError, ValueError) as error:
-        raise StartError(f"transformers cannot load this {method} checkpoint here: {_first_line(error)}") from error
+        raise StartError(f"transformers cannot load this {method} checkpoint here: {memory.one_line(error)}") from error
     report(contract.Progress(stage="weights", done=total, total=total))
     return model, dtype
 
@@ -332,7 +341,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             bars.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -68,8 +68,15 @@ def is_exhausted(error: BaseException) -> bool:
 def start_error(what: str, device: torch.device, error: BaseException) -> StartError:
     """What to end with if there was no room for `what`."""
     exit = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
-    cause = str(error).strip().split("\n")[0] or type(error).__name__
-    return StartError(f"no memory for {what} on {device}: {cause}; lower ctx-size or parallel, or free memory", exit)
+    return StartError(
+        f"no memory for {what} on {device}: {one_line(error)}; lower ctx-size or parallel, or free memory", exit
+    )
+
+
+def one_line(error: BaseException, most: int = 240) -> str:
+    """What `error` says, for a message of one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def is_sticky(error: BaseException) -> bool:

@@ -119,8 +119,8 @@ class StepLoop:
         except Exception as error:
             log.exception("the step loop has died")
             code = Exit.POISONED if memory.is_sticky(error) else Exit.UNUSABLE
-            cause = str(error).strip().split("\n")[0]
-            fatal = StartError(f"the engine's step loop died: {type(error).__name__}: {cause}", code)
+            cause = f"{type(error).__name__}: {memory.one_line(error)}"
+            fatal = StartError(f"the engine's step loop died: {cause}", code)
             self._end(Draining("the engine has failed and its worker is being replaced"))
             self.fatal.set_result(fatal)
 

@@ -42,7 +42,7 @@ def files(snapshot: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StartError(f"{index} is damaged: {error!r}", Exit.DAMAGED) from error
+            raise StartError(f"{index} is damaged ({type(error).__name__}); download it again", Exit.DAMAGED) from error
         missing = [name for name in names if "/" in name or not (snapshot / name).is_file()]
         if missing:
             raise StartError(
@@ -87,7 +87,7 @@ class WeightFile:
                 header.pop("__metadata__", None)
                 self._entries = [self._entry(name, entry, 8 + length) for name, entry in header.items()]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise self._damaged(f"its header cannot be read: {error!r}") from error
+                raise self._damaged(f"its header cannot be read ({type(error).__name__})") from error
             # private and writable: torch wants writable memory; a write would copy the page and leave the file alone
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -1,0 +1,363 @@
+"""Promises of loading: what works without copies, and what is refused by name, with the exit code that fits."""
+
+import asyncio
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from tests.worker.loaded import generated, load, options, say, serving
+from worker.contract import Exit
+from worker.engine import architectures, attention, loader, weights
+from worker.engine.kv_cache import pool_bytes
+from worker.engine.loader import load_config, load_model
+from worker.errors import StartError
+
+torch.set_num_threads(1)
+PROMPT = (9, 41, 70, 77, 80)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.make("llama", tmp_path / "llama")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    body = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
+
+
+def refused(folder: Path, **changes: Any) -> StartError:
+    with pytest.raises(StartError) as error:
+        asyncio.run(load(folder, **changes).close())
+    assert "\n" not in str(error.value), "one line, for a person"
+    assert len(str(error.value)) < 500
+    return error.value
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the weights over two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, members in parts.items() for name in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    return [folder / file for file in parts]
+
+
+# What works
+
+
+def test_weights_on_the_cpu_are_the_mapped_file_itself(folder: Path) -> None:
+    asked = options(folder)
+    stages: list[int] = []
+    loaded = load_model(asked, load_config(asked), None, lambda event: stages.append(event.done))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0].split("-") for line in maps if line.endswith(str(folder / "model.safetensors"))]
+    ranges = [(int(low, 16), int(high, 16)) for low, high in mapped]
+    for name, parameter in loaded.model.named_parameters():
+        assert any(low <= parameter.data_ptr() < high for low, high in ranges), f"{name} was copied"
+    assert stages == sorted(stages)
+    assert stages[-1] == (folder / "model.safetensors").stat().st_size
+
+
+async def test_shards_of_an_index_say_the_same(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    shard(folder)
+    async with serving(load(folder)) as engine:
+        assert (await say(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "used"),
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float16", "auto", torch.float32),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("float32", "auto", torch.float32),
+    ],
+)
+def test_the_dtype_is_as_asked_or_the_checkpoints(stored: str, asked: str, used: torch.dtype, tmp_path: Path) -> None:
+    folder = tiny.make("qwen3", tmp_path, dtype=stored)
+    config = load_config(options(folder))
+    loaded = load_model(options(folder, dtype=asked), config, None, lambda event: None)
+    assert loaded.dtype == used
+    exact = load_file(folder / "model.safetensors")
+    found = dict(loaded.model.named_parameters())
+    assert {parameter.dtype for parameter in found.values()} == {used}
+    assert torch.equal(found["model.embed_tokens.weight"], exact["model.embed_tokens.weight"].to(used))
+
+
+async def test_a_converted_checkpoint_says_what_generate_says(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    async with serving(load(folder, dtype="float32")) as engine:
+        assert (await say(engine, PROMPT, max_tokens=24)).tokens == generated(model, PROMPT, 24)
+
+
+async def test_random_weights_need_no_files(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    said = []
+    for _ in range(2):
+        async with serving(load(folder, load_format="dummy", ctx_size=64)) as engine:
+            said.append((await say(engine, PROMPT, max_tokens=9)).tokens)
+    assert said[0] == said[1]
+    assert len(said[0]) > 0
+
+
+async def test_a_config_override_is_merged_into_the_configuration(folder: Path) -> None:
+    override = json.dumps({"max_position_embeddings": 50, "rope_parameters": {"rope_theta": 500.0}})
+    config = load_config(options(folder, config_override=override))
+    assert config.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
+    async with serving(load(folder, config_override=override)) as engine:
+        assert engine.ctx_size == 50
+
+
+async def test_a_context_beyond_the_models_positions_is_cut_to_them(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=100_000)) as engine:
+        assert engine.ctx_size == 256
+    async with serving(load(folder, ctx_size=99)) as engine:
+        assert engine.ctx_size == 99
+
+
+def test_positions_are_those_that_a_sequence_can_use() -> None:
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, **factors}
+    phi = transformers.Phi3Config(max_position_embeddings=131072, rope_parameters=longrope)
+    assert architectures.positions(phi) == 4096, "beyond it all earlier positions would turn otherwise"
+    roberta = transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1)
+    assert architectures.positions(roberta) == 512
+    assert architectures.positions(transformers.GPT2Config(n_positions=77)) == 77
+    assert architectures.positions(transformers.MambaConfig()) == 0
+
+
+def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
+    config = transformers.Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    shape = architectures.CacheShape.of(config)
+    pool = attention.Pool(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=5,
+        ctx_size=40,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    assert pool.bytes == pool_bytes(3, 2, 16, 5, 40, 2)
+    gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4)
+    assert architectures.CacheShape.of(gpt2) == architectures.CacheShape(layers=2, kv_heads=4, head_dim=16)
+
+
+def test_a_tokenizer_of_another_folder_may_be_named(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny.make_tokenizer("qwen3").save_pretrained(other)
+    found: Any = loader.load_tokenizer(options(folder, tokenizer=str(other)))
+    assert found("Hello")["input_ids"] == tiny.make_tokenizer("qwen3")("Hello")["input_ids"]
+
+
+async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[1, 217])
+    edit(folder / "config.json", eos_token_id=303)
+    async with serving(load(folder)) as engine:
+        told = await say(engine, PROMPT, max_tokens=40)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        answer = generated(model, PROMPT, 40)
+        ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
+        assert told.tokens == answer[: min(ends, default=40)]
+        assert engine._ends == {1, 217, 303}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"task": "rerank"}, "rerank"),
+        ({"attention": "flash"}, "flash"),
+        ({"parallel": 0}, "parallel"),
+        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"load_format": "pt"}, "pt"),
+        ({"dtype": "int8"}, "int8"),
+        ({"config_override": "[1]"}, "config-override"),
+        ({"config_override": "{"}, "config-override"),
+    ],
+)
+def test_an_option_that_means_nothing_is_named(folder: Path, changes: dict[str, Any], word: str) -> None:
+    error = refused(folder, **changes)
+    assert word in str(error)
+    assert error.exit is Exit.USAGE
+
+
+def test_devices_that_are_not_here_are_named(folder: Path) -> None:
+    assert "cuda:7" in str(refused(folder, devices=("cuda:7",)))
+    assert "cuda:0, cuda:1" in str(refused(folder, devices=("cuda:0", "cuda:1")))
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _without_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+def _unknown(folder: Path) -> None:
+    edit(folder / "config.json", model_type="brandnew", architectures=["BrandnewForCausalLM"])
+
+
+def _with_code(folder: Path) -> None:
+    edit(folder / "config.json", model_type="brandnew", auto_map={"AutoConfig": "code.BrandnewConfig"})
+
+
+def _without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_another_shape(folder: Path) -> None:
+    edit(folder / "config.json", intermediate_size=96)
+
+
+def _invalid(folder: Path) -> None:
+    edit(folder / "config.json", num_attention_heads="many")
+
+
+def _quantised(folder: Path) -> None:
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_without_config, ["config.json"]),
+        (_without_weights, ["model.safetensors"]),
+        (_pickled, ["pickled", "safetensors"]),
+        (_without_tokenizer, ["tokenizer"]),
+        (_unknown, ["brandnew"]),
+        (_with_code, ["brandnew", "trust-remote-code"]),
+        (_without_a_tensor, ["model.layers.1.self_attn.q_proj.weight"]),
+        (_of_another_shape, ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"]),
+        (_invalid, ["config.json", "llama"]),
+        (_quantised, ["gptq", "pip install"]),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_refused_with_the_reason(
+    folder: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    damage(folder)
+    error = refused(folder)
+    assert error.exit is Exit.UNUSABLE
+    for word in words:
+        assert word in str(error)
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _header_only(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0")
+
+
+def _absurd_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def _garbled_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[9:12] = b"\xff\xff\xff"
+    path.write_bytes(content)
+
+
+def _shard_missing(folder: Path) -> None:
+    shard(folder)[1].unlink()
+
+
+def _shard_elsewhere(folder: Path) -> None:
+    shard(folder)
+    edit(folder / "model.safetensors.index.json", weight_map={"a": "../../etc/passwd"})
+
+
+def _garbled_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lla')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncated,
+        _header_only,
+        _absurd_header,
+        _garbled_header,
+        _shard_missing,
+        _shard_elsewhere,
+        _garbled_config,
+    ],
+)
+def test_files_cut_short_are_damaged_and_may_be_fetched_again(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    assert refused(folder).exit is Exit.DAMAGED
+
+
+def test_an_architecture_that_nobody_has_verified_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=512, rotary_dim=8).save_pretrained(folder)
+    edit(folder / "config.json", architectures=["GPTJForCausalLM"])
+    error = refused(folder, load_format="dummy")
+    assert error.exit is Exit.UNUSABLE
+    assert "gptj" in str(error)
+    assert "llama" in str(error), "and it says what is served"
+
+
+def test_an_encoder_with_a_decoder_is_refused(folder: Path) -> None:
+    transformers.T5Config(vocab_size=512).save_pretrained(folder)
+    assert "t5" in str(refused(folder, task="generate"))
+    assert "t5" in str(refused(folder, task="embed"))
+
+
+def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:
+    assert "not quantised" in str(refused(folder, quantization="awq"))
+    _quantised(folder)
+    assert "gptq" in str(refused(folder, quantization="none"))
+
+
+def test_an_odd_offset_is_read_correctly(tmp_path: Path) -> None:
+    """The format does not promise alignment."""
+    numbers = torch.arange(5, dtype=torch.float32)
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+            "b": {"dtype": "F32", "shape": [5], "data_offsets": [3, 23]},
+            "c": {"dtype": "F32", "shape": [0, 4], "data_offsets": [23, 23]},
+        }
+    ).encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\1\2\3" + numbers.numpy().tobytes())
+    found = dict(weights.WeightFile(path).tensors())
+    assert found["a"].tolist() == [1, 2, 3]
+    assert found["b"].tolist() == numbers.tolist()
+    assert found["c"].shape == (0, 4)
