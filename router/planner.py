@@ -405,7 +405,6 @@ class _Walk:
         able = [one for one in self.staying.values() if not one.pinned]
         if demand.luxury:
             able = [one for one in able if one.luxury and not one.busy and one.last_used < demand.since]
-            able = [one for one in able if self._may_leave_at(one, demand) <= self.now]
         return sorted(able, key=lambda one: (self._bound(one, demand), one.busy, *_worth(one)))
 
     def _may_leave_at(self, one: Resident, demand: Demand) -> float:

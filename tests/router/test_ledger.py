@@ -132,6 +132,15 @@ def test_who_leaves_takes_its_memory_off_both_figures() -> None:
     assert free([a, b], gone=[a, b], foreign={GPU[0]: 10}) == 90
 
 
+def test_only_what_it_occupies_comes_back_when_one_leaves() -> None:
+    """10 foreign bytes are too new to be in the row: the driver alone knows of them."""
+    one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30})
+    view = View([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
+    assert view.free(GPU[0]) == 60
+    view.leave(one)
+    assert view.free(GPU[0]) == 90
+
+
 def test_foreign_memory_counts_against_the_device_but_not_against_the_limit() -> None:
     a = resident(1, {GPU[0]: 10})
     assert free([a], foreign={GPU[0]: 70}, limit={GPU[0]: 40}, margin=5) == 100 - 5 - 80

@@ -360,6 +360,15 @@ def test_one_behind_takes_another_idle_place_rather_than_wait_for_leavings() -> 
     assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
 
 
+def test_one_behind_rather_sends_an_idle_one_away_than_wait_for_what_is_left_over() -> None:
+    """When 1 goes, at the latest when 8 has waited long enough, there is room for 9 too. But 2 is idle now."""
+    residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], residents, ONE)
+    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], [residents[0], replace(residents[1], busy=True)], ONE)
+    assert (plan.evict, plan.waits[9].victims, plan.waits[9].on) == ({}, (), (1,))
+
+
 def test_the_queue_goes_by_priority_then_arrival() -> None:
     waiting = [demand(1, 60, since=5.0), demand(2, 60, since=9.0, priority=1), demand(3, 60, since=4.0)]
     assert set(decide(waiting, [], ONE).start) == {2}
@@ -462,7 +471,8 @@ def test_a_luxury_that_fits_nowhere_is_dropped_not_refused() -> None:
 def test_a_luxury_displaces_an_idle_older_luxury() -> None:
     old = resident(1, {GPU[0]: 90}, luxury=True)
     assert evicted(decide([demand(9, 60, luxury=True)], [old], ONE)) == [1]
-    assert decide([demand(9, 60, luxury=True)], [replace(old, busy=True)], ONE).drop == {9}
+    assert decide([demand(9, 60, luxury=True, since=LATE)], [replace(old, busy=True)], ONE).drop == {9}
+    assert decide([demand(9, 60, luxury=True)], [replace(old, last_used=NOW - 0.1, turn_ends=NOW + 5)], ONE).drop == {9}
     assert decide([demand(9, 60, luxury=True)], [replace(old, last_used=NOW)], ONE).drop == {9}
     waits = decide([demand(9, 60, luxury=True)], [replace(old, leaving=True)], ONE).waits
     assert waits[9].cause == "stopping", "having displaced one it is not dropped"
@@ -497,6 +507,12 @@ def test_what_an_expired_worker_leaves_is_had_before_anybody_else_goes() -> None
     plan = decide([demand(9, 50)], residents, ONE)
     assert {id: eviction.reason for id, eviction in plan.evict.items()} == {2: "idle"}
     assert plan.waits[9].cause == "stopping"
+
+
+def test_what_an_expired_worker_leaves_is_promised_in_line() -> None:
+    residents = [resident(1, {GPU[0]: 60}, expires=NOW)]
+    assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 30)], residents, ONE).start) == {9}
+    assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 31)], residents, ONE).start) == set()
 
 
 # Engines that need quiet

@@ -1,13 +1,13 @@
 """Who starts where, who leaves: laws, over random fleets; and the whole queue under a virtual clock."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.ledger import Bytes, Device, DeviceId, Resident
@@ -29,6 +29,8 @@ from tests.router.queue_simulation import TURN, Model, Simulation, longest_wait
 
 POLICY = Policy(patience=PATIENCE)
 laws = settings(derandomize=True, deadline=None, max_examples=250)
+ONCE_BROKEN = [138, 963, 1283, 1355, 1723, 2981, 3030, 3919]
+"""Seeds of fleets for which some law did not hold at first."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,13 @@ def fleets() -> st.SearchStrategy[Fleet]:
     return st.integers(0, 2**40).map(random_fleet)
 
 
+def law(test: Callable[[Fleet], None]) -> Callable[[], None]:
+    """Holds for random fleets, and those that once were its exception."""
+    for seed in ONCE_BROKEN:
+        test = example(fleet=random_fleet(seed))(test)
+    return laws(given(fleet=fleets())(test))
+
+
 def may_leave(one: Resident, demand: Demand, now: float) -> bool:
     """The rule of turn, linger and patience, in other words."""
     if one.pinned or (one.busy and one.starting):
@@ -176,16 +185,14 @@ def may_leave(one: Resident, demand: Demand, now: float) -> bool:
 # Room
 
 
-@laws
-@given(fleets())
+@law
 def test_no_plan_exceeds_the_margin(fleet: Fleet) -> None:
     plan = fleet.ask()
     claims = [start.claim for start in plan.start.values()]
     assert overdrawn(fleet.devices, fleet.residents, [], claims) == []
 
 
-@laws
-@given(fleets())
+@law
 def test_a_start_reserves_all_that_was_demanded(fleet: Fleet) -> None:
     plan = fleet.ask()
     for one in fleet.waiting:
@@ -195,8 +202,7 @@ def test_a_start_reserves_all_that_was_demanded(fleet: Fleet) -> None:
             assert len(set(start.place)) == len(one.shards)
 
 
-@laws
-@given(fleets())
+@law
 def test_a_plan_that_evicts_makes_room(fleet: Fleet) -> None:
     """Once they are gone, there is room for everybody who started and everybody for whom they left."""
     plan = fleet.ask()
@@ -205,8 +211,7 @@ def test_a_plan_that_evicts_makes_room(fleet: Fleet) -> None:
     assert overdrawn(fleet.devices, fleet.residents, fleet.leaving(plan), list(claims.values())) == []
 
 
-@laws
-@given(fleets())
+@law
 def test_who_waits_for_memory_of_those_who_leave_will_have_it(fleet: Fleet) -> None:
     plan = fleet.ask()
     served = set(plan.start) | {id for id, wait in plan.waits.items() if wait.cause == "stopping"}
@@ -217,8 +222,7 @@ def test_who_waits_for_memory_of_those_who_leave_will_have_it(fleet: Fleet) -> N
 # Victims
 
 
-@laws
-@given(fleets())
+@law
 def test_no_victim_is_superfluous(fleet: Fleet) -> None:
     """If any one stayed, the one it leaves for, or somebody ahead of that, would not have its place, or later."""
     plan = fleet.ask()
@@ -229,8 +233,7 @@ def test_no_victim_is_superfluous(fleet: Fleet) -> None:
             assert any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, ahead))
 
 
-@laws
-@given(fleets())
+@law
 def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> None:
     plan = fleet.ask()
     if not all(eviction.idle for eviction in plan.evict.values()):
@@ -240,16 +243,14 @@ def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> N
             assert any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, fleet.line))
 
 
-@laws
-@given(fleets())
+@law
 def test_nobody_takes_the_place_of_somebody_ahead(fleet: Fleet) -> None:
     """As each that has to wait gets its place, in the order of the line, there is room for all that was promised."""
     plan = fleet.ask()
     assert not any(fleet.over(gone, taken) for gone, taken in fleet.stages(plan, fleet.line))
 
 
-@laws
-@given(fleets())
+@law
 def test_nobody_leaves_before_its_time(fleet: Fleet) -> None:
     """Pinned never; busy only past turn and patience; idle inside its turn after the linger."""
     plan = fleet.ask()
@@ -268,8 +269,7 @@ def test_nobody_leaves_before_its_time(fleet: Fleet) -> None:
                 assert may_leave(one, demands[eviction.for_demand], fleet.now)
 
 
-@laws
-@given(fleets())
+@law
 def test_victims_leave_together_or_not_at_all(fleet: Fleet) -> None:
     plan = fleet.ask()
     for id, wait in plan.waits.items():
@@ -286,8 +286,7 @@ def test_of_equals_the_least_recently_used_leave(ages: list[int], needed: int) -
     assert set(plan.evict) == {one.id for one in oldest}
 
 
-@laws
-@given(fleets())
+@law
 def test_no_victim_could_be_swapped_for_an_older_one_of_its_kind(fleet: Fleet) -> None:
     """Of the same size on the same devices, the same priority, both free to leave."""
     plan = fleet.ask()
@@ -309,8 +308,7 @@ def test_no_victim_could_be_swapped_for_an_older_one_of_its_kind(fleet: Fleet) -
 # Refusals, estimates, luxuries
 
 
-@laws
-@given(fleets())
+@law
 def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
     """It is refused with the arithmetic exactly if no empty machine could hold it; all else is as without it."""
     plan = fleet.ask()
@@ -328,8 +326,7 @@ def test_an_infeasible_demand_touches_nobody(fleet: Fleet) -> None:
     assert replace(plan, refuse={}) == without
 
 
-@laws
-@given(fleets())
+@law
 def test_nobody_is_evicted_or_refused_on_a_static_estimate(fleet: Fleet) -> None:
     plan = fleet.ask()
     unsure = {one.id for one in fleet.waiting if not one.sure}
@@ -338,8 +335,7 @@ def test_nobody_is_evicted_or_refused_on_a_static_estimate(fleet: Fleet) -> None
     assert plan.refine <= unsure & set(plan.waits)
 
 
-@laws
-@given(fleets())
+@law
 def test_a_luxury_never_displaces_a_need(fleet: Fleet) -> None:
     plan = fleet.ask()
     residents = {one.id: one for one in fleet.residents}
@@ -359,8 +355,7 @@ def test_a_luxury_never_displaces_a_need(fleet: Fleet) -> None:
 # The answer
 
 
-@laws
-@given(fleets())
+@law
 def test_each_demand_is_answered_once(fleet: Fleet) -> None:
     plan = fleet.ask()
     answers = [*plan.start, *plan.refuse, *plan.drop, *plan.waits]
@@ -376,8 +371,7 @@ def test_the_order_of_the_arguments_does_not_matter(fleet: Fleet, seed: int) -> 
     assert fleet.ask() == answer
 
 
-@laws
-@given(fleets())
+@law
 def test_those_who_stay_have_a_reason(fleet: Fleet) -> None:
     plan = fleet.ask()
     residents = {one.id: one for one in fleet.residents}
@@ -400,8 +394,7 @@ def test_time_alone_changes_nothing_before_the_moment_to_look_again(fleet: Fleet
     assert (later.start, later.evict, later.refine, later.refuse) == (plan.start, plan.evict, plan.refine, plan.refuse)
 
 
-@laws
-@given(fleets())
+@law
 def test_the_first_in_line_has_whatever_can_be_had(fleet: Fleet) -> None:
     """It starts if it fits anywhere, and has a place if it would fit with everybody gone who may ever leave."""
     first = fleet.line[0]
@@ -423,8 +416,7 @@ def test_the_first_in_line_has_whatever_can_be_had(fleet: Fleet) -> None:
         assert first.id in plan.start or plan.waits[first.id].place
 
 
-@laws
-@given(fleets())
+@law
 def test_who_waits_waits_for_something(fleet: Fleet) -> None:
     """For those who leave or load, for those in use past patience, for a moment, or for an exact estimate."""
     plan = fleet.ask()
