@@ -155,9 +155,10 @@ async def test_a_flood_of_log_lines_is_counted_and_its_end_is_kept(caplog: pytes
 
 
 async def test_stopped_in_good_order_it_may_say_goodbye() -> None:
-    code = LEASHED + (
+    code = (
         "import signal\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is a thread that does not know\n"
+        f"{LEASHED}"
         "tied.say(contract.Progress(stage='here', done=1))\n"
         "signal.sigwait({signal.SIGTERM})\n"
         "tied.say(contract.Progress(stage='bye', done=2))\n"
