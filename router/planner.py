@@ -448,7 +448,8 @@ class _Walk:
         missing = self._short_without(offer)
         ahead = _all_on(missing, self.claimed.values())
         disturbed = {*offer.place, *(id for one in offer.victims for id in _spots(one))}
-        is_hushed = bool(offer.victims) and not disturbed.isdisjoint(self.hushed)
+        measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
+        is_hushed = bool(offer.victims) and not disturbed.isdisjoint(measured)
         must_refine = bool(offer.victims) and not demand.sure
         goes = not (late or missing or is_hushed or must_refine)
         if must_refine:
@@ -495,7 +496,9 @@ class _Walk:
         step = (self.steps or [self.here])[-1].copy()
         for one in offer.victims:
             step.leave(one)
-        for one in _victims(offer.claim, self.unpromised, [step]) or ():
+        promised = _victims(offer.claim, self.unpromised, [step])
+        assert promised is not None, "it fits on the first stage, where all of them are gone"
+        for one in promised:
             step.leave(one)
             self.unpromised.remove(one)
         step.promise(offer.claim)

@@ -549,6 +549,11 @@ def test_nobody_leaves_a_device_while_it_is_measured() -> None:
     assert (plan.evict, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
 
 
+def test_a_quiet_load_whose_clients_have_left_may_leave_like_any_other() -> None:
+    residents = [resident(1, {GPU[0]: 80}, starting=True, quiet=True, last_used=NOW - 5)]
+    assert evicted(decide([demand(9, 50)], residents, ONE)) == [1]
+
+
 # One currency: the count of workers
 
 
