@@ -194,6 +194,8 @@ def _assemble(
     template = (folder / "chat_template.jinja").is_file() or bool(
         _json(folder / "tokenizer_config.json").get("chat_template") or _json(folder / "chat_template.json")
     )
+    capabilities = _capabilities(folder, config, template)
+    longest = _first(_json(folder / "sentence_bert_config.json"), "max_seq_length")
     return Checkpoint(
         identity=identity,
         model_type=model_type,
@@ -207,7 +209,7 @@ def _assemble(
         expanded=expanded,
         intermediate=width,
         vocab_size=vocab,
-        max_positions=_positions(text, model_type),
+        max_positions=_shorter(_positions(text, model_type), longest if capabilities == ("embedding",) else 0),
         windows=_windows(text, model_type, layers),
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
@@ -221,7 +223,7 @@ def _assemble(
         file_bytes=file_bytes,
         largest=max((size for _, _, size in tensors.values()), default=0),
         quantization=method,
-        capabilities=_capabilities(folder, config, template),
+        capabilities=capabilities,
         chat_template=template,
         vocab_type=_vocab_type(folder),
     )
@@ -304,6 +306,11 @@ def _positions(config: Mapping[str, Any], model_type: str) -> int:
         padding = config.get("pad_token_id")
         return most - 1 - (padding if isinstance(padding, int) else 1)
     return most
+
+
+def _shorter(*limits: int) -> int:
+    """The least of those limits that are stated (not 0)."""
+    return min(filter(None, limits), default=0)
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,9 @@ from worker import contract
 MIB = 1 << 20
 
 RUNTIME_HOST = 420 * MIB
-"""Resident bytes of a worker process on main memory, its imports done and no model loaded."""
+"""Resident bytes of a worker process on main memory beside its model: 367 MiB once ready with a model of half a MiB
+(torch 2.13 for the CPU, transformers 5.23, Python 3.11; a third of it mapped libraries), and what serving adds: packing
+buffers of the matrix library and the interpreter's growth, 10 to 45 MiB seen."""
 
 RUNTIME_DEVICE = 512 * MIB
 """Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
@@ -34,6 +36,18 @@ PROMPT_LOGITS = 16
 SAMPLER_BYTES = 44
 """Of each entry of a row of logits while its token is drawn: raw logprobs, scores, a sorted copy with its indices,
 weights and their sums, when every row wants top-p of a flat distribution (worker/engine/sampler.py)."""
+
+TOKENIZER_BYTES = 1100
+"""Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
+with tokenizers 0.22: 32 and 124 MiB."""
+
+KERNEL_BYTES = 64 * MIB
+"""Compiled kernels that oneDNN keeps on the CPU for models of 16-bit floats: 0.64 MiB for each shape of a matrix
+product, whatever its size, and the worker keeps at most 64 (LRU_CACHE_CAPACITY, ONEDNN_PRIMITIVE_CACHE_CAPACITY)."""
+
+RETENTION = 2
+"""Times the live bytes of steps that malloc holds on to, as blocks of ever other sizes come and go; 1.5 to 2 measured
+on Llama, Qwen3 and GPT-2 shapes with random prompts."""
 
 TILE_BYTES = 2 * MIB
 """Workspace of one thread in torch's flash attention on the CPU; measured on torch 2.13."""
@@ -210,12 +224,13 @@ def estimate(
 ) -> Estimate:
     """What a worker of `preset` will occupy on `shards` devices, or on main memory (`on_host`, one shard).
 
-    `runtime` is what a process with nothing loaded occupies on each shard, in bytes; None: the constants above.
+    `runtime` is what a process occupies on each shard beside the model, in bytes; None: by the constants above.
     `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
     """
+    tokenizer = facts.vocab_size * TOKENIZER_BYTES
     if runtime is None:
-        runtime = RUNTIME_HOST if on_host else RUNTIME_DEVICE
-    beside = 0 if on_host else RUNTIME_DEVICE_HOST + _staged_bytes(facts, preset)
+        runtime = RUNTIME_HOST + tokenizer if on_host else RUNTIME_DEVICE
+    beside = 0 if on_host else RUNTIME_DEVICE_HOST + tokenizer + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
     required = _required(preset, shards=shards, on_host=on_host)
     if required is not None:
@@ -225,8 +240,10 @@ def estimate(
     tokens = effective_ctx(facts, preset)
     context = context_bytes(facts, preset, tokens, on_host=on_host)
     compute = compute_bytes(facts, preset, tokens, on_host=on_host)
-    if on_host and not is_mapped(facts, preset):
-        compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
+    if on_host:
+        compute = resident_bytes(compute, facts, preset)
+        if not is_mapped(facts, preset):
+            compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
     return Estimate(
         weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
         context=_split(context, shards),
@@ -317,8 +334,9 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
             " vocabulary; set required-memory in MiB"
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
-    rows = preset.parallel
-    packed = min(preset.prefill_chunk, rows * tokens) + rows
+    rows, is_embedder = preset.parallel, embeds(facts, preset)
+    # an embedder takes a prompt whole, however long; several share one chunk
+    packed = max(preset.prefill_chunk, tokens) if is_embedder else min(preset.prefill_chunk, rows * tokens) + rows
     queries = max(facts.expanded // 2, facts.hidden)
     passing = 4 * facts.hidden * each + 2 * facts.head_dim * 4
     norm = 2 * 4 * facts.hidden  # its square and result in float32
@@ -326,12 +344,18 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     making_masks = 2 * tokens  # comparisons of positions, one byte each
     layer = packed * (passing + max(norm, attention + making_masks, 5 * facts.intermediate * each))
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
-    if embeds(facts, preset):
+    if is_embedder:
         return layer
     wanted = PROMPT_LOGITS + rows
     logits = wanted * facts.vocab_size * (each + 4)
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * 16)
     return max(layer, packed * passing + logits + sampler)
+
+
+def resident_bytes(live: int, facts: Checkpoint, preset: Preset) -> int:
+    """Main memory that steps with `live` bytes of tensors keep occupied in a process."""
+    is_short = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2
+    return RETENTION * live + (KERNEL_BYTES if is_short else 0)
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:

@@ -210,6 +210,12 @@ def test_an_encoder_whose_positions_begin_late_has_fewer_of_them(tmp_path: Path)
     assert read(snapshot(tmp_path, model_type="xlm-roberta", max_position_embeddings=514)).max_positions == 512
 
 
+def test_an_embedder_takes_no_more_than_its_layout_allows(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, architectures=["BertModel"])
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    assert read(folder).max_positions == 128
+
+
 def test_a_model_that_changes_its_frequencies_when_long_is_kept_short(tmp_path: Path) -> None:
     rope = {"type": "longrope", "long_factor": [1.0]}
     folder = snapshot(

@@ -15,6 +15,7 @@ from router.estimate import (
     RUNTIME_DEVICE,
     RUNTIME_DEVICE_HOST,
     RUNTIME_HOST,
+    TOKENIZER_BYTES,
     Checkpoint,
     ContextTooLarge,
     Estimate,
@@ -37,6 +38,9 @@ QWEN3_4B = Checkpoint(
     largest=777_912_320, capabilities=("chat", "completion"),
 )  # fmt: skip
 """Its config has head_dim 128, where hidden / heads is 80."""
+
+TOKENIZER = 151936 * TOKENIZER_BYTES
+BESIDE = RUNTIME_DEVICE_HOST + TOKENIZER
 
 
 def preset(**changes: Any) -> Preset:
@@ -107,13 +111,13 @@ def test_a_mapped_file_is_resident_whole() -> None:
 def test_converting_on_the_way_to_an_accelerator_needs_main_memory_for_a_copy() -> None:
     straight = estimate(QWEN3_4B, preset(), on_host=False)
     converted = estimate(QWEN3_4B, preset(dtype="float16"), on_host=False)
-    assert straight.host == RUNTIME_DEVICE_HOST
-    assert converted.host == RUNTIME_DEVICE_HOST + 8_044_936_192
+    assert straight.host == BESIDE
+    assert converted.host == BESIDE + 8_044_936_192
 
 
 def test_segments_and_source_are_stated_by_shard() -> None:
     one = estimate(QWEN3_4B, preset(), on_host=True)
-    assert one.runtime == (RUNTIME_HOST,)
+    assert one.runtime == (RUNTIME_HOST + TOKENIZER,)
     assert one.host == 0
     assert (one.source, one.sure) == ("static", False)
     assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
@@ -163,10 +167,10 @@ def test_what_the_config_does_not_state_is_refused_with_the_way_out() -> None:
         ({"": 900}, (), 1, True, (900,), 0),
         ({"cpu": 900}, ("cpu",), 1, True, (900,), 0),
         ({"cuda:0": 900, "cpu": 100}, ("cuda:0",), 1, False, (900,), 100),
-        ({"cuda:1": 900, "cuda:0": 800}, ("cuda:1", "cuda:0"), 2, False, (900, 800), RUNTIME_DEVICE_HOST),
-        ({"cuda:0": 900, "": 700}, ("cuda:0", "cuda:1"), 2, False, (900, 700), RUNTIME_DEVICE_HOST),
-        ({"": 900}, (), 2, False, (900, 900), RUNTIME_DEVICE_HOST),
-        ({"cuda:0": 900}, (), 1, False, (900,), RUNTIME_DEVICE_HOST),
+        ({"cuda:1": 900, "cuda:0": 800}, ("cuda:1", "cuda:0"), 2, False, (900, 800), BESIDE),
+        ({"cuda:0": 900, "": 700}, ("cuda:0", "cuda:1"), 2, False, (900, 700), BESIDE),
+        ({"": 900}, (), 2, False, (900, 900), BESIDE),
+        ({"cuda:0": 900}, (), 1, False, (900,), BESIDE),
     ],
 )
 def test_required_memory_replaces_the_estimate(
@@ -204,7 +208,7 @@ def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
 def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
     found = estimate(QWEN3_4B, preset(), on_host=False)
     assert found.runtime == (RUNTIME_DEVICE,)
-    assert found.total == found.shards[0] + RUNTIME_DEVICE_HOST
+    assert found.total == found.shards[0] + BESIDE
 
 
 checkpoints = st.builds(
