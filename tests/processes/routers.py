@@ -68,6 +68,8 @@ class Router:
         self.client = client
         self.port = port
         self.folder = folder
+        self.run = folder
+        """Its runtime folder, which stands on the command line of its workers."""
         self.log: list[str] = []
         self._heard = asyncio.Condition()
         self.over = asyncio.Event()
@@ -143,6 +145,7 @@ async def router(
         )  # fmt: skip
         client = httpx.AsyncClient(timeout=httpx.Timeout(DEADLINE))
         up = Router(process, client, 0, folder)
+        up.run = Path(own) / "run"
         hearing = asyncio.create_task(up.hear())
         try:
             line = await up.says(r"API http://")

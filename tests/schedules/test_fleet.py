@@ -1,13 +1,14 @@
 """The fleet's promises, in virtual time."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
 
 from router.errors import (
     AlreadyRunning,
+    ApiError,
     DoesNotFit,
     Draining,
     LoadBackoff,
@@ -29,7 +30,7 @@ def crash(message: str = "died") -> WorkerLost:
     return WorkerLost(message, cause="crashed", exit=1)
 
 
-async def gather(*requests: Coroutine[Any, Any, Any]) -> list[Any]:
+async def gather(*requests: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*requests, return_exceptions=True)
 
 
@@ -281,7 +282,7 @@ async def test_load_and_unload_say_what_is_already_so() -> None:
 @virtual
 async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     world = Schedule({"a": GIB}, limits=Limits(drain_timeout=30.0))
-    outcome: list[object] = []
+    outcome: list[tuple[float, ApiError | None]] = []
 
     async def request() -> None:
         with world.fleet.lease("a") as lease:
@@ -297,7 +298,7 @@ async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
     (worker,) = world.fleet.unload("a")
     newcomer = asyncio.create_task(world.ask("a"))
     await asked
-    ((at, error),) = outcome  # type: ignore[misc]
+    ((at, error),) = outcome
     assert at - began == pytest.approx(30.0)
     assert isinstance(error, Draining)
     await worker.stopped.wait()
