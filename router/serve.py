@@ -26,6 +26,7 @@ from router.events import EventLog
 from router.fleet import Fleet, Limits
 from router.launchers.devices import Devices
 from router.launchers.local import LocalLauncher
+from router.launchers.record import RunFolderError
 from router.ledger import HOST, DeviceId, Ledger
 from router.metrics import Metrics
 from router.names import Names
@@ -57,6 +58,9 @@ def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple
     except ConfigError as broken:
         print(f"router: {broken}", file=sys.stderr)
         return 2
+    except RunFolderError as taken:
+        print(f"router: {taken}", file=sys.stderr)
+        return 1
     except OSError as failed:
         print(
             f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", file=sys.stderr
@@ -199,7 +203,7 @@ async def _router(
         finally:
             site.closing = True
             events.append("shutdown", "*")
-            await _close(fleet, stop)
+            await _close(fleet, launcher, stop)
             app.end_streams()
             await runner.cleanup()
             for sock in sockets:
@@ -208,12 +212,13 @@ async def _router(
                         os.unlink(sock.getsockname())
 
 
-async def _close(fleet: Fleet, stop: _Stop) -> None:
-    """Returns once all workers are reaped; the second signal cuts their requests."""
+async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
+    """Returns once all workers are reaped; at a second signal they are killed."""
     closing = asyncio.create_task(fleet.close())
     hurry = asyncio.create_task(stop.hurry.wait())
     await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
     if not closing.done():
+        launcher.kill_all()
         await fleet.close(force=True)
     hurry.cancel()
     await closing
