@@ -10,7 +10,7 @@ raises `UnknownArchitecture` (the way out is the key `required-memory`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from router.errors import RouterError
@@ -221,12 +221,15 @@ def estimate(
     shards: int = 1,
     on_host: bool,
     runtime: int | None = None,
+    threads: int = 0,
 ) -> Estimate:
     """What a worker of `preset` will occupy on `shards` devices, or on main memory (`on_host`, one shard).
 
     `runtime` is what a process occupies on each shard beside the model, in bytes; None: by the constants above.
+    `threads`: the worker's torch threads, where the preset leaves them open.
     `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
     """
+    preset = replace(preset, threads=preset.threads or threads)
     tokenizer = facts.vocab_size * TOKENIZER_BYTES
     if runtime is None:
         runtime = RUNTIME_HOST + tokenizer if on_host else RUNTIME_DEVICE

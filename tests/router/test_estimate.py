@@ -15,6 +15,7 @@ from router.estimate import (
     RUNTIME_DEVICE,
     RUNTIME_DEVICE_HOST,
     RUNTIME_HOST,
+    TILE_BYTES,
     TOKENIZER_BYTES,
     Checkpoint,
     ContextTooLarge,
@@ -130,6 +131,13 @@ def test_segments_and_source_are_stated_by_shard() -> None:
 def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_engine_need() -> None:
     compute = estimate(QWEN3_4B, preset(), on_host=False).compute[0]
     assert 4 * 151936 * 4 < 30 * MIB < compute < 300 * MIB
+
+
+def test_each_thread_needs_a_workspace() -> None:
+    one, many = (estimate(QWEN3_4B, preset(), on_host=True, threads=threads) for threads in (0, 32))
+    assert many.total - one.total >= 31 * TILE_BYTES
+    own = estimate(QWEN3_4B, preset(threads=32), on_host=True, threads=1)
+    assert own == many
 
 
 def test_eager_attention_needs_the_whole_table_of_scores() -> None:
