@@ -5,11 +5,14 @@ record. A ring holds the newest events; ids start at 1 and only rise.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+log = logging.getLogger("router.events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,7 @@ class EventLog:
         event = Event(self._next, time.time(), kind, model, data)
         self._next += 1
         self._ring.append(event)
-        for fold in self._folds:
-            fold(event)
+        self._show(event)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
         self._changed = None
@@ -55,12 +57,18 @@ class EventLog:
 
     def mention(self, kind: str, model: str = "", /, **data: Any) -> None:
         """Show the folds something that is not worth a place in the ring; it has no id of its own."""
-        event = Event(self.last_id, time.time(), kind, model, data)
+        self._show(Event(self.last_id, time.time(), kind, model, data))
+
+    def _show(self, event: Event) -> None:
         for fold in self._folds:
-            fold(event)
+            try:
+                fold(event)
+            except Exception:
+                log.exception("an event could not be rendered: %s %s", event.kind, event.model)
 
     def fold(self, into: Callable[[Event], None]) -> None:
-        """Call `into` with every event from now on, at once and in order; it must not block or raise."""
+        """Call `into` with every event from now on, at once and in order; it must not block. What it raises is
+        logged."""
         self._folds.append(into)
 
     def since(self, id: int) -> list[Event] | None:

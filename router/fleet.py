@@ -10,13 +10,13 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router import planner
+from router import backoff, planner
+from router.backoff import Crashes, Failure
 from router.calibration import Calibration
 from router.errors import (
     AlreadyRunning,
@@ -33,9 +33,9 @@ from router.errors import (
 )  # fmt: skip
 from router.estimate import EstimateError
 from router.events import EventLog
-from router.launchers import Launcher, WorkerProcess
+from router.launchers import Launcher, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
-from router.life import Again, Files, Worker, live, lost_error, tell, weigh
+from router.life import Again, Files, Worker, end, live, lost_error, tell, weigh
 from router.lifecycle import State
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
@@ -43,23 +43,10 @@ from router.presets import Preset, same_load
 log = logging.getLogger("router.fleet")
 
 MIB = 1 << 20
-FINAL_PAUSE = 600.0
-"""Seconds until a load that would fail the same way again is tried once more."""
-LONGEST_PAUSE = 300.0
-CRASH_WINDOW = 600.0
-CALM = 60.0
-"""Seconds of service after which earlier failures are forgotten."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a model's last worker ended in error, and until when no new one is begun by itself."""
-
-    cause: str
-    message: str
-    exit: int | None
-    final: bool
-    until: float
+PLAN_AGAIN = 1.0
+"""Seconds until a plan that failed is made again."""
+MOST_FAILED_PLANS = 10
+"""In a row: then the fleet is broken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +74,13 @@ class Model:
     workers: list[Worker] = field(default_factory=list)
     """All that are not stopped, the newest last."""
     failure: Failure | None = None
-    failures: deque[float] = field(default_factory=deque)
-    """When it failed, within CRASH_WINDOW."""
+    crashes: Crashes = field(default_factory=Crashes)
+    ran_out: int = 0
+    """How many lives in a row ran out of memory before they were ready."""
     reason: str = ""
     """Why its last worker ended."""
-    pinned: bool | None = None
+    since: float | None = None
+    """When its last worker ended."""
 
     @property
     def open(self) -> Worker | None:
@@ -133,14 +122,14 @@ class Lease:
         Cancelling gives nothing back: the lease ends with its block.
         """
         while True:
-            if self.worker.ready.done() and not self.worker.ready.cancelled():
+            if self.aborted is not None:
+                raise self.aborted
+            if self.worker.ready.done():
                 try:
                     return self.worker.ready.result()
                 except Again:
                     self._fleet._move(self)
                     continue
-            if self.aborted is not None:
-                raise self.aborted
             loop = asyncio.get_running_loop()
             self._failed = loop.create_future()
             self._arm()
@@ -188,10 +177,13 @@ class Fleet:
         self.models: dict[str, Model] = {}
         self.devices: list[Device] = []
         self.closing = False
+        self.broken = asyncio.Event()
+        """Plans keep failing: nobody will start any more."""
         self.last_plan: Plan | None = None
         self._ledger = ledger
         self._ids = 0
         self._arranging = False
+        self._failed_plans = 0
         self._timer: asyncio.TimerHandle | None = None
         self._alive: dict[int, Worker] = {}
         """All workers that are not stopped, those of removed models too."""
@@ -252,12 +244,16 @@ class Fleet:
         if worker is None:
             self._refuse_failed(model)
             worker = self._begin(model)
-        lease = Lease(self, model, worker, self.now())
-        worker.leases.add(lease)
+        lease = self._take(model, worker)
         try:
             yield lease
         finally:
             self._give_back(lease)
+
+    def _take(self, model: Model, worker: Worker) -> Lease:
+        lease = Lease(self, model, worker, self.now())
+        worker.leases.add(lease)
+        return lease
 
     def _give_back(self, lease: Lease) -> None:
         worker = lease.worker
@@ -269,14 +265,17 @@ class Fleet:
             self.changed()
 
     def _move(self, lease: Lease) -> None:
-        """Carry a lease over to the model's next life."""
+        """Carry a lease over to the model's next life. Raises ApiError if there will be none."""
+        model, worker = lease.model, lease.model.open
         lease.worker.leases.discard(lease)
         lease.worker.stirred.set()
-        worker = lease.model.open
         if worker is None:
             if self.closing:
                 raise Draining("the router is shutting down", retry_after=5)
-            worker = self._begin(lease.model, attempt=lease.worker.attempt + 1)
+            if self.models.get(model.preset.id) is not model:
+                raise ModelNotFound(f"model '{model.preset.id}' was removed while it was loading")
+            self._refuse_failed(model)
+            worker = self._begin(model)
         lease.worker = worker
         worker.leases.add(lease)
 
@@ -295,6 +294,9 @@ class Fleet:
         failure, now = model.failure, self.now()
         if failure is None or now >= failure.until:
             return
+        if failure.final and self.files.look(model.preset) != failure.files:
+            model.failure = None
+            return
         message = f"{model.preset.id} failed: {failure.message}"
         if failure.final:
             raise LoadFailed(
@@ -311,17 +313,23 @@ class Fleet:
 
     def _queue_timeout(self, worker: Worker) -> QueueTimeout:
         waits = f" ({worker.waits_for})" if worker.waits_for else ""
+        others = ", ".join(
+            f"{device.foreign >> 20} MiB of {device.id}"
+            for device in self.devices
+            if device.id in worker.devices and device.foreign >= MIB
+        )
+        held = f"; other programs hold {others}" if others and worker.waits_for == "memory" else ""
         return QueueTimeout(
-            f"{worker.preset.id} waited {self.limits.queue_timeout:.0f} s for room{waits}; try again later",
+            f"{worker.preset.id} waited {self.limits.queue_timeout:.0f} s for room{waits}{held}; try again later",
             retry_after=self.eta(self.models.get(worker.preset.id) or Model(worker.preset, 0)),
         )
 
     # Lives
 
-    def _begin(self, model: Model, *, attempt: int = 0) -> Worker:
+    def _begin(self, model: Model) -> Worker:
         self._ids += 1
         state = State.QUEUED if self.files.find(model.preset) is not None else State.DOWNLOADING
-        worker = Worker(self._ids, model.preset, state, self.now(), attempt=attempt)
+        worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.ran_out)
         model.workers.append(worker)
         self._alive[worker.id] = worker
         self._homes[worker.id] = model
@@ -333,49 +341,45 @@ class Fleet:
 
     def _task_over(self, worker: Worker, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if worker.stopped.is_set():
-            return
-        worker.state = State.STOPPED  # cancelled before its first step
-        worker.ended.set()
-        if not worker.ready.done():
-            worker.ready.set_exception(Draining(f"{worker.preset.id} was unloaded", retry_after=1))
-        self.over(worker)
-        worker.stopped.set()
-        self.changed()
+        if not worker.stopped.is_set():  # cancelled before its first step
+            end(worker, self, None)
 
-    def over(self, worker: Worker) -> None:
-        self._alive.pop(worker.id, None)
+    def over(self, worker: Worker) -> float:
+        del self._alive[worker.id]
         self._said.pop(worker.id, None)
         model = self._homes.pop(worker.id)
         model.workers.remove(worker)
-        model.reason = worker.reason
-        lost = worker.lost
-        if lost is None:
-            if worker.process is not None:
-                model.failure = None
-        elif not (lost.memory and worker.attempt == 0 and worker.process is None):
-            self._remember_failure(model, worker, self.now())
-        if self.models.get(worker.preset.id) is not model and not model.workers:
+        model.reason, model.since = worker.reason, self.now()
+        self._remember(model, worker)
+        if worker.preset.id not in self.models and not model.workers:
             self.events.append("removed", worker.preset.id)
+        return model.failure.until - self.now() if model.failure is not None else 0.0
 
-    def _remember_failure(self, model: Model, worker: Worker, now: float) -> None:
-        """Back-off: 1 s after a failed start, doubling beyond max-restarts; none after a crash in service."""
-        lost = worker.lost
-        assert lost is not None
-        served = worker.process is not None
-        if served and now - worker.born > CALM:
-            model.failures.clear()
-        model.failures.append(now)
-        while model.failures and model.failures[0] < now - CRASH_WINDOW:
-            model.failures.popleft()
-        beyond = len(model.failures) - model.preset.max_restarts
+    def _remember(self, model: Model, worker: Worker) -> None:
+        """What this end means for the model's next life."""
+        now, lost = self.now(), worker.lost
+        served = worker.ready_at is not None
+        ran_out = lost is not None and lost.memory != "" and not served
+        model.ran_out = model.ran_out + 1 if ran_out and worker.attempt == 0 else 0
+        if worker.ready_at is not None and worker.answered and now - worker.ready_at > backoff.CALM:
+            model.crashes.forget()
+        if lost is None and worker.refused is not None:
+            model.failure = Failure("load_failed", worker.refused.message, None, final=False, at=now, until=now)
+        elif lost is None:
+            if worker.ready_at is not None and model.failure is not None and model.failure.at < worker.ready_at:
+                model.failure = None
+        elif not model.ran_out:
+            model.failure = self._failure(model, lost, served=served)
+
+    def _failure(self, model: Model, lost: WorkerLost, *, served: bool) -> Failure:
+        now = self.now()
         if lost.final:
-            pause = FINAL_PAUSE
-        elif beyond > 0:
-            pause = min(LONGEST_PAUSE, 2.0**beyond) * random.uniform(0.8, 1.2)
+            pause, files = backoff.FINAL_PAUSE, self.files.look(model.preset)
         else:
-            pause = 0.0 if served else 1.0
-        model.failure = Failure(lost.cause, lost.message, lost.exit, lost.final, now + pause)
+            spread = random.uniform(*backoff.SPREAD)
+            pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)
+            files = None
+        return Failure(lost.cause, lost.message, lost.exit, lost.final, now, now + pause, files)
 
     def retire(self, worker: Worker, reason: str, *, drain: float | None, made_room_for: str = "") -> None:
         """Take no new leases; running ones end, or are cut after `drain` seconds (None: never).
@@ -391,6 +395,7 @@ class Fleet:
                 worker.stirred.set()
             return
         worker.reason, worker.made_room_for, worker.deadline = reason, made_room_for, deadline
+        worker.retired_at = self.now()
         worker.retired.set()
         worker.stirred.set()
         if worker.state < State.READY and worker.task is not None:
@@ -409,19 +414,29 @@ class Fleet:
         return self.wanted(id)
 
     def wanted(self, id: str) -> asyncio.Task[None]:
-        """A task that holds a lease on `id` until it is ready; its outcome is that of the load."""
+        """A task that holds a lease on `id` until it is ready; its outcome is that of the load.
+
+        What failed before is tried again at once. Raises ModelNotFound, QueueFull, Draining.
+        """
         model = self.model(id)
         if self.closing:
             raise Draining("the router is shutting down", retry_after=5)
-        if model.open is None:
-            model.failure = None
+        worker = model.open
+        if worker is None:
             self._admit(model)
-            self._begin(model)
-        task = asyncio.get_running_loop().create_task(self._hold(id), name=f"load {id}")
+            model.failure = None
+            worker = self._begin(model)
+        lease = self._take(model, worker)
+        task = asyncio.get_running_loop().create_task(_hold(lease), name=f"load {id}")
         self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(lambda done: self._load_over(done, lease))
         return task
+
+    def _load_over(self, task: asyncio.Task[None], lease: Lease) -> None:
+        self._loads.discard(task)
+        self._give_back(lease)
+        if not task.cancelled():
+            task.exception()  # whoever asked has heard it, or did not care to
 
     async def load_queued(self, id: str) -> None:
         """Like `load`; returns once the model is downloading, in the queue or starting.
@@ -443,15 +458,12 @@ class Fleet:
         if task.done():
             task.result()
 
-    async def _hold(self, id: str) -> None:
-        with self.lease(id, autoload=True) as lease:
-            await lease.ready()
-
     def unload(self, id: str, *, force: bool = False) -> list[Worker]:
         """Retire all workers of `id` and return them. Raises NotRunning, ModelNotFound."""
         model = self.model(id)
         workers = list(model.workers)
-        if not workers or (all(worker.retired.is_set() for worker in workers) and not force):
+        ending = [worker.retired.is_set() and worker.deadline is not None for worker in workers]
+        if all(ending) and not (workers and force):
             raise NotRunning(f"model '{id}' is not running")
         for worker in workers:
             self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
@@ -461,48 +473,57 @@ class Fleet:
         """Take over new presets: changed and removed ones retire. Returns ids by what became of them."""
         result: dict[str, list[str]] = {"added": [], "changed": [], "restarted": [], "removed": []}
         for id in [id for id in self.models if id not in presets]:
-            model = self.models.pop(id)
+            self._remove(id)
             result["removed"].append(id)
-            for worker in list(model.workers):
-                self.retire(worker, "config_changed", drain=self.limits.drain_timeout)
         for id, preset in presets.items():
-            model_ = self.models.get(id)
-            if model_ is None:
+            model = self.models.get(id)
+            if model is None:
                 self.models[id] = Model(preset, int(time.time()))
                 result["added"].append(id)
-                continue
-            if preset == model_.preset:
-                continue
-            result["changed"].append(id)
-            restart = not same_load(preset, model_.preset)
-            model_.preset = preset
-            if restart:
-                model_.failure = None
-            for worker in list(model_.workers):
-                if not restart:
-                    worker.preset = preset
-                    continue
-                if id not in result["restarted"]:
+            elif preset != model.preset:
+                result["changed"].append(id)
+                if self._change(model, preset):
                     result["restarted"].append(id)
-                awaited = bool(worker.leases) and worker.state < State.READY
-                self.retire(worker, "config_changed", drain=self.limits.drain_timeout)
-                if preset.pin or awaited:
-                    self.wanted(id)
         self.events.append("config", "*", **result)
         self.changed()
         return result
+
+    def _remove(self, id: str) -> None:
+        model = self.models.pop(id)
+        for worker in list(model.workers):
+            self.retire(worker, "config_changed", drain=self.limits.drain_timeout)
+        if not model.workers:
+            self.events.append("removed", id)
+
+    def _change(self, model: Model, preset: Preset) -> bool:
+        """Whether a worker must make room for one with the new settings."""
+        live = same_load(preset, model.preset)
+        model.preset = preset
+        if live:
+            for worker in model.workers:
+                worker.preset = preset
+            return False
+        model.failure, model.ran_out = None, 0
+        model.crashes.forget()
+        worker_ = model.open
+        for each in list(model.workers):
+            self.retire(each, "config_changed", drain=self.limits.drain_timeout)
+        if worker_ is not None and (preset.pin or (worker_.leases and worker_.state < State.READY)):
+            with suppress(ApiError):  # nobody may wait any more: it is loaded by its next request
+                self.wanted(preset.id)
+        return worker_ is not None
 
     async def close(self, *, force: bool = False) -> None:
         """Retire everybody; returns once all their processes are reaped. A second call with `force` cuts at once."""
         self.closing = True
         for worker in self.workers():
             self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
-        for load in list(self._loads):
-            load.cancel()
+            if force:
+                worker.cut(Draining("the router is shutting down; the answer was cut", retry_after=5))
         if self._timer is not None:
             self._timer.cancel()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        while self._tasks or self._loads:
+            await asyncio.wait({*self._tasks, *self._loads})
 
     # Arranging
 
@@ -518,7 +539,15 @@ class Fleet:
 
     def _arrange_soon(self) -> None:
         self._arranging = False
-        self.arrange()
+        try:
+            self.arrange()
+            self._failed_plans = 0
+        except Exception:
+            log.exception("a plan failed in the router; it is made again in %.0f s", PLAN_AGAIN)
+            self._failed_plans += 1
+            if self._failed_plans == MOST_FAILED_PLANS:
+                self.broken.set()
+            self._timer = asyncio.get_running_loop().call_later(PLAN_AGAIN, self.changed)
 
     def arrange(self) -> None:
         """Look, plan, record; never awaits."""
@@ -578,7 +607,7 @@ class Fleet:
     def _start(self, worker: Worker, start: planner.Start) -> None:
         worker.reserved = dict(start.claim)
         worker.place = start.place
-        worker.waits_for, worker.ahead = "", 0
+        worker.waits_for, worker.ahead, worker.progress = "", 0, None
         was, worker.state, worker.since = worker.state, State.STARTING, self.now()
         worker.considered.set()
         self.events.append("plan", worker.preset.id, decision="start", worker=worker.id, **self._numbers(worker))
@@ -672,6 +701,10 @@ class Fleet:
         }
 
 
+async def _hold(lease: Lease) -> None:
+    await lease.ready()
+
+
 def _shortages(devices: Mapping[DeviceId, planner.Shortage]) -> dict[str, Any]:
     return {
         str(id): {"required": short.required, "available": short.available, "margin": short.margin, "used": short.used}
@@ -690,10 +723,13 @@ def does_not_fit(worker: Worker, refusal: planner.Refusal) -> DoesNotFit:
         for id, short in refusal.devices.items()
         if id.index != SLOTS
     }
-    parts = ", ".join(
-        f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB can be had"
-        f" (margin {row['margin_mib']} MiB)"
-        for name, row in devices.items()
+    parts = (
+        ", ".join(
+            f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB can be had"
+            f" (margin {row['margin_mib']} MiB)"
+            for name, row in devices.items()
+        )
+        or f"{refusal.needs} devices where there are {refusal.offered}"
     )
     return DoesNotFit(
         f"{worker.preset.id} does not fit even alone: it needs {parts}; lower ctx-size or parallel, or the margin",

@@ -30,6 +30,8 @@ from worker import contract
 
 log = logging.getLogger("router.life")
 
+PROGRESS_INTERVAL = 0.1
+"""Seconds between two events about the progress of one load."""
 CUT_GRACE = 1.0
 """Seconds that requests get to read what has arrived, or to write their error frames, before connections close."""
 
@@ -57,6 +59,9 @@ class Files(Protocol):
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         """The facts in it, as `preset` changes them. Raises UnknownCheckpoint."""
 
+    def look(self, preset: Preset) -> object:
+        """What is on disk of it: equal as long as nothing there has changed; looks at a few names only."""
+
     def download(self, preset: Preset) -> contract.Download:
         """How to fetch it. Raises ApiError if it cannot be fetched."""
 
@@ -74,8 +79,8 @@ class World(Protocol):
     def changed(self) -> None:
         """Something that a plan depends on is different now."""
 
-    def over(self, worker: "Worker") -> None:
-        """This life has ended; called before anybody hears of it."""
+    def over(self, worker: "Worker") -> float:
+        """This life has ended; called before anybody hears of it. Seconds until its model may be tried again."""
 
     def hopeless(self, worker: "Worker") -> bool:
         """Whether not even an empty machine has room for the weights alone."""
@@ -115,6 +120,8 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.pulse: contract.Pulse | None = None
         self.progress: contract.Progress | None = None
+        """Of its download, or its load."""
+        self.progress_told = -1.0
         self.waits_for = ""
         """Why it is still QUEUED, in a word of the planner."""
         self.ahead = 0
@@ -126,7 +133,14 @@ class Worker:
         self.made_room_for = ""
         self.deadline: float | None = None
         """When running requests are cut, once retired; None: never."""
+        self.retired_at = 0.0
+        self.ready_at: float | None = None
+        """When it became ready, if it ever did."""
+        self.answered = False
+        """It has completed an answer."""
         self.lost: WorkerLost | None = None
+        self.refused: LoadFailed | None = None
+        """Why it could not even be tried."""
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[WorkerProcess] = loop.create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -186,6 +200,7 @@ class Worker:
             last_used=self.last_used,
             busy=busy,
             leaving=self.retired.is_set() or self.state is State.STOPPING,
+            retired_at=self.retired_at or self.since,
             pinned=self.preset.pin,
             priority=self.preset.priority,
             starting=self.state is State.STARTING,
@@ -208,31 +223,46 @@ async def live(worker: Worker, world: World) -> None:
     try:
         await _live(worker, world)
     except asyncio.CancelledError:
-        error = Draining(f"{worker.preset.id} was unloaded while it was loading; ask again", retry_after=1)
+        pass  # retired: `end` says why
     except WorkerLost as lost:
         worker.lost, worker.reason = lost, lost.cause
         error = _after_loss(worker, world, lost)
     except estimates.EstimateError as unknown:
         worker.reason = "load_failed"
-        worker.lost = WorkerLost(str(unknown), cause="load_failed", exit=contract.Exit.UNUSABLE)
+        worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=contract.Exit.UNUSABLE)
         error = LoadFailed(f"{worker.preset.id} cannot be loaded: {unknown.message}")
     except ApiError as refused:
         worker.reason = worker.reason or refused.reason
+        worker.refused = refused if isinstance(refused, LoadFailed) else None
         error = refused
     except Exception as bug:
         log.exception("%s: the router failed in this worker's life", worker)
         worker.reason = "crashed"
         worker.lost = WorkerLost(f"internal error: {type(bug).__name__}", cause="crashed")
         error = Internal(f"{worker.preset.id}: the router failed while it ran this model; see its log")
+    end(worker, world, error)
+
+
+def end(worker: Worker, world: World, error: "ApiError | Again | None") -> None:
+    """The end of a life: recorded first, then told to everybody who waits. None: it was retired."""
     _enter(worker, world, State.STOPPED)
     worker.ended.set()
-    if not worker.ready.done():
-        worker.ready.set_exception(error or Again())
     worker.reserved = {}
-    world.over(worker)
+    pause = world.over(worker)
+    if isinstance(error, LoadBackoff):
+        error.retry_after = min(60.0, max(1.0, pause))
+    if not worker.ready.done():
+        worker.ready.set_exception(error or _to_waiters(worker))
     worker.considered.set()
     worker.stopped.set()
     world.changed()
+
+
+def _to_waiters(worker: Worker) -> "ApiError | Again":
+    """What those hear who waited for a worker that was retired before it was ready."""
+    if worker.reason == "config_changed":
+        return Again()  # by its new settings
+    return Draining(f"{worker.preset.id} was unloaded while it was loading; ask again", retry_after=1)
 
 
 async def _live(worker: Worker, world: World) -> None:
@@ -254,6 +284,7 @@ async def _live(worker: Worker, world: World) -> None:
         worker.snapshot = world.files.find(preset) or ""
     await weigh(worker, world)
     if worker.state is State.DOWNLOADING:
+        worker.progress = None
         _enter(worker, world, State.QUEUED)
     _tell_estimate(worker, world)
     world.changed()
@@ -272,7 +303,7 @@ async def _live(worker: Worker, world: World) -> None:
         _settle_reservation(worker)
         world.calibration.record_load(worker.costs.key, worker.load_seconds)
         _learn_from_load(worker, world)
-        worker.last_used = world.now()
+        worker.last_used = worker.ready_at = world.now()
         worker.turn_ends = worker.last_used + world.turn(preset)
         _enter(worker, world, State.READY)
         worker.ready.set_result(process)
@@ -437,20 +468,22 @@ def _listener(worker: Worker, world: World) -> Any:
     def listen(event: contract.Event) -> None:
         match event:
             case contract.Progress():
+                if _is_news(worker, event, world.now()):
+                    world.events.append(
+                        "progress",
+                        worker.preset.id,
+                        worker=worker.id,
+                        stage=event.stage,
+                        done=event.done,
+                        total=event.total,
+                    )
                 worker.progress = event
-                world.events.append(
-                    "progress",
-                    worker.preset.id,
-                    worker=worker.id,
-                    stage=event.stage,
-                    done=event.done,
-                    total=event.total,
-                )
             case contract.Pulse():
                 worker.pulse = event
                 if worker.state is State.READY:
                     _settle_reservation(worker)
             case contract.Request():
+                worker.answered = worker.answered or event.outcome == "ok"
                 worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
                 world.events.mention(
                     "request",
@@ -465,6 +498,16 @@ def _listener(worker: Worker, world: World) -> Any:
                 )
 
     return listen
+
+
+def _is_news(worker: Worker, event: contract.Progress, now: float) -> bool:
+    """Whether progress is worth an event: a new stage, a stage's end, or a while after the last one."""
+    before = worker.progress
+    same_stage = before is not None and before.stage == event.stage
+    if same_stage and event.done != event.total and now - worker.progress_told < PROGRESS_INTERVAL:
+        return False
+    worker.progress_told = now
+    return True
 
 
 async def weigh(worker: Worker, world: World) -> None:

@@ -34,6 +34,16 @@ class Snapshots:
         if preset.demo:
             self._made[preset.demo] = snapshot
 
+    def look(self, preset: Preset) -> object:
+        folder = self.find(preset)
+        if folder is None:
+            return None
+        try:
+            with os.scandir(folder) as entries:
+                return folder, sorted((entry.name, *_outside(entry)) for entry in entries)
+        except OSError as error:
+            return folder, error.errno
+
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         return await asyncio.to_thread(
             checkpoint.read,
@@ -51,3 +61,12 @@ class Snapshots:
                 " it; start once without --offline, or point `model` at a folder"
             )
         return contract.Download(repo=preset.repo, revision=preset.revision, cache=self._cache)
+
+
+def _outside(entry: os.DirEntry[str]) -> tuple[int, int]:
+    """Size and time of a file; of what a link leads to, as in the hub cache."""
+    try:
+        facts = entry.stat()
+    except OSError:
+        return -1, -1
+    return facts.st_size, facts.st_mtime_ns

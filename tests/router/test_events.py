@@ -46,3 +46,17 @@ async def test_followers_get_each_event_once_in_order() -> None:
         log.append("state")
     await asyncio.gather(*followers)
     assert sorted(seen) == sorted([1, 2, 3, 4, 5] * 2)
+
+
+def test_one_that_cannot_render_an_event_keeps_it_from_nobody_else() -> None:
+    events, seen = EventLog(), list[Event]()
+
+    def fail(event: Event) -> None:
+        raise ValueError("a bug")
+
+    events.fold(fail)
+    events.fold(seen.append)
+    events.append("state", "a", state="ready")
+    events.mention("request", "a")
+    assert [event.kind for event in seen] == ["state", "request"]
+    assert events.last_id == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ class FakeFiles:
 
     def __init__(self, missing: tuple[str, ...] = ()):
         self.missing = set(missing)
+        self._changes: Counter[str] = Counter()
+
+    def change(self, name: str) -> None:
+        """Somebody has written into the files of this model."""
+        self._changes[name] += 1
+
+    def look(self, preset: Preset) -> object:
+        return preset.id in self.missing, self._changes[preset.id]
 
     def find(self, preset: Preset) -> str | None:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
@@ -68,12 +77,14 @@ class Schedule:
         models: Mapping[str, FakeModel] | None = None,
         missing: tuple[str, ...] = (),
         stated: bool = True,
+        launcher: FakeLauncher | None = None,
     ):
         keys = keys or {}
-        self.launcher = FakeLauncher(
+        self.launcher = launcher or FakeLauncher(
             totals or {CPU: 8 * GIB},
             {name: FakeModel(shards=(size,)) for name, size in sizes.items()} | dict(models or {}),
         )
+        self.files = FakeFiles(missing)
         self.events = EventLog()
         limits = limits or Limits()
         self.presets = {
@@ -84,7 +95,7 @@ class Schedule:
             launcher=self.launcher,
             calibration=Calibration(Path(tempfile.mkdtemp()) / "estimates.json"),
             events=self.events,
-            files=FakeFiles(missing),
+            files=self.files,
             ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),
             limits=limits,
             presets=self.presets,
