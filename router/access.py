@@ -7,6 +7,7 @@ import fnmatch
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from worker.routes import Plane
 ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
 """Who asks while no key exists."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
 class Access:
@@ -99,10 +101,10 @@ class Access:
         if len(values) != 1:
             raise BadRequest("exactly one Host header is needed")
         value = values[0].strip()
-        if not value or any(mark in value for mark in "@/\\,") or any(char.isspace() for char in value):
+        if not value or any(mark in value for mark in "@/\\,?#") or any(char.isspace() for char in value):
             raise BadRequest("the Host header is not a host")
-        host = (urlsplit(f"//{value}").hostname or "").casefold().rstrip(".")
-        if not host:
+        host = _hostname(f"//{value}").rstrip(".")
+        if not host or not host.isascii():
             raise BadRequest("the Host header is not a host")
         if "*" in self._hosts or host in self._hosts or any(
             each.startswith("*.") and host.endswith(each[1:]) for each in self._hosts
@@ -119,8 +121,7 @@ class Access:
     def allows_origin(self, origin: str) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
-        host = (urlsplit(origin).hostname or "").casefold()
-        return "localhost" in self._origins and _is_loopback(host)
+        return "localhost" in self._origins and origin.isascii() and _is_loopback(_hostname(origin))
 
     def check_origin(self, request: web.Request, *, changes_state: bool) -> None:
         """Refuse state-changing requests that a foreign page makes a browser send. Raises Forbidden."""
@@ -142,11 +143,20 @@ class Access:
         headers = {"Access-Control-Allow-Origin": "*" if "*" in self._origins else origin, "Vary": "Origin"}
         if request.method == "OPTIONS":
             headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
-            headers["Access-Control-Allow-Headers"] = request.headers.get(
-                "Access-Control-Request-Headers", "Authorization, Content-Type, X-Api-Key"
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            headers["Access-Control-Allow-Headers"] = (
+                asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"
             )
             headers["Access-Control-Max-Age"] = "600"
         return headers
+
+
+def _hostname(url: str) -> str:
+    """The host of a URL, without regard to case; empty if it has none that can be read."""
+    try:
+        return (urlsplit(url).hostname or "").casefold()
+    except ValueError:
+        return ""
 
 
 def _is_address(host: str) -> bool:
@@ -160,9 +170,10 @@ def _is_address(host: str) -> bool:
 def _is_loopback(host: str) -> bool:
     if host == "localhost" or host.endswith(".localhost"):
         return True
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    return "%" not in host and _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 def _same_origin(origin: str, host: str) -> bool:
     """Whether the page came from this very server (a browser sends Origin with its own POSTs, too)."""
-    return bool(host) and urlsplit(origin).netloc.casefold() == host.strip().casefold()
+    scheme, _, rest = origin.partition("://")
+    return bool(host) and scheme.casefold() in ("http", "https") and rest.casefold() == host.strip().casefold()

@@ -6,11 +6,13 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from router import __version__
 from router.access import SAFE_METHODS
@@ -37,6 +39,8 @@ access_log = logging.getLogger("router.access")
 
 BUFFERED_IN_ALL = 512 << 20
 """Bytes of request bodies held at once; more are refused."""
+LINGERING = 2.0
+"""Seconds for which the rest of a refused body is read and thrown away, so that its sender gets to see why."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +64,12 @@ class App:
 
     def build(self) -> web.Application:
         """The aiohttp application; its routes are those of `worker.routes` and no others."""
-        app = web.Application(middlewares=[self._outermost], client_max_size=0)
+        logging.getLogger("aiohttp.server").addFilter(_quote_nothing)
+        app = web.Application(
+            middlewares=[self._outermost],
+            client_max_size=0,
+            handler_args={"auto_decompress": False, "lingering_time": LINGERING},
+        )
         own = {
             "models": self._models,
             "model": self._model,
@@ -81,10 +90,8 @@ class App:
             path = route.path.replace("{id}", "{id:.+}")
             work = self._forward if route.worker else own[route.name]
             handler = self._guarded(route, work)
-            if route.method == "GET":
-                app.router.add_get(path, handler, allow_head=True)
-            else:
-                app.router.add_route(route.method, path, handler)
+            for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+                app.router.add_route(method, path, handler, expect_handler=_expect)
         app.on_response_prepare.append(self._add_headers)
         return app
 
@@ -114,10 +121,11 @@ class App:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._site.access.check_host(request)
+            if not request.headers.get("Transfer-Encoding", "chunked").strip():
+                raise BadRequest("the Transfer-Encoding header is empty", headers=CLOSE)
             if request.method == "OPTIONS":
                 return web.Response()
-            changes = request.method not in SAFE_METHODS or bool(request.query.get("reload"))
-            self._site.access.check_origin(request, changes_state=changes)
+            self._site.access.check_origin(request, changes_state=_changes_state(request))
             return await handler(request)
         except ApiError as error:
             return self._error(request, error)
@@ -131,6 +139,8 @@ class App:
             if other.status < 400:
                 raise
             return self._error(request, BadRequest(other.reason or "bad request"))
+        except web.RequestPayloadError:
+            return self._error(request, BadRequest("the body's framing is broken", headers=CLOSE))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
@@ -147,7 +157,7 @@ class App:
             status=error.status,
             type=error.type,
             reason=error.reason,
-            message=error.message,
+            message=error.message.encode("utf-8", "replace").decode(),
             param=error.param,
             extra=error.extra,
         )
@@ -192,8 +202,15 @@ class App:
 
     # Bodies
 
-    async def _body(self, request: web.Request) -> bytes:
-        """The whole body, bounded in size, time and sum. Raises ApiError."""
+    @asynccontextmanager
+    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The whole body, bounded in size, time and sum, and counted for the length of the block. Raises ApiError."""
+        try:
+            yield await self._read(request)
+        finally:
+            self._buffered -= request.get("buffered", 0)
+
+    async def _read(self, request: web.Request) -> bytes:
         settings = self._site.settings
         if request.headers.get("Content-Encoding", "identity").casefold() not in ("", "identity"):
             raise EncodingUnsupported("send the body without Content-Encoding")
@@ -204,6 +221,7 @@ class App:
         size = 0
         try:
             async with asyncio.timeout(settings.body_timeout or None):
+                await _invite(request)
                 async for chunk in request.content.iter_any():
                     size += len(chunk)
                     self._buffered += len(chunk)
@@ -214,15 +232,18 @@ class App:
                         raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
                     parts.append(chunk)
         except TimeoutError:
-            seconds = f"{settings.body_timeout:.0f}"
+            seconds = f"{settings.body_timeout:g}"
             raise BodyTimeout(f"the body did not arrive within {seconds} s (--body-timeout)", headers=CLOSE) from None
         return b"".join(parts)
 
     async def _object(self, request: web.Request) -> dict[str, Any]:
         """The body as a JSON object, for calls that the router itself answers."""
-        body = await self._body(request)
-        peek(body)
-        found = orjson.loads(body)
+        async with self._body(request) as body:
+            peek(body)
+            try:
+                found = orjson.loads(body)
+            except orjson.JSONDecodeError as bad:
+                raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
         assert isinstance(found, dict)
         return found
 
@@ -230,8 +251,7 @@ class App:
 
     async def _forward(self, request: web.Request, key: Key) -> web.StreamResponse:
         route: Route = request["route"]
-        try:
-            body = await self._body(request)
+        async with self._body(request) as body:
             seen = peek(body)
             if seen.model is not None and not isinstance(seen.model, str):
                 raise BadRequest("model must be a string", param="model")
@@ -256,8 +276,6 @@ class App:
             request["phase"] = "streaming" if call.stream else "answering"
             with self._site.access.running(key):
                 answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
-        finally:
-            self._buffered -= request.get("buffered", 0)
         if answer.first_byte is not None:
             self._metrics.ttft.labels(id).observe(answer.first_byte - request["arrived"])
         assert answer.response is not None
@@ -357,6 +375,30 @@ def peek(body: bytes) -> Peek:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def _changes_state(request: web.Request) -> bool:
+    return request.method not in SAFE_METHODS or bool({"reload", "autoload"} & set(request.query))
+
+
+async def _expect(request: web.Request) -> None:
+    """Promise nothing before it is known that the body is wanted: `_invite` does."""
+
+
+async def _invite(request: web.Request) -> None:
+    """Ask for the body of a client that waits to be asked (RFC 9110, section 10.1.1)."""
+    if request.version >= (1, 1) and request.headers.get("Expect", "").casefold() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # these bytes are no part of the answer
+
+
+def _quote_nothing(record: logging.LogRecord) -> bool:
+    """Keep what malformed requests said, keys among it, out of the log: aiohttp would quote it in a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
+        record.msg += f": {type(error).__name__}"
+    return True
 
 
 def _last_event_id(request: web.Request) -> int | None:

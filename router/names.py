@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from router.errors import BadRequest, ModelNotFound
 from router.presets import Preset
 
+LONGEST = 192
+"""Characters of a name; what is longer cannot be one, and is neither compared nor repeated."""
+
 
 class Names:
     """All ids and aliases of one set of presets."""
@@ -32,6 +35,10 @@ class Names:
             id = next(iter(folded)) if len(folded) == 1 else None
         if id is not None and allowed(id):
             return id
+        if len(name) > LONGEST:
+            raise ModelNotFound(
+                f"model not found: its name has {len(name)} characters, {LONGEST} at most", param="model"
+            )
         near = self._near(name, (known for known, id in self._exact.items() if allowed(id)))
         hint = f"; did you mean {' or '.join(near)}?" if near else "; GET /v1/models lists what there is"
         raise ModelNotFound(f"model '{name}' not found{hint}", param="model")
@@ -73,7 +80,7 @@ def choose(
 
     if path is None and body and query and find(body) != find(query):
         raise BadRequest(
-            f"the body asks for model '{body}', the query for '{query}'; name one",
+            "the body asks for one model and the query for another; name one",
             reason="model_conflict",
             param="model",
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 import pytest_asyncio
 
@@ -136,6 +137,30 @@ async def test_the_model_may_stand_in_the_query(shared: Router) -> None:
 )  # fmt: skip
 async def test_what_is_no_json_object_is_400(shared: Router, body: bytes) -> None:
     assert error_of(await shared.client.post("/v1/chat/completions", content=body)) == (400, "invalid_json")
+
+
+@MODULE
+@pytest.mark.parametrize("rest", [b'"x":"\xff"', b'"x":1e999', b'"x":"\\ud800"', b'"model":"\\udfff"'])
+async def test_what_only_the_strict_parser_refuses_is_400_too(shared: Router, rest: bytes) -> None:
+    for path in ("/models/load", "/models/unload"):
+        response = await shared.client.post(path, content=b'{"model":"alpha",' + rest + b"}")
+        assert error_of(response) == (400, "invalid_json")
+
+
+@MODULE
+async def test_the_last_of_two_models_counts_in_the_router_as_in_the_worker(shared: Router) -> None:
+    for first in (b'"model"', b'"mod\\u0065l"'):
+        body = b"{" + first + b':"huge","model":"alpha","content":"a"}'
+        response = await shared.client.post("/tokenize", content=body)
+        assert response.headers["x-router-model"] == orjson.loads(body)["model"] == "alpha"
+
+
+@MODULE
+async def test_a_name_that_cannot_be_one_is_neither_compared_nor_repeated(shared: Router) -> None:
+    response = await shared.client.post("/tokenize", json={"model": "alph" * 500_000})
+    assert error_of(response) == (404, "model_not_found")
+    assert len(response.content) < 1000
+    assert response.elapsed.total_seconds() < 1
 
 
 @MODULE

@@ -86,7 +86,20 @@ def test_a_host_that_cannot_be_rebound_is_fine(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "user@localhost", "a/b", "a,b", "", "1.2.3"],
+    [
+        "[::1",
+        "[evil]",
+        "évil",
+        "localhost?x",
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "user@localhost",
+        "a/b",
+        "a,b",
+        "",
+        "1.2.3",
+    ],
 )
 def test_other_hosts_are_refused_without_keys(host: str) -> None:
     with pytest.raises(ApiError):
@@ -116,6 +129,21 @@ def test_a_foreign_page_cannot_change_anything() -> None:
         access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
     own = request({"Origin": "http://box:8080", "Host": "box:8080"}, "POST")
     Access(()).check_origin(own, changes_state=True)
+
+
+@pytest.mark.parametrize("origin", ["http://[bad", "http://[x]", "http://127.0.0.1%x.evil", "http://localhost:é", ""])
+def test_an_origin_that_cannot_be_read_is_foreign(origin: str) -> None:
+    access = Access((), cors_origins=("localhost",))
+    with pytest.raises(Forbidden):
+        access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
+
+
+def test_a_preflight_repeats_only_names_of_headers() -> None:
+    access = Access((), cors_origins=("*",))
+    for asked, answered in (("authorization, x-a", True), ("é", False), ("", False)):
+        headers = {"Origin": "https://any.example", "Access-Control-Request-Headers": asked}
+        allowed = access.cors_headers(request(headers, "OPTIONS"))["Access-Control-Allow-Headers"]
+        assert (allowed == asked) is answered
 
 
 def test_cors_headers_never_allow_credentials() -> None:
