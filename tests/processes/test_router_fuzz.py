@@ -40,15 +40,18 @@ HEADERS = (
     b"Content-Length: 2", b"Content-Length: 999", b"Content-Length: 99999999999", b"Content-Length: -1",
     b"Content-Length: 2, 2", b"Transfer-Encoding: chunked", b"Transfer-Encoding:", b"Transfer-Encoding: gzip, chunked",
     b"Transfer-Encoding: identity", b"Content-Encoding: gzip", b"Content-Type: \xff/\xfe;charset=\xff",
-    b"Expect: 100-continue", b"Expect: 200-ok", b"Connection: Upgrade", b"Upgrade: websocket", b"Connection: keep-alive",
+    b"Expect: 100-continue", b"Expect: 200-ok", b"Connection: Upgrade", b"Upgrade: websocket",
+    b"Connection: keep-alive",
     b"Connection: close", b"Origin: http://[bad", b"Origin: \xe9", b"Origin: null", b"Cookie: \xff=;;=",
     b"X-Request-Id: \x80", b"X-Api-Key: \xff", b"Authorization: Bearer", b"Last-Event-ID: 99999999999999999999",
     b"Access-Control-Request-Headers: \xe9", b"Bad Header: 1", b"X: a\0b", b" folded", b"X: " + b"a" * 65536,
     b"Authorization " + SECRET, b"Host : localhost", b"X-" + b"a" * 9000 + b": 1",
 )  # fmt: skip
 BODIES = (
-    b"", b"{}", b'{"model":"alpha"}', b"5\r\n{\"a\":\r\n", b"ZZ\r\nabc", b"2\r\n{}\r\n0\r\n\r\n", b"ffffffffffffffff1\r\n",
-    b"2\r\n{}extra", b"0\r\nX: y\r\n\r\n", b"a" * 100_000, b"\x1f\x8b\x08\0", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"", b"{}", b'{"model":"alpha"}', b"5\r\n{\"a\":\r\n", b"ZZ\r\nabc", b"2\r\n{}\r\n0\r\n\r\n",
+    b"ffffffffffffffff1\r\n",
+    b"2\r\n{}extra", b"0\r\nX: y\r\n\r\n", b"a" * 100_000, b"\x1f\x8b\x08\0",
+    b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
 )  # fmt: skip
 OWN_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3}) [A-Z]")
 
