@@ -62,9 +62,11 @@ class Driver:
         self.state = state
         self.show(cards)
 
-    def show(self, cards: Sequence[Card], *, init: int = 0, has_v2: bool = True) -> None:
-        """From now on these are the cards; `init`: NVML error code of nvmlInit; `has_v2`: a driver of today."""
-        text = f"init {init}\nv2 {int(has_v2)}\n" + "".join(card.to_text() for card in cards)
+    def show(self, cards: Sequence[Card], *, init: int = 0, boot: int = 0, has_v2: bool = True) -> None:
+        """From now on these are the cards. `init`: NVML error code of nvmlInit; `boot`: another number than before: the
+        driver was reloaded meanwhile; `has_v2`: a driver of today.
+        """
+        text = f"init {init}\nboot {boot}\nv2 {int(has_v2)}\n" + "".join(card.to_text() for card in cards)
         draft = self.state.with_suffix(".draft")
         draft.write_text(text)
         draft.replace(self.state)

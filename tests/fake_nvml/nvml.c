@@ -3,6 +3,7 @@
  * FAKE_NVML names the file, which is read anew at every call and replaced as a whole by the tests:
  *
  *     init CODE                    what nvmlInit returns (0: success)
+ *     boot N                       another number: the driver was reloaded, and wants nvmlInit again
  *     v2 0|1                       whether version 2 of the memory call exists
  *     device KEY=VALUE ... name=TEXT TO THE END OF THE LINE
  *     instance KEY=VALUE ... name=...          a MIG instance of the device above it
@@ -41,7 +42,7 @@ typedef struct { unsigned int version; unsigned long long total, reserved, free,
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Device devices[MOST];
-static int count, init_code, has_v2, users;
+static int count, init_code, has_v2, boot, users, users_boot;
 static int readings[MOST];
 static struct timespec written;
 static ino_t inode;
@@ -68,6 +69,7 @@ static void parse(char *line, int *cards) {
     word = strtok_r(line, " ", &rest);
     if (!word) return;
     if (!strcmp(word, "init")) { init_code = atoi(rest); return; }
+    if (!strcmp(word, "boot")) { boot = atoi(rest); return; }
     if (!strcmp(word, "v2")) { has_v2 = atoi(rest); return; }
     if (count == MOST) return;
     Device *device = &devices[count++];
@@ -86,7 +88,7 @@ static void refresh(void) {
     const char *path = getenv("FAKE_NVML");
     struct stat facts;
     FILE *file = path ? fopen(path, "r") : NULL;
-    count = 0; init_code = 0; has_v2 = 1;
+    count = 0; init_code = 0; has_v2 = 1; boot = 0;
     if (!file) { init_code = 9; return; } /* driver not loaded */
     if (!fstat(fileno(file), &facts)
         && (facts.st_ino != inode || facts.st_mtim.tv_sec != written.tv_sec
@@ -175,7 +177,7 @@ static int find(int is_instance, unsigned int parent, unsigned int index, void *
 static int enter(void) {
     pthread_mutex_lock(&lock);
     refresh();
-    return users > 0 ? SUCCESS : UNINITIALIZED;
+    return users > 0 && boot == users_boot ? SUCCESS : UNINITIALIZED;
 }
 
 static int leave(int code) {
@@ -213,7 +215,7 @@ static int measure(void *handle, MemoryV2 *memory) {
 int nvmlInitWithFlags(unsigned int flags) {
     (void)flags;
     enter();
-    if (!init_code) users++;
+    if (!init_code) { users++; users_boot = boot; }
     return leave(init_code);
 }
 
@@ -288,5 +290,6 @@ int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
 }
 
 const char *nvmlErrorString(int code) {
-    return code == NOT_SUPPORTED ? "Not Supported" : code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost" : "Error";
+    return code == NOT_SUPPORTED ? "Not Supported" : code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost"
+        : code == UNINITIALIZED ? "Uninitialized" : "Error";
 }

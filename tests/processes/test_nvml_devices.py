@@ -181,6 +181,19 @@ async def test_a_card_that_vanishes_leaves_the_others_their_names(driver: Driver
     assert said["readings"]["cuda:2"] == {"total": 16 * GIB, "used": GIB, "uuid": C.uuid}
 
 
+async def test_a_driver_that_was_reloaded_is_opened_anew(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        healthy = await probe.read()
+        driver.show([A, B, C], boot=1, init=fake_nvml.DRIVER_NOT_LOADED)
+        gone = [await probe.read(), await probe.read()]
+        driver.show([A, B, C], boot=2)
+        again = await probe.read()
+    for said in gone:
+        assert list(said["problems"]) == ["cuda:0", "cuda:1", "cuda:2"]
+        assert said["readings"]["cuda:0"] == healthy["readings"]["cuda:0"]
+    assert again["problems"] == {}
+
+
 async def test_a_card_that_is_lost_at_the_start_is_left_out_with_a_note(driver: Driver) -> None:
     driver.show([A, Card(uuid=B.uuid, total=24 * GIB, lookup=fake_nvml.GPU_IS_LOST), C])
     uuids, [note] = await seen(driver, None)

@@ -164,6 +164,15 @@ def test_without_a_disk_learning_lasts_as_long_as_the_router(tmp_path: Path, cap
     assert learned.shards == (230,)
 
 
+def test_a_write_that_fails_leaves_nothing_behind(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file.mkdir(parents=True)  # nothing can be renamed to it
+    with caplog.at_level(logging.WARNING):
+        learned = Calibration(file).record("a", GUESS, [190])
+    assert learned.shards == (190,)
+    assert "cannot be kept" in caplog.text
+    assert [left.name for left in file.parent.iterdir() if left.suffix == ".draft"] == []
+
+
 def test_what_was_not_used_for_longest_is_forgotten(file: Path) -> None:
     file.parent.mkdir()
     seconds = {str(number): [1.0] for number in range(1000)}

@@ -134,7 +134,8 @@ def test_a_control_group_of_version_1_limits_the_host(machine: Machine) -> None:
 
 
 def test_a_container_that_sees_only_its_own_group_finds_it_at_the_root(machine: Machine) -> None:
-    machine.write("proc/self/cgroup", "0::/../../elsewhere\n")
+    machine.write("proc/self/cgroup", "0::/../elsewhere\n")
+    machine.write("elsewhere/memory.max", f"{GIB}\n")
     machine.write("cgroup/memory.max", f"{2 * GIB}\n")
     machine.write("cgroup/memory.current", f"{GIB}\n")
     assert machine.host() == (2, 1)
