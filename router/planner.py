@@ -17,7 +17,8 @@ needs, oldest.
 
 Why the first in line gets its place: used or not, a worker may leave when both its turn and the patience of who waits
 are over. A claim is given up only for one whose victims may all leave now, or for one of which that moment is not
-later; and what is claimed takes no newcomers. So that moment never moves away. Law: PURE.
+later; and what is claimed takes no newcomers. So that moment never moves away. What leaves is promised in line, the
+first to go to the first who waits: nobody behind starts in memory that was freed for somebody ahead. Law: PURE.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -666,7 +667,7 @@ def _disturbance(victims: Sequence[Resident]) -> tuple[float, ...]:
 
 
 def _worth(one: Resident) -> tuple[float, ...]:
-    return not one.luxury, one.priority, one.last_used, _cost(one), one.id
+    return not one.luxury, one.priority, one.last_used, _cost(one)
 
 
 def _cost(one: Resident) -> float:

@@ -183,18 +183,21 @@ def test_a_pinned_worker_never_leaves() -> None:
 
 
 def test_the_place_that_disturbs_least_is_claimed() -> None:
-    def choice(**facts: object) -> list[int]:
+    def choice(since: float = NOW, **facts: object) -> list[int]:
         rivals = [resident(1, {GPU[0]: 90}, last_used=5.0), resident(2, {GPU[1]: 90}, last_used=5.0)]
-        return evicted(decide([demand(9, 50, on=GPU[:2])], [replace(rivals[0], **facts), rivals[1]], TWO))  # type: ignore[arg-type]
+        waiting = [demand(9, 50, on=GPU[:2], since=since)]
+        return evicted(decide(waiting, [replace(rivals[0], **facts), rivals[1]], TWO))  # type: ignore[arg-type]
 
     assert choice() == [1]
     assert choice(busy=True) == [2]
+    assert choice(busy=True, since=LATE) == [2]
     assert choice(priority=1) == [2]
     assert choice(last_used=6.0) == [2]
     assert choice(load_seconds=6.0) == [2]
     assert choice(pinned=True) == [2]
     assert choice(last_used=NOW - 0.1, **FRESH) == [2]
     assert choice(luxury=True, last_used=6.0) == [1]
+    assert choice(luxury=True, priority=1) == [1]
 
 
 def test_one_leaves_rather_than_two() -> None:
@@ -223,6 +226,7 @@ def test_what_leaves_for_one_is_not_taken_by_another() -> None:
     plan = decide([demand(8, 95, since=NOW - 1), demand(9, 10)], [leaving], ONE)
     assert plan.start == {}, "there is room for 9 now, but it is promised to 8"
     assert (plan.waits[9].cause, plan.waits[9].victims) == ("memory", ())
+    assert plan.waits[9].shortage[GPU[0]].available == 5
 
 
 def test_nobody_behind_overtakes_with_memory_that_is_free_by_now() -> None:
