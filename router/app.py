@@ -21,8 +21,10 @@ from router.errors import (
     BadRequest,
     BodyTimeout,
     EncodingUnsupported,
+    Forbidden,
     Internal,
     MethodNotAllowed,
+    NotOffered,
     PathNotFound,
     QueueFull,
     TooLarge,
@@ -85,6 +87,10 @@ class App:
             "events": self._events,
             "reload": self._reload,
             "index": self._index,
+            "slots": self._slots,
+            "streams_lookup": self._streams_lookup,
+            "disabled": self._disabled,
+            "not_offered": self._not_offered,
         }
         for route in ROUTES:
             path = route.path.replace("{id}", "{id:.+}")
@@ -297,19 +303,34 @@ class App:
 
     async def _health(self, request: web.Request, key: Key) -> web.StreamResponse:
         status, body = llama_server.health(self._site, key, request.query)
-        return _json(body, status=status)
+        return _json(body, status=status, headers=None if status == 200 else COME_BACK)
 
     async def _ready(self, request: web.Request, key: Key) -> web.StreamResponse:
         status, body = llama_server.ready(self._site)
-        return _json(body, status=status)
+        return _json(body, status=status, headers=None if status == 200 else COME_BACK)
 
     async def _render_metrics(self, request: web.Request, key: Key) -> web.StreamResponse:
         name = request.query.get("model")
+        if not name and key.models:
+            raise Forbidden("this key may see some models only; name one with ?model=")
         id = self._site.model(key, name).preset.id if name else None
         return web.Response(body=self._metrics.render(id), headers={"Content-Type": CONTENT_TYPE})
 
     async def _props(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.props(self._site, key, request.query))
+
+    async def _slots(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.slots(self._site, key, request.query))
+
+    async def _streams_lookup(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json([])  # no stream outlives its connection
+
+    async def _disabled(self, request: web.Request, key: Key) -> web.StreamResponse:
+        raise Forbidden(f"{request.path} is disabled: this server fetches and runs nothing", reason="feature_disabled")
+
+    async def _not_offered(self, request: web.Request, key: Key) -> web.StreamResponse:
+        route: Route = request["route"]
+        raise NotOffered(f"{route.method} {route.path} is not offered; use {route.instead}")
 
     async def _state(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(admin.state(self._site))
@@ -366,6 +387,7 @@ class App:
 
 
 CLOSE = {"Connection": "close"}
+COME_BACK = {"X-Should-Retry": "true", "Retry-After": "1"}
 _DECODER = msgspec.json.Decoder(Peek)
 
 

@@ -24,6 +24,7 @@
         ├── Draining                 503 draining
         ├── QueueTimeout             503 queue_timeout
         ├── LoadBackoff              503 load_backoff
+        ├── SlotsBusy                503 no_slot             only to those who ask for it
         ├── RequestTimeout           504 request_timeout
         ├── Stalled                  504 stalled
         └── DoesNotFit               507 does_not_fit
@@ -159,6 +160,10 @@ class QueueTimeout(ApiError):
 
 class LoadBackoff(ApiError):
     status, type, reason, should_retry = 503, "unavailable_error", "load_backoff", True
+
+
+class SlotsBusy(ApiError):
+    status, type, reason, should_retry = 503, "unavailable_error", "no_slot", True
 
 
 class RequestTimeout(ApiError):

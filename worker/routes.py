@@ -51,6 +51,8 @@ class Route:
     loads: Loads = Loads.NEVER
     streams: bool = False
     """Answers server-sent events when the body says `stream: true`."""
+    instead: str = ""
+    """What to use in its place, of a path that is known and not offered."""
 
 
 def _both(method: str, path: str, face: Face, name: str, *, worker: bool, **rest: Any) -> tuple[Route, Route]:
@@ -61,7 +63,19 @@ def _both(method: str, path: str, face: Face, name: str, *, worker: bool, **rest
     )
 
 
+def _not_offered(methods: str, paths: str, instead: str, plane: Plane = Plane.USER) -> tuple[Route, ...]:
+    """Paths that other servers of these dialects have: their clients are told what to do, not that nothing is there."""
+    return tuple(
+        Route(method, path, Face.LLAMA_SERVER, "not_offered", False, plane, instead=instead)
+        for path in paths.split()
+        for method in methods.split()
+    )
+
+
 _O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
+
+_CHAT = "POST /v1/chat/completions"
+_PRESETS = "the file of --models-preset, and GET /models?reload=1"
 
 ROUTES: tuple[Route, ...] = (
     *_both("POST", "/chat/completions", _O, "chat", worker=True, loads=Loads.FOLLOWS, streams=True),
@@ -86,6 +100,32 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/router/events", _A, "events", False, Plane.ADMIN),
     Route("POST", "/router/reload", _A, "reload", False, Plane.ADMIN),
     Route("GET", "/", _A, "index", False, Plane.PUBLIC),
+    Route("GET", "/slots", _L, "slots", False),
+    Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
+    *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
+    *_not_offered("POST", "/v1/responses /responses /v1/messages /invocations /generate /api/chat", _CHAT),
+    *_not_offered(
+        "POST",
+        "/v1/responses/input_tokens /responses/input_tokens /v1/chat/completions/input_tokens"
+        " /chat/completions/input_tokens /v1/messages/count_tokens",
+        "POST /apply-template, and POST /tokenize with its answer",
+    ),
+    *_not_offered("POST", "/completion /completions /infill /api/generate", "POST /v1/completions"),
+    *_not_offered("POST", "/embedding /embeddings /api/embed /api/embeddings", "POST /v1/embeddings"),
+    *_not_offered(
+        "POST",
+        "/v1/rerank /rerank /v1/reranking /reranking /v2/rerank",
+        "POST /v1/embeddings, and compare the vectors",
+    ),
+    *_not_offered("GET", "/api/tags /api/ps /api/version", "GET /v1/models"),
+    *_not_offered("POST", "/api/show", "GET /props?model="),
+    *_not_offered("POST", "/api/pull /models", _PRESETS, Plane.ADMIN),
+    *_not_offered("DELETE", "/api/delete /models", _PRESETS, Plane.ADMIN),
+    *_not_offered("POST", "/props", _PRESETS),
+    *_not_offered("GET POST", "/lora-adapters", "a preset with merged weights"),
+    *_not_offered(
+        "POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations", "another server"
+    ),
 )
 
 

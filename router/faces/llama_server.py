@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from router.access import Access
-from router.errors import BadRequest, NotOffered
+from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
 from router.events import Event
 from router.fleet import Fleet, Model
 from router.ledger import SLOTS
@@ -219,6 +219,29 @@ def ready(site: Site) -> tuple[int, dict[str, Any]]:
     return 200, {"status": "ok"}
 
 
+async def slots(site: Site, key: Key, query: Mapping[str, str]) -> list[dict[str, Any]]:
+    """GET /slots: places in the batches of loaded models, as of each worker's last pulse (a second ago at most).
+
+    It never loads. Raises ModelNotLoaded for one model by name, SlotsBusy with `fail_on_no_slot`.
+    """
+    name = query.get("model")
+    chosen = [site.model(key, name)] if name else site.visible(key)
+    loaded = [(model, worker) for model in chosen if (worker := model.open) and worker.state is State.READY]
+    if name and not loaded:
+        raise ModelNotLoaded(f"model '{chosen[0].preset.id}' is not loaded; load it with POST /models/load")
+    found: list[dict[str, Any]] = []
+    for model, worker in loaded:
+        _, meta, _ = await site.describe(model.preset)
+        running = worker.pulse.running if worker.pulse is not None else 0
+        found += [
+            {"id": at, "model": model.preset.id, "n_ctx": meta.get("n_ctx", 0), "is_processing": at < running}
+            for at in range(model.preset.parallel)
+        ]
+    if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
+        raise SlotsBusy("no slot is free; requests wait for one by themselves", retry_after=1)
+    return found
+
+
 async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
     """GET /props: of the router, or of one model from its files, whether or not it is loaded."""
     settings = site.settings
@@ -341,4 +364,4 @@ async def _render_state(site: Site, event: Event) -> list[bytes]:
     return frames
 
 
-__all__ = ["entry", "health", "load", "model", "models", "props", "ready", "sse", "unload"]
+__all__ = ["entry", "health", "load", "model", "models", "props", "ready", "slots", "sse", "unload"]

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import orjson
 import pytest
 import pytest_asyncio
 
 from tests.processes.routers import Router, chat, error_of, fake_snapshot, is_alive, presets, refused, router
+from worker.routes import ROUTES
 
 MARGIN = ("--models-memory-margin", "64")
 LIMIT = ("--device-limit", "cpu=1064")  # 1000 MiB for models
@@ -100,6 +102,29 @@ async def test_the_body_goes_on_and_the_answer_comes_back_byte_for_byte(shared: 
     assert response.json()["choices"][0]["message"]["content"] == "x é y "
     direct = json.dumps(response.json(), separators=(",", ":"))
     assert response.text == direct.encode().decode()
+
+
+@MODULE
+async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) -> None:
+    paths = [(route.method, route.path) for route in ROUTES if route.instead]
+    assert len(paths) > 30
+    for method, path in paths:
+        response = await shared.client.request(method, path, json={"model": "huge"})
+        assert error_of(response) == (501, "not_offered")
+        assert "; use " in response.json()["error"]["message"]
+    for path in ("/tools", "/cors-proxy"):
+        assert error_of(await shared.client.get(path)) == (403, "feature_disabled")
+    assert (await shared.client.post("/v1/streams/lookup", json={})).json() == []
+    assert error_of(await shared.client.get("/v1/stream")) == (404, "not_found")
+
+
+@MODULE
+async def test_slots_are_those_of_loaded_models_and_load_none(shared: Router) -> None:
+    await shared.client.post("/v1/chat/completions", json=chat("alpha"))
+    slots = (await shared.client.get("/slots", params={"model": "alpha", "fail_on_no_slot": "1"})).json()
+    assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
+    assert {slot["model"] for slot in (await shared.client.get("/slots")).json()} <= {"alpha", "manual", "answers-500"}
+    assert error_of(await shared.client.get("/slots", params={"model": "huge"})) == (400, "model_not_loaded")
 
 
 @MODULE
@@ -400,6 +425,12 @@ async def test_keys_and_planes(tmp_path: Path) -> None:
             assert response.status_code == status
             assert (await client.get("/router/state", headers=bearer(key))).status_code == status
             assert (await client.get("/models?reload=1", headers=bearer(key))).status_code == status
+        for key, status in (("user-key", 200), ("b-only", 403)):
+            assert (await client.get("/metrics", headers=bearer(key))).status_code == status
+        for path in ("/models", "/api/pull"):
+            assert (await client.post(path)).status_code == 401
+            assert (await client.post(path, headers=bearer("user-key"))).status_code == 403
+            assert (await client.post(path, headers=bearer("boss"))).status_code == 501
         text = (await client.get("/models", headers=bearer("boss"))).text
         assert "boss" not in text
         assert "user-key" not in "".join(up.log)
@@ -494,7 +525,7 @@ async def test_a_port_that_is_taken_stops_the_start(tmp_path: Path) -> None:
 
 
 async def test_the_events_of_a_load_can_be_followed_and_replayed(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"_load_steps": 3}})
+    file = presets(tmp_path, {"a": {"_load_steps": 3, "_load_interval": 0.12}})
     async with router("--models-preset", str(file), *MARGIN) as up:
 
         async def follow(headers: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
@@ -529,8 +560,6 @@ async def test_the_events_of_a_load_can_be_followed_and_replayed(tmp_path: Path)
 
 
 async def test_openai_clients_see_their_own_exceptions(shared_port: tuple[Router, int]) -> None:
-    import openai
-
     _, port = shared_port
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
     try:
@@ -542,15 +571,29 @@ async def test_openai_clients_see_their_own_exceptions(shared_port: tuple[Router
             await client.chat.completions.create(model="huge", messages=[{"role": "user", "content": "a"}])
         names = [model.id async for model in client.models.list()]
         assert "alpha" in names
+        assert (await client.models.retrieve("org/beta:q4")).id == "org/beta:q4"
     finally:
         await client.close()
 
 
 @pytest_asyncio.fixture
 async def shared_port(tmp_path: Path) -> AsyncIterator[tuple[Router, int]]:
-    file = presets(tmp_path, {"alpha": {}, "huge": {"required-memory": 9000}})
+    file = presets(tmp_path, {"alpha": {}, "org/beta:q4": {}, "huge": {"required-memory": 9000}})
     async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
         yield up, up.port
+
+
+@pytest.mark.slow
+async def test_openai_clients_try_again_only_what_may_succeed(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"huge": {"required-memory": 9000}, "dies": {"_die_at_start": 1}})
+    async with router("--models-preset", str(file), *MARGIN, *LIMIT) as up:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", max_retries=1)
+        for model, status, attempts in (("huge", 507, 1), ("dies", 503, 2)):
+            with pytest.raises(openai.InternalServerError):
+                await client.completions.create(model=model, prompt="a")
+            counted = f'router_requests_total{{code="{status}",endpoint="completions",model="{model}"}} {attempts}.0'
+            assert counted in (await up.client.get("/metrics")).text
+        await client.close()
 
 
 async def test_a_request_without_host_in_http_1_1_is_refused(shared_port: tuple[Router, int]) -> None:
