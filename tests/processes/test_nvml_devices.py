@@ -186,12 +186,13 @@ async def test_a_driver_that_was_reloaded_is_opened_anew(driver: Driver) -> None
         healthy = await probe.read()
         driver.show([A, B, C], boot=1, init=fake_nvml.DRIVER_NOT_LOADED)
         gone = [await probe.read(), await probe.read()]
-        driver.show([A, B, C], boot=2)
+        driver.show([C, A, B], boot=2)  # and found its cards in another order
         again = await probe.read()
     for said in gone:
         assert list(said["problems"]) == ["cuda:0", "cuda:1", "cuda:2"]
         assert said["readings"]["cuda:0"] == healthy["readings"]["cuda:0"]
     assert again["problems"] == {}
+    assert again["readings"]["cuda:2"] == {"total": 16 * GIB, "used": GIB, "uuid": C.uuid}
 
 
 async def test_a_card_that_is_lost_at_the_start_is_left_out_with_a_note(driver: Driver) -> None:

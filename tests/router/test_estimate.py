@@ -133,6 +133,12 @@ def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_e
     assert 4 * 151936 * 4 < 30 * MIB < compute < 300 * MIB
 
 
+def test_an_embedder_computes_its_longest_prompt_in_one_piece() -> None:
+    embedder = replace(QWEN3_4B, capabilities=("embedding",))
+    short, long = (estimate(embedder, preset(ctx_size=tokens), on_host=False).compute[0] for tokens in (512, 8192))
+    assert long > 15 * short
+
+
 def test_each_thread_needs_a_workspace() -> None:
     one, many = (estimate(QWEN3_4B, preset(), on_host=True, threads=threads) for threads in (0, 32))
     assert many.total - one.total >= 31 * TILE_BYTES
