@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -132,6 +133,75 @@ def test_a_script_can_be_executed_and_parsed(name: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
 
 
+def program(folder: Path, body: str) -> str:
+    """A program that stands in for an interpreter."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n", "utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The two scripts, with an environment whose programs only say how they were called."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("run.sh", "test.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
+    (tmp_path / "scripts/bootstrap.py").write_text("import sys; print('bootstrap', *sys.argv[1:])", "utf-8")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("router", "ruff", "mypy", "pytest"):
+        called = program(tmp_path, f'echo {name} "$@" $ROUTER_DEVICE_LIMIT $OMP_NUM_THREADS; [ "$FAIL" != {name} ]')
+        Path(called).rename(tmp_path / ".venv/bin" / name)
+    return tmp_path
+
+
+def called(checkout: Path, script: str, *arguments: str, **variables: str) -> tuple[int, list[str]]:
+    """Exit status, and what was called in which way."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ROUTER_", "LLAMA_ARG_", "OMP_"))}
+    command = ["bash", str(checkout / "scripts" / script), *arguments]
+    done = subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, check=False)
+    return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("==")]
+
+
+def test_run_serves_the_demo_with_little_memory(checkout: Path) -> None:
+    assert called(checkout, "run.sh", "--port", "9000") == (
+        0,
+        ["bootstrap --extras worker", "router --port 9000 cpu=1600"],
+    )
+
+
+def test_whoever_names_models_gets_the_whole_machine(checkout: Path) -> None:
+    assert called(checkout, "run.sh", "--models-preset", "my.ini")[1][-1] == "router --models-preset my.ini"
+    assert called(checkout, "run.sh", "--models-dir=m")[1][-1] == "router --models-dir=m"
+    assert called(checkout, "run.sh", ROUTER_MODELS_PRESET="my.ini")[1][-1] == "router"
+
+
+def test_a_limit_of_the_users_own_wins(checkout: Path) -> None:
+    assert called(checkout, "run.sh", ROUTER_DEVICE_LIMIT="cpu=900")[1][-1] == "router cpu=900"
+    assert called(checkout, "run.sh", ROUTER_DEVICE_LIMIT="")[1][-1] == "router"
+
+
+def test_the_test_command_checks_everything_and_shows_the_tests_last(checkout: Path) -> None:
+    venv = checkout / ".venv"
+    assert called(checkout, "test.sh", "-x", "--venv", str(venv), "tests/router") == (
+        0,
+        [
+            f"bootstrap --extras worker,dev --venv {venv}",
+            "ruff check .",
+            "ruff format --check .",
+            "mypy",
+            "pytest -x tests/router 1",
+        ],
+    )
+
+
+@pytest.mark.parametrize("step", ["ruff", "mypy", "pytest"])
+def test_the_test_command_fails_if_one_step_does(checkout: Path, step: str) -> None:
+    status, done = called(checkout, "test.sh", FAIL=step)
+    assert status == 1
+    assert done[-1].startswith("pytest")
+
+
 # --- bootstrap -------------------------------------------------------------------------------------------------------
 
 
@@ -139,14 +209,6 @@ def bootstrap(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
     command = [sys.executable, str(ROOT / "scripts/bootstrap.py"), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "BOOTSTRAP_PYTHON"}
     return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=False)
-
-
-def program(folder: Path, body: str) -> str:
-    """A program that stands in for an interpreter."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{body}\n", "utf-8")
-    path.chmod(0o755)
-    return str(path)
 
 
 def test_an_old_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
