@@ -43,6 +43,8 @@ BUFFERED_IN_ALL = 512 << 20
 """Bytes of request bodies held at once; more are refused."""
 LINGERING = 2.0
 """Seconds for which the rest of a refused body is read and thrown away, so that its sender gets to see why."""
+ID, OTHER_ID = ".+", "(?!(?:load|unload)$).+"
+"""A model in a path; without /v1 two names are calls, and GET of them is a wrong method."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -93,7 +95,9 @@ class App:
             "not_offered": self._not_offered,
         }
         for route in ROUTES:
-            path = route.path.replace("{id}", "{id:.+}")
+            path = route.path.replace(
+                "/models/{id}", f"/models/{{id:{ID if route.path.startswith('/v1') else OTHER_ID}}}"
+            )
             work = self._forward if route.worker else own[route.name]
             handler = self._guarded(route, work)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):

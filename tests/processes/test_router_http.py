@@ -197,6 +197,8 @@ async def test_paths_methods_and_encodings(shared: Router) -> None:
     response = await client.get("/v1/chat/completions")
     assert error_of(response) == (405, "method")
     assert "POST" in response.headers["allow"]
+    assert error_of(await client.get("/models/load")) == (405, "method")
+    assert error_of(await client.get("/v1/models/load")) == (404, "model_not_found")
     assert (await client.options("/v1/chat/completions")).status_code == 200
     response = await client.post("/v1/chat/completions", content=b"x", headers={"Content-Encoding": "gzip"})
     assert error_of(response) == (415, "encoding")
@@ -456,6 +458,14 @@ async def test_hosts_and_origins(tmp_path: Path) -> None:
         assert "access-control-allow-credentials" not in response.headers
         response = await client.get("/v1/models", headers={"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_foreign_page_cannot_make_a_look_load_anything(tmp_path: Path) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
+        for query in ("/props?model=a&autoload=1", "/models?reload=1"):
+            for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "https://evil.example"}):
+                assert error_of(await up.client.get(query, headers=headers)) == (403, "origin_not_allowed")
+        assert (await up.status("a"))["value"] == "unloaded"
 
 
 async def test_a_reload_restarts_only_what_has_changed(tmp_path: Path) -> None:
