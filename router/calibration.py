@@ -1,10 +1,10 @@
 """What loads really cost: learned, kept on disk, shared by all routers of a state folder.
 
 One JSON file, replaced as a whole under a lock, so that no reader ever sees half of one and no writer undoes another.
-A record that cannot be kept costs an estimate, never a model: damage and a full disk are warnings.
+What is recorded counts at once; the file follows. A record that cannot be kept costs an estimate, never a model: damage
+and a full disk are warnings.
 """
 
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -34,6 +34,9 @@ MOST_SECONDS = 5
 
 _VERSION = 1
 _Kind = Literal["learned", "exact", "seconds"]
+_Records = dict[str, dict[str, Any]]
+_Change = tuple[_Kind, str, Callable[[Any], Any]]
+"""Of one record: its value before (None: there was none) to its value after. Made again when the file has changed."""
 _log = logging.getLogger(__name__)
 
 
@@ -61,14 +64,21 @@ def version(distribution: str) -> str:
 
 
 class Calibration:
-    """The records of one file. Methods that write block for a few milliseconds; all may be called from any thread."""
+    """The records of one file. All methods may be called from any thread."""
 
-    def __init__(self, path: Path):
-        """`path`: the file; it and its folder are made with the first record."""
+    def __init__(self, path: Path, *, later: Callable[[Callable[[], None]], object] = lambda save: save()):
+        """`path`: the file; it and its folder are made with the first record. `later` is given what writes to it, and
+        may run that elsewhere, in the same order: a disk that must be waited for holds up nobody else."""
         self._path = path
+        self._later = later
         self._stamp: tuple[int, int] | None = None
-        self._records: dict[str, dict[str, Any]] = _empty()
-        self._mine = threading.Lock()
+        self._filed: _Records = _empty()
+        """As the file has them."""
+        self._unsaved: list[_Change] = []
+        self._records: _Records = self._filed
+        """As the file will have them."""
+        self._mine = threading.RLock()
+        """Held for the four above, and never while a disk is waited for longer than a look takes."""
         self._refresh()
 
     def learned(self, key: str) -> Estimate | None:
@@ -138,65 +148,87 @@ class Calibration:
         return self._records[kind].get(key)
 
     def _change(self, kind: _Kind, key: str, change: Callable[[Any], Any]) -> None:
+        self._refresh()
+        with self._mine:
+            self._unsaved.append((kind, key, change))
+            self._records = _changed(self._records, [(kind, key, change)])
+        self._later(self._save)
+
+    def _save(self) -> None:
         """Read, change and replace the file while no other router does; without a disk, change what we know."""
-        with self._mine, contextlib.ExitStack() as stack:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(self._path.with_suffix(".lock").open("a"))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.with_suffix(".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._refresh()
-            except OSError as error:
-                self._complain(error)
-                self._apply(kind, key, change)
-                return
-            self._apply(kind, key, change)
+                changes = self._unsaved.copy()
+                if changes:
+                    self._replace(self._write(_changed(self._filed, changes)), len(changes))
+        except OSError as error:
+            _log.warning("estimates cannot be kept in %s (%s); they last until this router ends", self._path, error)
+            with self._mine:
+                self._settle(len(self._unsaved))
+
+    def _replace(self, draft: str, saved: int) -> None:
+        """Make `draft` the file, which has the first `saved` changes then."""
+        with self._mine:
             try:
-                self._write()
-            except OSError as error:
-                self._complain(error)
+                os.replace(draft, self._path)
+            except OSError:
+                os.unlink(draft)
+                raise
+            self._stamp = _stamp(self._path)
+            self._settle(saved)
 
-    def _complain(self, error: OSError) -> None:
-        _log.warning("estimates cannot be kept in %s (%s); they last until this router ends", self._path, error)
+    def _settle(self, saved: int) -> None:
+        """The first `saved` changes are in the file, or will never be."""
+        self._filed = _changed(self._filed, self._unsaved[:saved])
+        del self._unsaved[:saved]
 
-    def _apply(self, kind: _Kind, key: str, change: Callable[[Any], Any]) -> None:
-        records = dict(self._records[kind])
-        value = change(records.pop(key, None))  # taken out, so that it goes to the end: the newest
-        records[key] = value
-        kept = list(records.items())[-MOST_RECORDS:]
-        self._records = {**self._records, kind: dict(kept)}
-
-    def _write(self) -> None:
-        body = json.dumps({"version": _VERSION, **self._records})
+    def _write(self, records: _Records) -> str:
+        """A file beside ours with `records`, safe on the disk: its name."""
+        body = json.dumps({"version": _VERSION, **records})
         descriptor, draft = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name, suffix=".draft")
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(body)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, self._path)
         except BaseException:
             os.unlink(draft)
             raise
-        self._stamp = _stamp(self._path)
+        return draft
 
     def _refresh(self) -> None:
         """Take in what another router wrote."""
-        stamp = _stamp(self._path)
-        if stamp is None or stamp == self._stamp:
-            return
-        try:
-            self._records = _parse(self._path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
-            self._records = _empty()
-        self._stamp = stamp
+        with self._mine:
+            stamp = _stamp(self._path)
+            if stamp is None or stamp == self._stamp:
+                return
+            try:
+                self._filed = _parse(self._path.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
+                self._filed = _empty()
+            self._stamp = stamp
+            self._records = _changed(self._filed, self._unsaved)
 
 
-def _empty() -> dict[str, dict[str, Any]]:
+def _changed(records: _Records, changes: Sequence[_Change]) -> _Records:
+    """`records` with each of `changes` made, in their order."""
+    for kind, key, change in changes:
+        kept = dict(records[kind])
+        value = change(kept.pop(key, None))  # taken out, so that it goes to the end: the newest
+        kept[key] = value
+        records = {**records, kind: dict(list(kept.items())[-MOST_RECORDS:])}
+    return records
+
+
+def _empty() -> _Records:
     return {"learned": {}, "exact": {}, "seconds": {}}
 
 
-def _parse(text: bytes) -> dict[str, dict[str, Any]]:
+def _parse(text: bytes) -> _Records:
     """Raises ValueError if this is no file of ours."""
     body = json.loads(text)
     if not isinstance(body, dict) or body.get("version") != _VERSION:

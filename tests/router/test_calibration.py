@@ -4,6 +4,8 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,52 @@ def test_what_was_not_used_for_longest_is_forgotten(file: Path) -> None:
     assert calibration.load_seconds("0") is None
     assert calibration.load_seconds("1") == 1.0
     assert calibration.load_seconds("new") == 1.0
+
+
+def test_what_is_recorded_counts_before_it_is_on_the_disk(file: Path) -> None:
+    writes: list[Callable[[], None]] = []
+    calibration = Calibration(file, later=writes.append)
+    calibration.record("a", GUESS, [240])
+    calibration.record("a", GUESS, [200])
+    calibration.record_load("a", 3.0)
+    learned = calibration.learned("a")
+    assert learned is not None
+    assert learned.shards == (230,)
+    assert not file.exists()
+    other = Calibration(file)
+    other.record("b", GUESS, [190])
+    other.record("a", GUESS, [100])
+    assert calibration.learned("b") is not None
+    for write in writes:
+        write()
+    both = calibration.learned("a"), Calibration(file).learned("a")
+    assert both[0] == both[1]
+    assert Calibration(file).learned("b") == calibration.learned("b")
+    assert Calibration(file).load_seconds("a") == 3.0
+
+
+def test_each_record_reaches_the_disk_once(file: Path) -> None:
+    writes: list[Callable[[], None]] = []
+    calibration = Calibration(file, later=writes.append)
+    for seconds in (1.0, 2.0):
+        calibration.record_load("a", seconds)
+    for write in writes:
+        write()
+    calibration.record_load("a", 9.0)
+    for write in writes:
+        write()
+    assert json.loads(file.read_text())["seconds"] == {"a": [1.0, 2.0, 9.0]}
+    assert calibration.load_seconds("a") == 2.0
+
+
+def test_a_thread_of_its_own_may_write(file: Path) -> None:
+    with ThreadPoolExecutor(1) as aside:
+        calibration = Calibration(file, later=aside.submit)
+        for number in range(200):
+            calibration.record_load(str(number % 7), float(number))
+            assert calibration.load_seconds(str(number % 7)) is not None
+    body = json.loads(file.read_text())["seconds"]
+    assert body == {str(name): [float(n) for n in range(200) if n % 7 == name][-5:] for name in range(7)}
 
 
 def test_a_key_tells_apart_what_costs_differently_and_nothing_else() -> None:

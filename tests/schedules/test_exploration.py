@@ -5,6 +5,7 @@ A failing seed is printed; put it into `SEEDS_THAT_FAILED` and keep it there.
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from router.fleet import Limits
 from router.launchers import WorkerLost
 from router.ledger import DeviceId
 from router.lifecycle import State
+from router.presets import Preset
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
 from tests.schedules.worlds import Schedule
 
@@ -79,6 +81,8 @@ class Exploration:
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
+        for model in fleet.models.values():
+            assert sum(worker.open for worker in model.workers) <= 1, f"{model.preset.id} has two open workers"
         if event.kind == "state":
             state = State[event.data["state"].upper()]
             assert state >= self.states.get(event.data["worker"], state), "a state went back"
@@ -109,17 +113,42 @@ class Exploration:
         for _ in range(pick.randint(0, 6)):
             await asyncio.sleep(pick.expovariate(0.1))
             try:
-                match pick.choice(["load", "unload", "force", "foreign"]):
+                match pick.choice(["load", "unload", "force", "foreign", "reload", "files", "die"]):
                     case "load":
                         fleet.load(pick.choice(names))
                     case "unload":
                         fleet.unload(pick.choice(names))
                     case "force":
                         fleet.unload(pick.choice(names), force=True)
+                    case "reload":
+                        fleet.apply(self.edited())
+                    case "files":
+                        self.world.files.change(pick.choice(names))
+                    case "die":
+                        self.kill(pick.choice(names))
                     case "foreign":
                         self.world.launcher.set_foreign(pick.choice(list(self.totals)), pick.randint(0, 1) * GIB)
             except ApiError:
                 continue
+
+    def edited(self) -> dict[str, Preset]:
+        """Presets as somebody may have rewritten them: one removed, one changed, all of them back, ..."""
+        pick, presets = self.random, dict(self.world.presets)
+        for name in tuple(presets):
+            match pick.choice(["keep", "keep", "keep", "remove", "restart", "pin", "live"]):
+                case "remove":
+                    del presets[name]
+                case "restart":
+                    presets[name] = replace(presets[name], ctx_size=pick.choice([128, 256]))
+                case "pin":
+                    presets[name] = replace(presets[name], ctx_size=512, pin=True, ttl=5.0)
+                case "live":
+                    presets[name] = replace(presets[name], priority=pick.choice([0, 1]))
+        return presets
+
+    def kill(self, name: str) -> None:
+        if any(worker.program.model == name and not worker.is_lost for worker in self.world.launcher.running.values()):
+            self.world.launcher.die(name)
 
     async def run(self) -> None:
         clients = [asyncio.create_task(self.client()) for _ in range(self.random.randint(2, 12))]
