@@ -42,6 +42,7 @@ _SMALL = {
     "initializer_range": 0.15,
 }
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
+_EXPERTS = {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _BERT = {key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
 
 # family: (configuration class, model class, its settings). A family name is what callers say, not always a model_type.
@@ -57,6 +58,27 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _SMALL),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _BERT),
+    "cohere": ("CohereConfig", "CohereForCausalLM", _SMALL),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 8}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**_SMALL, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 8, "tie_word_embeddings": False},
+    ),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**_SMALL, "head_dim": 16}),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", _GPT2),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {**_SMALL, "logits_scaling": 2.0, "attention_multiplier": 0.3}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_SMALL, "num_local_experts": 4, "sliding_window": None}),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", _SMALL),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 8}),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**_BERT, "ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15},
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 32}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**_SMALL, "sliding_window": 8}),
     "bert-embed": ("BertConfig", "BertModel", _BERT),
     "llama-embed": ("LlamaConfig", "LlamaModel", _SMALL),
 }

@@ -13,17 +13,30 @@ from worker.errors import StartError
 
 VERIFIED = frozenset(
     {
+        "cohere",
+        "exaone4",
         "gemma",
+        "gemma3_text",
+        "glm4",
         "gpt2",
+        "gpt_bigcode",
         "gpt_neox",
+        "granite",
         "llama",
         "mistral",
+        "mixtral",
+        "olmo",
         "olmo2",
+        "olmo3",
+        "opt",
         "phi",
         "phi3",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
         "smollm3",
+        "starcoder2",
     }
 )
 """`model_type` of causal language models; tests/worker/test_engine_equality.py has one of each."""

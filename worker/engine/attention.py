@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
@@ -112,9 +113,9 @@ class Packed:
         return cls(
             pool=pool,
             batch=batch,
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            slots=upload(slots, torch.int64, device),
             decodes=decodes,
-            index=None if in_order else torch.tensor(rows, dtype=torch.int64, device=device) - low,
+            index=None if in_order else upload([row - low for row in rows], torch.int64, device),
             rows=slice(low, high),
             longest=max((segment.end for segment in batch[:decodes]), default=0),
             parts=tuple(parts),
@@ -133,7 +134,7 @@ class Packed:
         ends = [0] * (self.rows.stop - self.rows.start)
         for segment in segments:
             ends[segment.row - self.rows.start] = segment.end
-        end = torch.tensor(ends, device=self.slots.device)[:, None]
+        end = upload(ends, torch.int64, self.slots.device)[:, None]
         position = torch.arange(self.longest, device=self.slots.device)
         hidden = position >= end
         if window:

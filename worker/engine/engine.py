@@ -188,8 +188,11 @@ class TransformersEngine:
 
     @property
     def fatal(self) -> Future[StartError]:
-        """Done once the step loop has died, and only then: the process must end with the error's exit code (POISONED
-        after a sticky device error). Await it with `asyncio.wrap_future`; every running request has ended by then."""
+        """Done once the step loop has died, and only then; every running request has ended by then.
+
+        After a sticky device error its result is the StartError to end with (exit POISONED); anything else it raises,
+        and that is a crash. To be awaited with `asyncio.wrap_future`.
+        """
         return self._loop.fatal
 
     async def close(self) -> None:

@@ -237,8 +237,11 @@ def _stored(
             file.populate(count)
             tensors.update(file.tensors())
     report(contract.Progress(stage="weights", done=total, total=total))
-    model = _build(cls, config, tensors, dtype, embeds)
-    return model.to(device), dtype
+    model = _build(cls, config, tensors, dtype, embeds).to(device)
+    used = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for file in opened:
+        file.keep_only(used)  # experts are stacked into new tensors, and a device has its own
+    return model, dtype
 
 
 def _keeps_float32(cls: Any) -> bool:

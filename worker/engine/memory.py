@@ -16,6 +16,13 @@ _M_ARENA_MAX = -8
 """malloc.h. A second arena for each thread keeps freed memory that no other thread can use."""
 
 
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A one-dimensional tensor on `device`; the host does not wait for what the device is doing."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
 def measured(devices: Sequence[str]) -> dict[str, int]:
     """Peak bytes by device name. `cpu`: resident bytes of this process, mapped files included."""
     peaks = {"cpu": _peak_resident()} if "cpu" in devices else {}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from worker.engine.attention import Packed, Pool
+from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
 
 
@@ -57,4 +58,4 @@ class PackedRunner:
         return logits.float()
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        return upload(values, torch.int64, self._device)

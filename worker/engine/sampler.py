@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.engine.memory import upload
 from worker.engine.sequence import Repeats
 from worker.generation import Sampling
 
@@ -74,23 +75,27 @@ def sample(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Sampled | None]:
     with the device.
     """
     asking = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
-    raw = torch.log_softmax(logits[asking], dim=-1) if asking else None
+    which = _indices(asking, logits.device)
+    raw = torch.log_softmax(logits[which], dim=-1) if asking else None
     _edit(logits, picks)
     best = logits.max(dim=-1)
-    fits = best.values.isfinite()
     tokens = best.indices
     drawing = [row for row, pick in enumerate(picks) if pick.sampling.temperature > 0.0]
     if drawing:
-        index = torch.tensor(drawing, device=logits.device)
+        index = _indices(drawing, logits.device)
         tokens[index] = _draw(logits[index] - best.values[index, None], [picks[row] for row in drawing])
-    answer = torch.stack((tokens.double(), fits.double()))
-    if raw is None:
-        return [Sampled(int(token)) if fit else None for token, fit in zip(*answer.tolist(), strict=True)]
-    likelihoods = _likelihoods(raw, tokens[asking], max(picks[row].sampling.logprobs or 0 for row in asking))
-    (chosen, good), rows = answer.tolist(), dict(zip(asking, likelihoods.tolist(), strict=True))
+    parts = [tokens.double(), best.values.isfinite().double()]
+    if raw is not None:
+        top = max(picks[row].sampling.logprobs or 0 for row in asking)
+        parts.append(_likelihoods(raw, tokens[which], top).flatten())
+    numbers = torch.cat(parts).tolist()  # here the host waits
+    rows = len(picks)
+    chosen, fits, said = list(map(int, numbers[:rows])), numbers[rows : 2 * rows], numbers[2 * rows :]
+    width = len(said) // max(len(asking), 1)
+    told = {row: said[place * width : (place + 1) * width] for place, row in enumerate(asking)}
     return [
-        Sampled(int(chosen[row]), _read(rows[row], int(chosen[row]), pick.sampling.logprobs) if row in rows else None)
-        if good[row]
+        Sampled(chosen[row], _read(told[row], chosen[row], pick.sampling.logprobs) if row in told else None)
+        if fits[row]
         else None
         for row, pick in enumerate(picks)
     ]
@@ -100,7 +105,7 @@ def sample(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Sampled | None]:
 def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Likelihood]:
     """How likely each of `tokens` was, given `logits` `[tokens, vocab]`, with `top` alternatives each."""
     raw = torch.log_softmax(logits, dim=-1)
-    rows = _likelihoods(raw, torch.tensor(tokens, device=logits.device), top).tolist()
+    rows = _likelihoods(raw, _indices(tokens, logits.device), top).tolist()
     return [_read(row, token, top) for row, token in zip(rows, tokens, strict=True)]
 
 
@@ -133,11 +138,7 @@ def _columns(
     entries: list[tuple[int, int, float]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns, values = zip(*entries, strict=True)
-    return (
-        torch.tensor(rows, device=device),
-        torch.tensor(columns, device=device),
-        torch.tensor(values, dtype=torch.float32, device=device),
-    )
+    return _indices(rows, device), _indices(columns, device), _numbers(values, device)
 
 
 def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
@@ -164,7 +165,7 @@ def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor 
         return None
     floor = _numbers(least, scores.device).clamp_(max=0.0)
     if cut:
-        index = torch.tensor(cut, device=scores.device)
+        index = _indices(cut, scores.device)
         shares = [samplings[row].top_p for row in cut]
         floor[index] = torch.maximum(floor[index], _nucleus(scores[index], [counts[row] for row in cut], shares))
     return floor
@@ -177,7 +178,7 @@ def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float
     widths = [max(limited)] if len(limited) == len(counts) else [vocab]
     if widths == [vocab] and not scores.is_cuda:
         widths = [min(vocab, max(_NUCLEUS_TOKENS, *limited, 0)), vocab]
-    count = torch.tensor(counts, device=scores.device)[:, None]
+    count = _indices(counts, scores.device)[:, None]
     share = _numbers(shares, scores.device)[:, None]
     for width in widths:
         top = scores.topk(width, dim=-1).values  # [rows, width], falling
@@ -205,4 +206,8 @@ def _read(row: list[float], token: int, top: int | None) -> Likelihood:
 
 
 def _numbers(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return upload(values, torch.float32, device)
+
+
+def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return upload(values, torch.int64, device)

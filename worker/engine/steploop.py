@@ -92,7 +92,8 @@ class StepLoop:
         self._steps = 0
         self.occupancy = Occupancy(steps=0, running=0, waiting=0)
         self.fatal: Future[StartError] = Future()
-        """Done when the loop has died and the process must end: with which exit code, and why."""
+        """Done when the loop has died and the process must end. After a sticky device error the result says with which
+        exit code; otherwise it raises what killed the loop, which is a crash."""
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._thread.start()
 
@@ -118,11 +119,11 @@ class StepLoop:
             self._end(Draining("the model is being unloaded"))
         except Exception as error:
             log.exception("the step loop has died")
-            code = Exit.POISONED if memory.is_sticky(error) else Exit.UNUSABLE
-            cause = f"{type(error).__name__}: {memory.one_line(error)}"
-            fatal = StartError(f"the engine's step loop died: {cause}", code)
             self._end(Draining("the engine has failed and its worker is being replaced"))
-            self.fatal.set_result(fatal)
+            if memory.is_sticky(error):
+                self.fatal.set_result(StartError(f"the device is lost: {memory.one_line(error)}", Exit.POISONED))
+            else:
+                self.fatal.set_exception(error)
 
     def _end(self, error: RequestError) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ Format: https://huggingface.co/docs/safetensors, "Format": 8 bytes little-endian
 
 import json
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -131,6 +131,12 @@ class WeightFile:
             yield entry.name, (view.to(dtype, copy=True) if view.is_floating_point() else view.clone())
             report(entry.nbytes)
             self._let_go(entry)
+
+    def keep_only(self, used: Set[int]) -> None:
+        """Let go of the pages of all tensors whose views do not begin at one of the addresses `used`."""
+        for entry in self._entries:
+            if self._view(entry).data_ptr() not in used:
+                self._let_go(entry)
 
     def _let_go(self, entry: _Entry) -> None:
         start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
