@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Hub:
             (folder / path).write_bytes(data)
         return f"org/{name}"
 
-    def fails(self, **faults: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def fails(self, **faults: Any) -> None:
         """From now on these faults, and no others; `repo` of the name stands for its listing."""
         self._ask("PUT", "/_faults", json.dumps(faults).encode())
 

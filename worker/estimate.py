@@ -1,0 +1,358 @@
+"""The exact figure: the model's own code run on fake tensors, live bytes counted by storage. No weights are read.
+
+The model is built without memory, in the types it will have; the cache is the very one that the engine makes; then
+come the largest steps that the engine can take. A fake tensor has shape, type and device but no content, and a
+dispatch mode sees every storage come and go, so the largest sum alive at once is what an allocator would be asked for.
+What a process takes beside that is measured on this one, which has imported and loaded what a serving one does.
+"""
+
+import dataclasses
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.initialization import no_init_weights
+
+from worker import contract, server
+from worker.engine import architectures, attention, engine, loader, memory, sampler, weights
+from worker.engine.embedding import Embedder
+from worker.engine.runner import PackedRunner
+from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
+from worker.engine.sequence import Sequence
+from worker.generation import Sampling
+
+MIB = 1 << 20
+HEAP_FACTOR = 2
+"""On the CPU, resident bytes by bytes alive at once: glibc keeps freed blocks below 32 MiB for the next step, and those
+of one step do not fit those of another. Fitted on Llama shapes of 0.5 to 200 MB, float32 and bfloat16, torch 2.13: 1.7
+to 2.3 times the live bytes where layers decide, less where large logits do."""
+KERNEL_BYTES = 20 * MIB
+"""Code of kernels and buffers of matrix products that come in with the first steps of real size. Measured likewise: 10
+to 20 MiB."""
+ATTENTION_TILE_BYTES = 2 * MIB
+"""Of each thread, in torch's attention on the CPU, which takes them from no allocator that we see. Measured."""
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""cuBLAS documentation, CUBLAS_WORKSPACE_CONFIG: the default on Hopper, less on older cards."""
+CUDA_HOST_BYTES = 1024 * MIB
+"""Main memory that CUDA's libraries take beside the imports. A guess: not measured on any card yet."""
+KERNELS = 64
+"""More shapes than the caches of kernels hold (`worker.__main__`)."""
+COSTLIEST = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
+"""With this a request takes every step of the sampler, and the most memory."""
+_SERVED_WITH = (server,)
+"""Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
+
+Step = Callable[[], object]
+
+
+def estimate(options: contract.Estimate) -> contract.Estimated:
+    """Bytes that `serve` with the same options would occupy. Takes little longer than its imports.
+
+    Raises StartError for what `serve` would refuse before it reads weights.
+    """
+    torch.set_num_threads(options.threads)
+    memory.keep_small()
+    config = loader.load_config(options)
+    tokenizer = loader.load_tokenizer(options)
+    if len(options.devices) != 1:
+        loader.device_of(options)  # says why not
+    device = torch.device(options.devices[0])
+    embeds = loader.is_embedder(options, config)
+    cls = loader._model_class(options, config, embeds)
+    stored = _stored(options)
+    dtype = loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
+    converts = any(each != dtype for each, _ in stored if each.is_floating_point)
+    runtime = _resident_bytes(dtype)
+    with FakeTensorMode():
+        model = build(cls, config, dtype, device, embeds=embeds)
+        is_mapped = device.type == "cpu" and not converts
+        weight_bytes = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
+        ctx_size = engine._ctx_size(_as_served(options), architectures.positions(config))
+        shorten(model)
+        context_bytes = 0
+        if embeds:
+            steps = embedding_steps(Embedder(model, device, pooling="mean", normalize=2, pad=0), options, ctx_size)
+        else:
+            pool = make_pool(config, options, ctx_size, dtype, device)
+            context_bytes = pool.bytes
+            attention.register()
+            model.set_attn_implementation(engine._ATTENTION[options.attention])
+            steps = generation_steps(PackedRunner(model, pool, device), options, ctx_size)
+        compute_bytes = max(peak_bytes(step) for step in steps)
+    del tokenizer  # alive until here: its memory is part of the runtime's
+    if device.type == "cpu":
+        compute_bytes = HEAP_FACTOR * compute_bytes + options.threads * ATTENTION_TILE_BYTES
+        return _one_shard(weight_bytes, context_bytes, compute_bytes, runtime + KERNEL_BYTES, host=0)
+    host = runtime + CUDA_HOST_BYTES + (weight_bytes if converts else 0)
+    compute_bytes += CUBLAS_WORKSPACE_BYTES
+    return _one_shard(weight_bytes, context_bytes, compute_bytes, memory.CUDA_CONTEXT_BYTES, host=host)
+
+
+def _one_shard(weights: int, context: int, compute: int, runtime: int, *, host: int) -> contract.Estimated:
+    return contract.Estimated(weights=[weights], context=[context], compute=[compute], runtime=[runtime], host=host)
+
+
+def _as_served(options: contract.ModelOptions) -> contract.Serve:
+    """The same options, as the engine takes them."""
+    shared = {field.name: getattr(options, field.name) for field in dataclasses.fields(contract.ModelOptions)}
+    return contract.Serve(listen="", **shared)
+
+
+# What is built
+
+
+def build(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, *, embeds: bool) -> Any:
+    """The model as the loader makes it, its parameters never filled. Under a FakeTensorMode it takes no memory."""
+    extra = {"add_pooling_layer": False} if embeds and loader._has_pooler(cls) else {}
+    with no_init_weights(), device:
+        return cls._from_config(config, dtype=dtype, **extra).eval().requires_grad_(False)
+
+
+def make_pool(
+    config: Any, options: contract.ModelOptions, ctx_size: int, dtype: torch.dtype, device: torch.device
+) -> attention.Pool:
+    """The key-value pool of the engine."""
+    shape = architectures.CacheShape.of(config)
+    return attention.Pool(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=options.parallel,
+        ctx_size=ctx_size,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def shorten(model: Any) -> None:
+    """Leave one layer of each kind: what lives during a step does not depend on the number of layers.
+
+    Keys and values are in the pool, and a layer's own tensors are gone before the next one's come. (Checked to the byte
+    on 2, 32 and 80 layers.) Running a deep model on fake tensors would take seconds.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ["all"] * count)
+    needed = 1 + max(kinds.index(kind) for kind in set(kinds))
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.ModuleList) and len(child) == count:
+                setattr(module, name, child[: max(needed, 2)])
+
+
+def _stored(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
+    """Type and number of elements of every tensor in the files, from their headers."""
+    if options.load_format == "dummy":
+        return []
+    files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
+    return [(view.dtype, view.numel()) for file in files for _, view in file.tensors()]
+
+
+def _first_floating(stored: list[tuple[torch.dtype, int]]) -> torch.dtype | None:
+    return next((dtype for dtype, _ in stored if dtype.is_floating_point), None)
+
+
+def _weight_bytes(
+    options: contract.ModelOptions,
+    config: Any,
+    model: Any,
+    dtype: torch.dtype,
+    stored: list[tuple[torch.dtype, int]],
+    *,
+    is_mapped: bool,
+) -> int:
+    """Bytes of the weights as they will sit in memory, and of the buffers that the model makes itself."""
+    saved = model.state_dict()
+    own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
+    if getattr(config, "quantization_config", None):
+        # packed integers and 8-bit floats stay as they are stored; other floats take the type of the model
+        return own + sum(
+            count * (dtype.itemsize if each.is_floating_point and each.itemsize > 1 else each.itemsize)
+            for each, count in stored
+        )
+    built = tensor_bytes(model)
+    if options.quantization.startswith("bnb"):
+        return built - _saved_by_bitsandbytes(model, dtype, bits=4 if options.quantization == "bnb-4bit" else 8)
+    if options.load_format == "dummy":
+        return built
+    if is_mapped:  # whole files are touched: a second copy of a tied head takes room, too
+        return max(built, own + sum(each.itemsize * count for each, count in stored))
+    return built + _kept_in_float32(model, dtype)
+
+
+def _kept_in_float32(model: Any, dtype: torch.dtype) -> int:
+    """Further bytes of the parts that transformers leaves in float32 in a model of a smaller type."""
+    names = tuple(model._get_dtype_plan(dtype))
+    kept = (each for name, each in model.named_parameters() if any(part in name for part in names))
+    elements: int = sum(parameter.numel() for parameter in kept)
+    return elements * (torch.float32.itemsize - dtype.itemsize)
+
+
+def _saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
+    """Bytes by which quantising on load shrinks the model: every linear layer but the head.
+
+    8 bits: one byte each, and a float32 scale for each row. 4 bits: half a byte, and a float32 for each block of 64
+    (Dettmers et al. 2023, section 3; bitsandbytes' defaults, without double quantisation).
+    """
+    head = model.get_output_embeddings()
+    saved = 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            elements = module.weight.numel()
+            packed = elements + 4 * module.out_features if bits == 8 else elements // 2 + 4 * -(-elements // 64)
+            saved += elements * dtype.itemsize - packed
+    return saved
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers, each storage once: a tied head is its embedding."""
+    tensors = [*model.parameters(), *model.buffers()]
+    sizes: dict[int, int] = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
+
+
+# What is run
+
+
+def generation_steps(runner: PackedRunner, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
+    """The largest steps of a batch: a chunk of a prompt at the far end of the context beside rows that decode there,
+    and the same with logprobs of the prompt."""
+    rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
+    batches = [(*_decodes(rows - 1, ctx_size), _segment(rows - 1, ctx_size - chunk, chunk))]
+    asked = min(PROMPT_LOGITS, chunk)
+    told = _segment(rows - 1, ctx_size - asked, asked, prompt_logprobs=True)
+    if rows > 1 and chunk > asked:
+        rest = chunk - asked
+        batches.append((*_decodes(rows - 2, ctx_size), _segment(rows - 2, ctx_size - rest, rest), told))
+    else:
+        batches.append((*_decodes(rows - 1, ctx_size), told))
+    for batch in batches:
+        yield partial(_generate, runner, batch)
+
+
+def _generate(runner: PackedRunner, batch: Batch) -> None:
+    """One step, as `Generating` takes it."""
+    logits = runner.run(batch)
+    first = 0
+    chosen = []
+    for segment in batch:
+        if segment.sequence.prompt_logprobs:
+            following = [0] * segment.logits
+            sampler.likelihoods(logits[first : first + segment.logits], following, COSTLIEST.logprobs or 0)
+        first += segment.logits
+        chosen.append(first - 1)
+    picks = [sampler.Pick(COSTLIEST, uniform=0.5)] * len(chosen)
+    sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
+
+
+def _decodes(count: int, ctx_size: int) -> tuple[Segment, ...]:
+    """So many rows, each with another length, near the end of the context."""
+    return tuple(_segment(row, max(ctx_size - 1 - row, 0), 1) for row in range(count))
+
+
+def _segment(row: int, start: int, length: int, *, prompt_logprobs: bool = False) -> Segment:
+    tokens = [0] * (start + length)
+    sequence = Sequence(
+        id=row,
+        prompt_tokens=len(tokens) if prompt_logprobs or length > 1 else max(start, 1),
+        tokens=tokens,
+        limit=len(tokens),
+        ends=frozenset(),
+        prompt_logprobs=prompt_logprobs,
+        computed=start,
+    )
+    return Segment(sequence, row, start, length)
+
+
+def embedding_steps(embedder: Embedder, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
+    """The largest steps of an embedder: one text as long as may be, and as many as are taken together."""
+    rows = options.parallel
+    yield partial(embedder.run, [[0] * ctx_size])
+    yield partial(embedder.run, [[0] * max(1, min(options.prefill_chunk // rows, ctx_size))] * rows)
+
+
+# What is counted
+
+
+def peak_bytes(step: Step) -> int:
+    """The most bytes that are alive at once while `step` runs, beside those that were there before."""
+    live = LiveBytes()
+    with live, suppress(DataDependentOutputException):  # the end: fake tensors have no numbers to hand out
+        step()
+    return live.peak
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that come to be while it is active, and are still alive.
+
+    Each storage counts once, whatever views of it there are. Works on real tensors as on fake ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _worst(args[0].dtype)
+        if func.namespace == "aten":
+            # In inference mode composite operators arrive whole; what they allocate inside counts, too.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and _key(leaf) not in given:
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += self._sizes[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _worst(dtype: torch.dtype) -> bool | int | float:
+    """What to take for a number that nobody knows. A condition that ends early fails: the code goes the longer way."""
+    if dtype == torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _resident_bytes(dtype: torch.dtype) -> int:
+    """Resident bytes of this process, once the libraries that compute have been used in earnest."""
+    square = torch.ones(64, 64, dtype=dtype)
+    for length in range(1, KERNELS + 1):  # one kernel for each shape, until their caches are full
+        rows = torch.softmax(F.linear(torch.ones(length, 64, dtype=dtype), square), dim=-1)
+    heads = rows[:64].view(1, 4, 16, 64)
+    F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
