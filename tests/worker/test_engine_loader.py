@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import mmap
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,69 @@ async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
         ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
         assert told.tokens == answer[: min(ends, default=40)]
         assert engine._ends == {1, 217, 303}
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaModel
+
+
+class BrandnewConfig(LlamaConfig):
+    model_type = "brandnew"
+
+
+class BrandnewModel(LlamaModel):
+    config_class = BrandnewConfig
+"""
+
+
+async def test_code_in_a_snapshot_runs_only_when_trusted_and_never_with_our_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = tiny.make("llama-embed", tmp_path / "model")
+    async with serving(load(folder)) as engine:
+        expected = await engine.embed([PROMPT])
+    (folder / "code.py").write_text(CODE)
+    names = {"AutoConfig": "code.BrandnewConfig", "AutoModel": "code.BrandnewModel"}
+    edit(folder / "config.json", model_type="brandnew", auto_map=names)
+    assert "trust-remote-code" in str(refused(folder))
+    async with serving(load(folder, trust_remote_code=True)) as engine:
+        assert (await engine.embed([PROMPT]))[0] == pytest.approx(expected[0], abs=1e-6)
+    assert "brandnew" in str(refused(folder, trust_remote_code=True, task="generate"))
+
+
+def test_a_native_class_is_used_where_there_is_one_whatever_code_lies_beside_it(folder: Path) -> None:
+    edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('this must not run')")
+    for trusted in (False, True):
+        config = load_config(options(folder, trust_remote_code=trusted))
+        assert type(config) is transformers.LlamaConfig
+        loaded = load_model(options(folder, trust_remote_code=trusted), config, None, lambda event: None)
+        assert type(loaded.model) is transformers.LlamaForCausalLM
+
+
+def test_the_pool_is_resident_from_the_beginning() -> None:
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * mmap.PAGESIZE
+
+    before = resident()
+    pool = attention.Pool(
+        layers=2, kv_heads=4, head_dim=64, rows=4, ctx_size=8192, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert resident() - before >= 0.95 * pool.bytes == 0.95 * (128 << 20)
+
+
+def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path) -> None:
+    """Experts are stacked into new tensors; the file's own would count twice."""
+    folder = tiny.make("mixtral", tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=512)
+    asked = options(folder)
+    loaded = load_model(asked, load_config(asked), None, lambda event: None)
+    smaps = Path("/proc/self/smaps").read_text().split(str(folder / "model.safetensors"))[1]
+    kept = next(int(line.split()[1]) << 10 for line in smaps.splitlines() if line.startswith("Rss:"))
+    experts = sum(each.nbytes for name, each in loaded.model.named_parameters() if "experts" in name)
+    assert kept <= (folder / "model.safetensors").stat().st_size - 0.9 * experts
 
 
 # What is refused
