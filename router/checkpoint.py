@@ -208,6 +208,9 @@ def _assemble(
         value_dim=value_dim,
         expanded=expanded,
         intermediate=width,
+        activation=str(
+            text.get("hidden_act") or text.get("hidden_activation") or text.get("activation_function") or ""
+        ),
         vocab_size=vocab,
         max_positions=_shorter(_positions(text, model_type), longest if capabilities == ("embedding",) else 0),
         windows=_windows(text, model_type, layers),

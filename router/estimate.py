@@ -41,16 +41,19 @@ TOKENIZER_BYTES = 1100
 """Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
 with tokenizers 0.22: 32 and 124 MiB."""
 
-KERNEL_BYTES = 64 * MIB
-"""Compiled kernels that oneDNN keeps on the CPU for models of 16-bit floats: 0.64 MiB for each shape of a matrix
-product, whatever its size, and the worker keeps at most 64 (LRU_CACHE_CAPACITY, ONEDNN_PRIMITIVE_CACHE_CAPACITY)."""
+KERNEL_BYTES = 32 * MIB
+"""Compiled kernels that oneDNN keeps on the CPU for models of 16-bit floats: 0.65 MiB for each shape of a matrix
+product, whatever its size, of which a worker keeps few (worker/__main__.py)."""
 
 RETENTION = 2
-"""Times the live bytes of steps that malloc holds on to, as blocks of ever other sizes come and go; 1.5 to 2 measured
-on Llama, Qwen3 and GPT-2 shapes with random prompts."""
+"""Times the live bytes of steps on main memory that malloc holds on to, as blocks of ever other sizes come and go: 1.5
+to 2 measured on Llama, Qwen3 and GPT-2 shapes with prompts of random lengths."""
 
 TILE_BYTES = 2 * MIB
 """Workspace of one thread in torch's flash attention on the CPU; measured on torch 2.13."""
+
+STEPWISE = frozenset({"gelu_new", "gelu_fast", "gelu_accurate", "quick_gelu", "gelu_python", "gelu_10", "laplace"})
+"""Activations that transformers computes with several tensors alive."""
 
 AUTO_CTX = 8192
 """Tokens that a preset without ctx-size gets at most."""
@@ -107,6 +110,8 @@ class Checkpoint:
     """Elements of keys and values of one token as attention reads them, of all query heads."""
     intermediate: int = 0
     """Width of the MLP; of all experts that one token visits together."""
+    activation: str = ""
+    """Of the MLP, as transformers names it."""
     vocab_size: int = 0
     max_positions: int = 0
     """Longest sequence that the model was made for; 0: the config states none (ALiBi, state-space models)."""
@@ -244,7 +249,8 @@ def estimate(
     context = context_bytes(facts, preset, tokens, on_host=on_host)
     compute = compute_bytes(facts, preset, tokens, on_host=on_host)
     if on_host:
-        compute = resident_bytes(compute, facts, preset)
+        compute = RETENTION * compute
+        compute += KERNEL_BYTES if DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2 else 0
         if not is_mapped(facts, preset):
             compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
     return Estimate(
@@ -328,8 +334,8 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     A step holds one chunk of prompts and one token of every other row, packed into one row; what follows is counted
     in its tokens. The multiples are those of transformers' modelling code, read off it and measured on Llama, Qwen3
     and GPT-2 shapes in float32 and bfloat16: the residual, what entered the layer, the model's input and the normed
-    input live through a layer; rotary embedding holds four copies of the queries (five with a norm of them); a plain
-    MLP with the tanh form of GELU five of its width, a gated one three. Raises UnknownArchitecture.
+    input live through a layer; rotary embedding holds four copies of the queries (five with a norm of them); an MLP
+    four of its width (five with a GELU that is computed in steps). Raises UnknownArchitecture.
     """
     if not facts.hidden or not facts.vocab_size:
         raise UnknownArchitecture(
@@ -338,14 +344,15 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     rows, is_embedder = preset.parallel, embeds(facts, preset)
-    # an embedder takes a prompt whole, however long; several share one chunk
+    # an embedder takes a prompt whole, however long, and without a mask; several share one chunk, padded and masked
     packed = max(preset.prefill_chunk, tokens) if is_embedder else min(preset.prefill_chunk, rows * tokens) + rows
     queries = max(facts.expanded // 2, facts.hidden)
     passing = 4 * facts.hidden * each + 2 * facts.head_dim * 4
     norm = 2 * 4 * facts.hidden  # its square and result in float32
     attention = (5 * queries + 2 * facts.kv_heads * (facts.head_dim + facts.value_dim)) * each
     making_masks = 2 * tokens  # comparisons of positions, one byte each
-    layer = packed * (passing + max(norm, attention + making_masks, 5 * facts.intermediate * each))
+    mlp = (5 if facts.activation in STEPWISE else 4) * facts.intermediate * each
+    layer = packed * (passing + max(norm, attention + making_masks, mlp))
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
     if is_embedder:
         return layer
@@ -355,22 +362,20 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     return max(layer, packed * passing + logits + sampler)
 
 
-def resident_bytes(live: int, facts: Checkpoint, preset: Preset) -> int:
-    """Main memory that steps with `live` bytes of tensors keep occupied in a process."""
-    is_short = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2
-    return RETENTION * live + (KERNEL_BYTES if is_short else 0)
-
-
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:
     """Masks, scores and workspaces of attention, for `packed` tokens that look back at `tokens` positions at most."""
-    spans = {min(tokens, window + packed) if window else tokens for window in facts.windows or (0,)}
-    masks = packed * sum(spans) * each  # one for each kind of layer
+    masked = tokens
+    if embeds(facts, preset) and preset.attention != "eager":
+        masked = min(tokens, preset.prefill_chunk)
+    spans = {min(masked, window + packed) if window else masked for window in facts.windows or (0,)}
+    masks = min(packed, max(masked, preset.prefill_chunk + preset.parallel)) * sum(spans) * each
+    repeated = tokens * facts.expanded * each  # keys and values, once for each query head
     if preset.attention == "eager":
-        # keys repeated for their heads; scores, masked scores, their float32 form and its softmax
-        return masks + tokens * facts.expanded * each + facts.heads * packed * tokens * (2 * each + 8)
+        # scores and masked scores, or in 16 bits scores, their float32 form and its softmax
+        return masks + repeated + facts.heads * packed * tokens * (8 if each == 4 else 10)
     if on_host:
         return masks + max(preset.threads, 1) * TILE_BYTES
-    return masks + tokens * facts.expanded * each  # CUDA's kernels with a mask want keys repeated for their heads
+    return masks + repeated  # CUDA's kernels with a mask want it so
 
 
 def _split(total: int, shards: int) -> tuple[int, ...]:

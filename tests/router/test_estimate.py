@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router import estimate as estimates
 from router.estimate import (
+    KERNEL_BYTES,
     RUNTIME_DEVICE,
     RUNTIME_DEVICE_HOST,
     RUNTIME_HOST,
@@ -140,10 +141,27 @@ def test_an_embedder_computes_its_longest_prompt_in_one_piece() -> None:
 
 
 def test_each_thread_needs_a_workspace() -> None:
-    one, many = (estimate(QWEN3_4B, preset(), on_host=True, threads=threads) for threads in (0, 32))
+    long = preset(prefill_chunk=2048)
+    one, many = (estimate(QWEN3_4B, long, on_host=True, threads=threads) for threads in (0, 32))
     assert many.total - one.total >= 31 * TILE_BYTES
-    own = estimate(QWEN3_4B, preset(threads=32), on_host=True, threads=1)
-    assert own == many
+    assert estimate(QWEN3_4B, replace(long, threads=32), on_host=True, threads=1) == many
+
+
+def test_an_activation_in_steps_holds_more_than_a_single_kernel() -> None:
+    wide = replace(QWEN3_4B, intermediate=40000)
+    stepwise = replace(wide, activation="gelu_new")
+    plain = estimate(wide, preset(), on_host=False).compute[0]
+    assert estimate(stepwise, preset(), on_host=False).compute[0] - plain == (512 + 4) * 40000 * 2
+
+
+def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:
+    small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512)
+    found = {
+        (dtype, on_host): estimate(small, preset(dtype=dtype, ctx_size=64, parallel=1), on_host=on_host).compute[0]
+        for dtype in ("float32", "bfloat16")
+        for on_host in (True, False)
+    }
+    assert found["bfloat16", True] > KERNEL_BYTES > max(found["float32", True], found["bfloat16", False])
 
 
 def test_eager_attention_needs_the_whole_table_of_scores() -> None:
