@@ -39,7 +39,7 @@ weights and their sums, when every row wants top-p of a flat distribution (worke
 
 TOKENIZER_BYTES = 1100
 """Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
-with tokenizers 0.22: 32 and 124 MiB."""
+with tokenizers 0.23: 32 and 124 MiB."""
 
 KERNEL_BYTES = 32 * MIB
 """Compiled kernels that oneDNN keeps on the CPU for models of 16-bit floats: 0.65 MiB for each shape of a matrix

@@ -147,6 +147,12 @@ def test_each_thread_needs_a_workspace() -> None:
     assert estimate(QWEN3_4B, replace(long, threads=32), on_host=True, threads=1) == many
 
 
+def test_converting_holds_the_largest_tensor_twice_before_there_is_a_pool() -> None:
+    converted = preset(dtype="float32", ctx_size=1, parallel=1, prefill_chunk=1)
+    found = estimate(replace(QWEN3_4B, largest=1 << 30), converted, on_host=True)
+    assert found.compute[0] + found.context[0] == 1 << 30
+
+
 def test_an_activation_in_steps_holds_more_than_a_single_kernel() -> None:
     wide = replace(QWEN3_4B, intermediate=40000)
     stepwise = replace(wide, activation="gelu_new")
@@ -155,7 +161,11 @@ def test_an_activation_in_steps_holds_more_than_a_single_kernel() -> None:
 
 
 def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:
-    small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512)
+    small = replace(
+        QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512, largest=0
+    )
+        QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512, largest=0
+    )
     found = {
         (dtype, on_host): estimate(small, preset(dtype=dtype, ctx_size=64, parallel=1), on_host=on_host).compute[0]
         for dtype in ("float32", "bfloat16")
