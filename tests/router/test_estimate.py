@@ -164,8 +164,6 @@ def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:
     small = replace(
         QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512, largest=0
     )
-        QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512, largest=0
-    )
     found = {
         (dtype, on_host): estimate(small, preset(dtype=dtype, ctx_size=64, parallel=1), on_host=on_host).compute[0]
         for dtype in ("float32", "bfloat16")
