@@ -545,7 +545,7 @@ def _estimate(worker: Worker, world: World) -> None:
     kinds = ["cpu"] if on_host else [names.get(min(worker.devices), "")]
     key = calibration.key(facts, preset, kinds)
     seconds = world.calibration.load_seconds(key) or 0.0
-    static = estimates.estimate(facts, preset, shards=1, on_host=on_host)
+    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=_threads(preset, on_host=on_host))
     if not static.sure and (known := world.calibration.learned(key) or world.calibration.exact(key)) is not None:
         worker.costs = Costs(known, True, key, seconds)
     else:
@@ -631,12 +631,16 @@ def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
 
 
+def _threads(preset: Preset, *, on_host: bool) -> int:
+    """torch threads of the preset's worker; half the cores on main memory, so that two workers do not fight."""
+    return preset.threads or (max(1, (os.cpu_count() or 2) // 2) if on_host else 1)
+
+
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     """A command of `kind` (contract.Estimate or contract.Serve) with the model's options."""
     preset, facts = worker.preset, worker.facts
     assert facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
-    half = max(1, (os.cpu_count() or 2) // 2)
     return kind(
         snapshot=worker.snapshot,
         tokenizer=preset.tokenizer,
@@ -651,7 +655,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
         ctx_size=estimates.effective_ctx(facts, preset),
         parallel=preset.parallel,
         prefill_chunk=preset.prefill_chunk,
-        threads=preset.threads or (half if on_host else 1),
+        threads=_threads(preset, on_host=on_host),
         **fields,
     )
 

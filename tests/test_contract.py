@@ -25,8 +25,8 @@ EVENTS = (
     contract.Failed,
 )
 # What the kernel takes as an argument: no NUL, nothing that UTF-8 cannot say.
-TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)))
-WORD = st.text(st.characters(blacklist_characters="\0,", blacklist_categories=("Cs",)), min_size=1)
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+WORD = st.text(st.characters(exclude_characters="\0,", exclude_categories=["Cs"]), min_size=1)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXT,
     int: st.integers(-(2**62), 2**62),
@@ -44,7 +44,8 @@ def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
 
     def instances(kind: type[Any]) -> st.SearchStrategy[Any]:
         hints = typing.get_type_hints(kind)
-        required, optional = {}, {}
+        required: dict[str, st.SearchStrategy[Any]] = {}
+        optional: dict[str, st.SearchStrategy[Any]] = {}
         for field in dataclasses.fields(kind):
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             (optional if has_default else required)[field.name] = VALUES[hints[field.name]]
