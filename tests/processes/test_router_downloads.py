@@ -1,0 +1,57 @@
+"""Models of a hub through the router: a download first, then an offline load; a real worker and a fake hub."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.processes.routers import ROOT, error_of, router
+from tests.tiny import make
+
+pytestmark = pytest.mark.slow
+
+
+@asynccontextmanager
+async def hub(root: Path) -> AsyncIterator[str]:
+    """The address of a hub that serves `root`, for the length of the block."""
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, str(ROOT / "tests" / "fake_hub.py"), str(root), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert program.stdout is not None
+    try:
+        yield (await program.stdout.readline()).decode().strip()
+    finally:
+        program.terminate()
+        await program.wait()
+
+
+async def test_a_model_of_the_hub_is_fetched_once_then_served_offline(tmp_path: Path) -> None:
+    make("llama", tmp_path / "hub" / "org" / "tiny")
+    file = tmp_path / "models.ini"
+    file.write_text("[*]\nctx-size = 64\nthreads = 1\n[tiny]\nhf-repo = org/tiny\n[gone]\nhf-repo = org/gone\n")
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+    cache = {"HF_HUB_CACHE": str(tmp_path / "cache")}
+    async with hub(tmp_path / "hub") as address:
+        environ = {**cache, "HF_ENDPOINT": address, "HF_TOKEN": "hf_secretOfThisTest"}
+        async with router("--models-preset", str(file), environ=environ) as up:
+            assert (await up.status("tiny"))["value"] == "unloaded"
+            response = await up.client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            text = response.json()["choices"][0]["text"]
+            assert any("downloading→queued" in line for line in up.log)
+            assert not any("hf_secretOfThisTest" in line for line in up.log)
+            response = await up.client.post("/v1/completions", json={**body, "model": "gone"})
+            assert error_of(response) == (500, "load_failed")
+            assert "org/gone" in response.json()["error"]["message"]
+            assert (await up.status("gone"))["failed"] is True
+    async with router("--models-preset", str(file), "--offline", environ=cache) as up:
+        response = await up.client.post("/v1/completions", json=body)
+        assert response.json()["choices"][0]["text"] == text
+        response = await up.client.post("/v1/completions", json={**body, "model": "gone"})
+        assert error_of(response) == (500, "load_failed")
+        assert "--offline" in response.json()["error"]["message"]
+        entries = {entry["id"]: entry["source"] for entry in (await up.client.get("/models")).json()["data"]}
+        assert entries == {"org/tiny": "cache", "tiny": "preset", "gone": "preset"}
