@@ -235,9 +235,9 @@ def test_an_interrupted_start_says_so_and_nothing_else(tmp_path: Path) -> None:
         with contextlib.suppress(OSError):  # no reader yet
             writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
     assert writer is not None
-    os.close(writer)
+    os.close(writer)  # a signal just before the read would be looked at only after it
+    out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err.strip()) == (130, b"", b"router: interrupted")
 
 
