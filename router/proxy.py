@@ -8,19 +8,20 @@ error frame and an aborted connection, never a clean end that a client would tak
 import asyncio
 import contextlib
 import fcntl
+import io
 import logging
 import socket
 import struct
 import termios
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
 
-from router.errors import ApiError, RequestTimeout, WorkerCrashed
+from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
 from router.fleet import Fleet, Lease
 from router.launchers import WorkerProcess
 from router.life import lost_error
@@ -42,6 +43,10 @@ BUFFERED = 1 << 20
 """Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
 LONGEST_TAIL = 1 << 20
 """Bytes of an incomplete event that are held back at most."""
+LARGE = 1 << 16
+"""Bytes from which a body goes out in pieces."""
+LAST_WORDS = 30.0
+"""Seconds that the end of a broken answer may take to leave, if writes have no limit of their own."""
 FATE_KNOWN = 2.0
 """Seconds to wait, after a connection broke, for word of what became of its worker."""
 STREAM_HEADERS = {
@@ -97,6 +102,8 @@ class Answer:
         self.first_byte: float | None = None
         self.finished = False
         """The last event of a complete stream has been forwarded."""
+        self.told = False
+        """The last event was the worker's own error frame."""
         self.request = request
         self._pace = pace
 
@@ -111,20 +118,34 @@ class Answer:
         if "Content-Length" not in headers and self.request.version >= (1, 1):
             response.enable_chunked_encoding()
         self.response = response
-        await response.prepare(self.request)
+        await self._reach(response.prepare(self.request))
 
     async def write(self, data: bytes) -> None:
         """Raises ClientGone, after aborting the connection, if the client does not read."""
         assert self.response is not None
+        await self._reach(self.response.write(data))
+
+    async def finish(self) -> None:
+        """The orderly end of the answer. Raises ClientGone like `write`."""
+        assert self.response is not None
+        await self._reach(self.response.write_eof())
+
+    async def _reach(self, sending: Coroutine[Any, Any, object]) -> None:
         try:
             async with asyncio.timeout(self._pace.write_stall or None):
-                await self.response.write(data)
+                await sending
         except TimeoutError:
             if self.request.transport is not None:
                 self.request.transport.abort()
             raise ClientGone from None
         except ConnectionError:
             raise ClientGone from None
+
+    async def events(self, events: bytes) -> None:
+        """Forward whole events."""
+        await self.write(events)
+        self.finished = self.finished or events.endswith(b"data: [DONE]\n\n")
+        self.told = events[:-2].rpartition(b"\n\n")[2].startswith(b'data: {"error":')
 
     async def comment(self, text: str) -> None:
         if not self.committed:
@@ -150,7 +171,7 @@ class Answer:
         transport = self.request.transport
         if transport is None:
             return
-        limit = time.monotonic() + self._pace.write_stall
+        limit = time.monotonic() + (self._pace.write_stall or LAST_WORDS)
         sock: socket.socket | None = transport.get_extra_info("socket")
         old = self.request.version < (1, 1) and sock is not None and sock.family != socket.AF_UNIX
         while time.monotonic() < limit and not transport.is_closing():
@@ -160,6 +181,7 @@ class Answer:
         if old and sock is not None:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if old or transport.get_write_buffer_size():  # closing would wait for this reader for ever
             transport.abort()
         else:
             transport.close()
@@ -175,19 +197,21 @@ class Proxy:
     async def forward(self, request: web.Request, call: Call, headers: Mapping[str, str]) -> Answer:
         """Returns once the answer is complete, or broken off with an error frame.
 
-        Raises ApiError while nothing has been sent. Cancelling (the client left) gives the lease back and closes the
-        connection to the worker, which cancels its work.
+        Raises ApiError while nothing has been sent, CancelledError if the client has left. Cancelling, which is how
+        that is told otherwise, gives the lease back and closes the connection to the worker: that cancels its work.
         """
         answer = Answer(request, call, self._pace, headers)
+        left = max(0.0, call.arrived + call.timeout - time.monotonic()) if call.timeout else None
         try:
-            async with asyncio.timeout(call.timeout or None) as limit:
+            async with asyncio.timeout(left) as limit:
                 await self._attempts(answer)
         except ClientGone:
             log.info("%s: the client is gone", call.request_id)
+            raise asyncio.CancelledError from None
         except TimeoutError:
             if not limit.expired():
                 raise
-            await _fail(answer, RequestTimeout(f"no complete answer within {call.timeout:.0f} s (request-timeout)"))
+            await _fail(answer, RequestTimeout(f"no complete answer within {call.timeout:g} s (request-timeout)"))
         except ApiError as error:
             await _fail(answer, error)
         return answer
@@ -198,11 +222,14 @@ class Proxy:
             await self._attempt(answer)
             return
         except Unanswered as unanswered:
-            log.info("%s: %s; sent once more", answer.call.request_id, unanswered.error.message)
+            lost = unanswered.error
+            log.info("%s: %s; sent once more", answer.call.request_id, lost.message)
         try:
             await self._attempt(answer)
         except Unanswered as unanswered:
             raise unanswered.error from None
+        except ModelNotLoaded:
+            raise lost from None  # it was, and may not be loaded again without being told to
 
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
@@ -237,48 +264,66 @@ class Proxy:
         finally:
             if not waiting.done():
                 waiting.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await waiting
+                await asyncio.wait({waiting})
+            if not waiting.cancelled():
+                waiting.exception()  # whoever left does not hear it
 
     async def _exchange(self, lease: Lease, process: WorkerProcess, answer: Answer) -> None:
-        call = answer.call
-        request = process.session.request(
-            call.route.method,
-            process.url + call.route.path,
-            data=call.body,
-            headers=_onward_headers(answer, process.token),
-            allow_redirects=False,
-        )
-        sending = asyncio.ensure_future(_enter(request))
-        lease.on_abort = sending.cancel
-        try:
-            upstream = await self._patiently(sending, lease, answer)
-        except (aiohttp.ClientError, OSError, asyncio.CancelledError) as broken:
-            if lease.aborted is not None:
-                raise lease.aborted from None
-            if isinstance(broken, asyncio.CancelledError):
-                raise
-            error = await _fate(lease)
-            if isinstance(error, WorkerCrashed):
-                raise Unanswered(error) from None
-            raise error from None
+        upstream = await self._send(lease, process, answer)
         lease.on_abort = upstream.close
         try:
             await self._relay(upstream, answer)
         except (aiohttp.ClientError, OSError):
             if answer.finished:
                 return
-            raise (lease.aborted or await _fate(lease)) from None
+            if answer.told and lease.aborted is None:
+                await answer.break_off()
+                return
+            raise await _fate(lease) from None
         finally:
             lease.on_abort = None
             upstream.close()
+
+    async def _send(self, lease: Lease, process: WorkerProcess, answer: Answer) -> aiohttp.ClientResponse:
+        """The head of the worker's answer. Raises Unanswered if the worker is lost before it."""
+        if lease.aborted is not None:
+            raise lease.aborted
+        call = answer.call
+        request = process.session.request(
+            call.route.method,
+            process.url + call.route.path,
+            data=call.body if len(call.body) < LARGE else io.BytesIO(call.body),
+            headers=_onward_headers(answer, process.token),
+            allow_redirects=False,
+        )
+        sending = asyncio.ensure_future(_enter(request))
+        lease.on_abort = sending.cancel
+        upstream: aiohttp.ClientResponse | None = None
+        try:
+            upstream = await self._patiently(sending, lease, answer)
+            return upstream
+        except asyncio.CancelledError:
+            if lease.aborted is None:
+                raise
+            raise lease.aborted from None
+        except aiohttp.ClientResponseError:
+            raise WorkerCrashed(f"{call.model}: its worker's answer was not HTTP; ask again") from None
+        except (aiohttp.ClientError, OSError):
+            error = await _fate(lease)
+            if isinstance(error, WorkerCrashed):
+                raise Unanswered(error) from None
+            raise error from None
+        finally:
+            lease.on_abort = None
+            if upstream is None:
+                sending.add_done_callback(_close)  # it may have come in the very moment that we left
 
     async def _relay(self, upstream: aiohttp.ClientResponse, answer: Answer) -> None:
         headers = {name: upstream.headers[name] for name in RESPONSE_HEADERS if name in upstream.headers}
         if upstream.headers.get("Content-Type", "").startswith("text/event-stream"):
             await self._relay_events(upstream, answer, headers | STREAM_HEADERS)
             return
-        body = await upstream.content.read(BUFFERED) if answer.committed else await _read_up_to(upstream, BUFFERED)
+        body = await _read_up_to(upstream, BUFFERED)
         answer.first_byte = time.monotonic()
         if answer.committed:  # the worker refused what is a stream to the client by now
             await answer.write(b"data: " + body.replace(b"\n", b" ") + b"\n\n")
@@ -293,8 +338,7 @@ class Proxy:
             await answer.write(body)
             async for chunk in upstream.content.iter_any():
                 await answer.write(chunk)
-        assert answer.response is not None
-        await answer.response.write_eof()
+        await answer.finish()
 
     async def _relay_events(self, upstream: aiohttp.ClientResponse, answer: Answer, headers: dict[str, str]) -> None:
         """Forward whole events; hold back what is not one yet."""
@@ -313,14 +357,12 @@ class Proxy:
             events, tail = tail[:end], tail[end:]
             if not answer.committed:
                 await answer.commit(upstream.status, headers)
-            await answer.write(events)
-            answer.finished = answer.finished or events.endswith(b"data: [DONE]\n\n")
+            await answer.events(events)
         if not answer.committed:
             await answer.commit(upstream.status, headers)
         if tail:
             await answer.write(tail)
-        assert answer.response is not None
-        await answer.response.write_eof()
+        await answer.finish()
 
 
 def status_comment(fleet: Fleet, lease: Lease) -> str:
@@ -353,15 +395,22 @@ async def _fail(answer: Answer, error: ApiError) -> None:
 
 async def _fate(lease: Lease) -> ApiError:
     """Why the connection broke: as soon as it is known, or as far as it is after a moment."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(FATE_KNOWN):
-            await lease.worker.ended.wait()
+    if lease.aborted is None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FATE_KNOWN):
+                await lease.worker.ended.wait()
     return lease.aborted or lost_error(lease.worker)
 
 
 async def _enter(request: Any) -> aiohttp.ClientResponse:
     response: aiohttp.ClientResponse = await request
     return response
+
+
+def _close(sending: "asyncio.Future[aiohttp.ClientResponse]") -> None:
+    """An answer that nobody waits for any more."""
+    if not sending.cancelled() and sending.exception() is None:
+        sending.result().close()
 
 
 async def _read_up_to(upstream: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -377,11 +426,17 @@ async def _read_up_to(upstream: aiohttp.ClientResponse, limit: int) -> bytes:
 
 def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
     asked = answer.request.headers
-    headers = {name: asked[name] for name in REQUEST_HEADERS if name in asked}
+    headers = {name: asked[name] for name in REQUEST_HEADERS if name in asked and _is_fit(asked[name])}
     headers[REQUEST_ID_HEADER] = answer.call.request_id
     headers[TOKEN_HEADER] = f"Bearer {token}"
+    headers["Accept-Encoding"] = "identity"
     headers.setdefault("Content-Type", "application/json")
     return headers
+
+
+def _is_fit(value: str) -> bool:
+    """Whether a header's value may be handed on: no byte that two readers could take for different things."""
+    return value.isascii() and value.isprintable()
 
 
 def _unsent(sock: socket.socket) -> int:

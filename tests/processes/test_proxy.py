@@ -1,0 +1,392 @@
+"""What clients get when workers, connections or they themselves misbehave, byte by byte."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.fleet import Limits
+from router.proxy import Pace
+from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
+from worker.routes import Face, error_frame
+
+pytestmark = pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+WORDS = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % number for number in range(6)]
+ANSWER = STREAM + b"".join(map(chunk, [*WORDS, DONE])) + END
+BODY = json.dumps({"object": "chat.completion", "choices": [{"message": {"content": "w" * 300}}]}).encode()
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+class Got:
+    """What a client got until the end of its connection."""
+
+    def __init__(self, data: bytes, *, reset: bool):
+        head, _, self.rest = data.partition(b"\r\n\r\n")
+        self.head = head.decode("latin-1").lower()
+        self.status = int(self.head.split(" ")[1]) if head else 0
+        self.reset = reset
+        self.whole, self.body = _unchunk(self.rest) if "chunked" in self.head else self._sized()
+        """Whether its framing says that this was all, and the payload."""
+
+    def _sized(self) -> tuple[bool, bytes]:
+        lines = [line for line in self.head.split("\r\n") if line.startswith("content-length:")]
+        return bool(lines) and len(self.rest) == int(lines[0].split(":")[1]), self.rest
+
+    @property
+    def reason(self) -> str:
+        """Of the error that it ends with; empty if it ends with none."""
+        last = self.body.removesuffix(b"\n\n").rpartition(b"\n\n")[2].removeprefix(b"data: ")
+        try:
+            return str(json.loads(last)["error"]["reason"])
+        except (ValueError, KeyError, TypeError):
+            return ""
+
+
+def _unchunk(data: bytes) -> tuple[bool, bytes]:
+    body = b""
+    while b"\r\n" in data:
+        size, _, data = data.partition(b"\r\n")
+        if int(size, 16) == 0:
+            return data == b"\r\n", body
+        body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
+    return False, body
+
+
+async def ask(
+    up: World, body: dict[str, Any], *, version: str = "1.1", headers: bytes = b"", seen: asyncio.Event | None = None
+) -> Got:
+    """One request on a connection of its own; `seen` is set at the first event of its answer."""
+    reader, writer = await up.connect()
+    writer.write(request(body, version=version, headers=headers + b"Connection: close\r\n"))
+    data, reset = b"", False
+    try:
+        async with asyncio.timeout(30):
+            while more := await reader.read(1 << 16):
+                data += more
+                if seen is not None and b"data:" in data:
+                    seen.set()
+    except ConnectionResetError:
+        reset = True
+    writer.close()
+    return Got(data, reset=reset)
+
+
+# A worker's answer breaks off
+
+
+async def break_as_told(upstream: Upstream) -> None:
+    """`fake`: (stream or JSON, bytes until it breaks, how)."""
+    kind, offset, how = upstream.told
+    await upstream.send((ANSWER if kind == "stream" else WHOLE)[:offset])
+    if how == "garbage":
+        await upstream.send(b"\x00\xff zz\r\nnot the protocol\r\n\r\n" * 3)
+    transport = upstream.writer.transport
+    transport.abort() if how == "reset" else transport.close()
+    raise ConnectionError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stream", "json"])
+async def test_an_answer_that_breaks_at_any_byte_is_never_taken_for_whole(tmp_path: Path, kind: str) -> None:
+    """Whole events, then one error frame and a broken end; or a status that says so."""
+    everything = ANSWER if kind == "stream" else WHOLE
+    events = b"".join([*WORDS, DONE])
+    cases = [(offset, how) for how in ("close", "reset", "garbage") for offset in range(0, len(everything), 5)]
+    if kind == "json":  # what stands in a body of stated length is the body, whatever it is
+        cases = [(offset, how) for offset, how in cases if how != "garbage" or offset < len(WHOLE) - len(BODY)]
+    async with world(tmp_path, break_as_told) as up:
+        asked = (ask(up, {"stream": kind == "stream", "fake": (kind, *case)}) for case in cases)
+        for (offset, how), got in zip(cases, await asyncio.gather(*asked), strict=True):
+            case = f"{how} after {offset}: {got.head} {got.rest!r}"
+            assert got.status in (200, 502), case
+            if got.status == 502:
+                assert got.whole, case
+                assert got.reason == "worker_crashed", case
+                continue
+            if got.whole:  # nothing was missing but the end of the connection
+                assert got.body == (events if kind == "stream" else BODY), case
+                continue
+            assert kind == "stream", case
+            assert got.reason == "worker_crashed", case
+            sent = got.body[: got.body.index(b'data: {"error"')]
+            assert events.startswith(sent), case
+            assert not sent or sent.endswith(b"\n\n"), case
+        most: dict[str, int] = {}
+        for each in up.requests:
+            most[str(each.told)] = most.get(str(each.told), 0) + 1
+        assert max(most.values()) == 2
+
+
+async def test_what_is_not_http_is_502_at_once_and_sent_once(tmp_path: Path) -> None:
+    async def garbage(upstream: Upstream) -> None:
+        await upstream.send(b"SMTP 220 not the protocol\r\n\r\n")
+        await upstream.left()
+
+    async with world(tmp_path, garbage) as up:
+        began = time.monotonic()
+        for stream in (False, True):
+            got = await ask(up, {"stream": stream})
+            assert (got.status, got.reason) == (502, "worker_crashed")
+        assert time.monotonic() - began < 1.0
+        assert len(up.requests) == 2
+
+
+async def test_an_event_without_an_end_is_502(tmp_path: Path) -> None:
+    async def talk(upstream: Upstream) -> None:
+        with contextlib.suppress(ConnectionError):
+            await upstream.send(STREAM + chunk(b"data: " + b"x" * (3 << 20)))
+            await upstream.left()
+
+    async with world(tmp_path, talk) as up:
+        got = await ask(up, {"stream": True})
+        assert (got.status, got.reason) == (502, "worker_crashed")
+
+
+@pytest.mark.slow
+async def test_a_long_answer_that_breaks_leaves_its_length_unmet(tmp_path: Path) -> None:
+    async def half(upstream: Upstream) -> None:
+        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n" + b"x" * 2_000_000)
+        upstream.writer.close()
+        raise ConnectionError
+
+    async with world(tmp_path, half) as up:
+        got = await ask(up, {})
+        assert got.status == 200
+        assert "content-length: 4000000" in got.head
+        assert not got.whole
+        assert set(got.rest) == {ord("x")}
+
+
+async def test_a_workers_own_error_frame_stays_the_only_one(tmp_path: Path) -> None:
+    frame = error_frame(Face.OPENAI, status=500, type="server_error", reason="internal", message="NaN in the logits")
+
+    async def fail(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(WORDS[0]))
+        await seen.wait()
+        await upstream.send(chunk(frame))
+        upstream.writer.close()
+        raise ConnectionError
+
+    seen = asyncio.Event()
+    async with world(tmp_path, fail) as up:
+        got = await ask(up, {"stream": True}, seen=seen)
+        began = time.monotonic()
+        assert got.body == WORDS[0] + frame
+        assert not got.whole
+        assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.slow
+async def test_what_comes_after_the_end_of_a_stream_does_not_spoil_it(tmp_path: Path) -> None:
+    async def almost(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(WORDS[0]))
+        await seen.wait()
+        await upstream.send(b"".join(map(chunk, [*WORDS[1:], DONE])))
+        upstream.writer.close()
+        raise ConnectionError
+
+    seen = asyncio.Event()
+    async with world(tmp_path, almost) as up:
+        got = await ask(up, {"stream": True}, seen=seen)
+        assert got.whole
+        assert got.body == b"".join([*WORDS, DONE])
+
+
+async def test_a_refusal_that_comes_in_pieces_is_one_frame_of_a_begun_stream(tmp_path: Path) -> None:
+    error = json.dumps({"error": {"code": 400, "reason": "invalid_value", "message": "é" * 400}}).encode()
+
+    async def refuse(upstream: Upstream) -> None:
+        while len(up.requests) and not begun.is_set():
+            await begun.wait()
+        await upstream.send(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(error))
+        for start in range(0, len(error), 100):
+            await upstream.send(error[start : start + 100])
+            await asyncio.sleep(0)
+
+    begun = asyncio.Event()
+    async with world(tmp_path, refuse, pace=Pace(commit=0.0, ping=0.05)) as up:
+        reader, writer = await up.connect()
+        writer.write(request({"stream": True}))
+        head = await reader.readuntil(b": ping")
+        begun.set()
+        got = Got(head + await reader.read(), reset=False)
+        assert got.status == 200
+        assert got.body.split(b"\n\n")[-2] == b"data: " + error
+        assert not got.whole
+        writer.close()
+
+
+async def test_a_model_that_may_not_be_loaded_again_is_502_when_its_worker_is_lost(tmp_path: Path) -> None:
+    async def die(upstream: Upstream) -> None:
+        up.launcher.die("a")
+        upstream.writer.close()
+        raise ConnectionError
+
+    async with world(tmp_path, die, limits=Limits(autoload=False)) as up:
+        await up.fleet.load("a")
+        got = await ask(up, {})
+        assert (got.status, got.reason) == (502, "worker_crashed")
+        assert len(up.requests) == 1
+
+
+# Clients
+
+
+async def wait_for_the_end(upstream: Upstream) -> None:
+    """Begin a stream if asked for one, and go on until the router hangs up."""
+    if json.loads(upstream.body).get("stream"):
+        await upstream.send(STREAM)
+        with contextlib.suppress(ConnectionError):
+            while not upstream.reader.at_eof():
+                await upstream.send(chunk(WORDS[0]))
+                await asyncio.sleep(0.01)
+    await upstream.left()
+    raise ConnectionError
+
+
+def leave(writer: asyncio.StreamWriter, how: str) -> None:
+    if how == "half-closes":
+        writer.write_eof()
+    elif how == "resets":
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+@pytest.mark.parametrize("size", [10, 3_000_000])
+@pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
+@pytest.mark.parametrize("phase", ["loading", "before the head", "streaming"])
+async def test_who_leaves_frees_the_worker_at_once(tmp_path: Path, phase: str, how: str, size: int) -> None:
+    async with world(tmp_path, wait_for_the_end, load_seconds=0.5 if phase == "loading" else 0.0) as up:
+        if phase != "loading":
+            await up.fleet.load("a")
+        reader, writer = await up.connect()
+        writer.write(request({"stream": phase == "streaming", "x": "x" * size}))
+        await writer.drain()
+        if phase == "streaming":
+            await reader.readuntil(b"data:")
+        if phase == "loading":
+            await until(lambda: any(worker.leases for worker in up.fleet.workers()))
+        if phase == "before the head":
+            await until(lambda: bool(up.requests))
+        leave(writer, how)
+        async with asyncio.timeout(1.0):
+            await up.idle()
+            for upstream in up.requests:
+                await upstream.left()
+        assert len(up.requests) == (phase != "loading")
+        writer.close()
+
+        assert up.count('router_requests_total{code="499",endpoint="chat",model="a"}') == 1
+
+
+@pytest.mark.slow
+async def test_who_does_not_read_the_end_of_an_answer_is_dropped(tmp_path: Path) -> None:
+    """Also when everything has been written, and only the end is still to be said."""
+
+    async def much(upstream: Upstream) -> None:
+        await upstream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(upstream.told):
+                await upstream.send(chunk(b"x" * 10_000))
+            await upstream.send(END)
+
+    async with world(tmp_path, much, pace=Pace(write_stall=0.3)) as up:
+        readers = []
+        for count in range(100, 160):  # from what fits into buffers to what does not, in steps smaller than any
+            _, writer = await up.connect()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(request({"fake": count}))
+            readers.append(writer)
+        await until(lambda: len(up.requests) == len(readers))
+        await up.idle()
+        for writer in readers:
+            writer.transport.abort()
+
+
+@pytest.mark.slow
+async def test_the_end_of_a_broken_stream_does_not_wait_for_ever_for_its_reader(tmp_path: Path) -> None:
+    """The request is over, and so is its connection, although nobody reads what is still in its buffer."""
+
+    async def fill(upstream: Upstream) -> None:
+        await upstream.send(STREAM)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(upstream.told):
+                await upstream.send(chunk(b"data: " + b"x" * 3000 + b"\n\n"))
+        upstream.writer.close()
+        raise ConnectionError
+
+    async with world(tmp_path, fill, pace=Pace(write_stall=0.3)) as up:
+        writers = []
+        for count in range(20, 120, 4):  # from what fits into the kernel's buffer to what fits into none
+            _, writer = await up.connect()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(request({"stream": True, "fake": count}, headers=b"Connection: close\r\n"))
+            writers.append(writer)
+        await until(lambda: len(up.requests) == len(writers))
+        await up.idle()
+        await until(lambda: not connections(up))
+        for writer in writers:
+            writer.transport.abort()
+
+
+def connections(up: World) -> int:
+    """How many are open at the router's own socket."""
+    return sum(str(up.socket) in line for line in Path("/proc/net/unix").read_text().splitlines()) - 1
+
+
+async def test_headers_that_are_no_text_stay_behind(tmp_path: Path) -> None:
+    async def whole(upstream: Upstream) -> None:
+        await upstream.send(WHOLE)
+
+    async with world(tmp_path, whole) as up:
+        got = await ask(up, {}, headers=b"User-Agent: caf\xe9 \xff\r\ntraceparent: 00-ab-cd-01\r\nCookie: secret\r\n")
+        assert (got.status, got.body) == (200, BODY)
+        head = up.requests[0].head.lower()
+        assert "traceparent: 00-ab-cd-01" in head
+        assert "accept-encoding: identity" in head
+        assert "caf" not in head
+        assert "secret" not in head
+
+
+@pytest.mark.parametrize("size", [100, 70_000, 5_000_000])
+async def test_a_body_of_any_size_arrives_as_it_was(tmp_path: Path, size: int) -> None:
+    async def whole(upstream: Upstream) -> None:
+        await upstream.send(WHOLE)
+
+    async with world(tmp_path, whole) as up:
+        sent = request({"x": "y" * size})
+        reader, writer = await up.connect()
+        writer.write(sent)
+        assert b" 200 " in await reader.readline()
+        assert up.requests[0].body == sent.partition(b"\r\n\r\n")[2]
+        writer.close()
+
+
+async def test_a_stream_that_was_cut_says_draining(tmp_path: Path) -> None:
+    async with world(tmp_path, wait_for_the_end, limits=Limits(drain_timeout=0.2)) as up:
+        asked = asyncio.create_task(ask(up, {"stream": True}))
+        plain = asyncio.create_task(ask(up, {}))
+        await until(lambda: len(up.requests) == 2)
+        (worker,) = up.fleet.unload("a")
+        streamed, whole = await asked, await plain
+        assert (streamed.status, streamed.reason, streamed.whole) == (200, "draining", False)
+        assert (whole.status, whole.reason, whole.whole) == (503, "draining", True)
+        await worker.stopped.wait()
+
+
+async def test_time_spent_before_the_worker_counts_for_the_request(tmp_path: Path) -> None:
+    async with world(tmp_path, wait_for_the_end, keys={"request_timeout": 0.4}, load_seconds=0.3) as up:
+        began = time.monotonic()
+        got = await ask(up, {})
+        assert (got.status, got.reason) == (504, "request_timeout")
+        assert time.monotonic() - began < 2.0
+        await up.idle()

@@ -1,0 +1,221 @@
+"""A router's HTTP side in this process, over a worker whose every byte a test decides: real sockets, no programs."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession, DummyCookieJar, UnixConnector, web
+
+from router.access import Access
+from router.app import App
+from router.calibration import Calibration
+from router.events import EventLog
+from router.fleet import Fleet, Limits
+from router.launchers import Listen, Program, WorkerLost, WorkerProcess
+from router.ledger import Bytes, Ledger
+from router.metrics import Metrics
+from router.names import Names
+from router.presets import Loaded, Preset
+from router.proxy import Pace, Proxy
+from router.settings import Settings
+from router.site import Site
+from tests.fakes import GIB, FakeLauncher, FakeModel, FakeWorker
+from tests.schedules.worlds import FakeFiles
+from worker import contract
+
+PATH = "/v1/chat/completions"
+DEADLINE = 30.0
+
+
+class Upstream:
+    """One request as the worker got it, and its connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str, body: bytes):
+        self.reader = reader
+        self.writer = writer
+        self.head = head
+        self.body = body
+        self._end: asyncio.Task[bytes] | None = None
+
+    @property
+    def told(self) -> Any:
+        """What the request's member `fake` says."""
+        return json.loads(self.body).get("fake")
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def left(self) -> None:
+        """Returns once the router has closed this connection."""
+        self._end = self._end or asyncio.ensure_future(self.reader.read())
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.shield(self._end)
+
+
+Answering = Callable[[Upstream], Awaitable[None]]
+
+
+class SocketWorker:
+    """A fake worker with a socket."""
+
+    def __init__(self, worker: FakeWorker, session: ClientSession):
+        self._worker = worker
+        self.session = session
+        self.url, self.token, self.pid, self.ready = "http://worker", worker.token, worker.pid, worker.ready
+
+    @property
+    def measured(self) -> Bytes:
+        return self._worker.measured
+
+    async def lost(self) -> WorkerLost:
+        return await self._worker.lost()
+
+
+class SocketLauncher(FakeLauncher):
+    """A machine without programs, whose workers all answer on one socket."""
+
+    def __init__(self, socket: Path, models: Mapping[str, FakeModel]):
+        super().__init__(models=models)
+        self._socket = socket
+
+    @asynccontextmanager
+    async def serve(  # type: ignore[override]  # yields a worker that has a session
+        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+    ) -> AsyncIterator[WorkerProcess]:
+        async with FakeLauncher.serve(self, program, command, place, listen) as worker:
+            connector = UnixConnector(str(self._socket), limit=0)
+            async with ClientSession(
+                connector=connector, cookie_jar=DummyCookieJar(), auto_decompress=False
+            ) as session:
+                yield SocketWorker(worker, session)
+
+
+class World:
+    """What a test sees of it all."""
+
+    def __init__(self, site: Site, fleet: Fleet, launcher: SocketLauncher, metrics: Metrics, socket: Path):
+        self.site = site
+        self.fleet = fleet
+        self.launcher = launcher
+        self.metrics = metrics
+        self.socket = socket
+        self.requests: list[Upstream] = []
+        """Those that the worker got."""
+        self.errors: list[Mapping[str, Any]] = []
+        """What the loop could not tell anybody."""
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(str(self.socket), limit=1 << 24)
+
+    async def idle(self) -> None:
+        """Returns once no request holds a worker."""
+        async with asyncio.timeout(DEADLINE):
+            for worker in self.fleet.workers():
+                while worker.leases:
+                    worker.stirred.clear()
+                    await worker.stirred.wait()
+
+    def count(self, sample: str) -> float:
+        """The value of one line of the metrics."""
+        for line in self.metrics.render().decode().splitlines():
+            if line.startswith(f"{sample} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+@asynccontextmanager
+async def world(
+    folder: Path,
+    answer: Answering,
+    *,
+    pace: Pace | None = None,
+    keys: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+    load_seconds: float = 0.0,
+) -> AsyncIterator[World]:
+    """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`."""
+    loop = asyncio.get_running_loop()
+    upstream_socket, socket = folder / "up.sock", folder / "down.sock"
+    presets = {"a": Preset(id="a", path="/snapshots/a", required_memory={"": GIB}, **(keys or {}))}
+    launcher = SocketLauncher(upstream_socket, {"a": FakeModel(shards=(GIB,), load_seconds=load_seconds)})
+    events, files, limits = EventLog(), FakeFiles(), limits or Limits()
+    fleet = Fleet(
+        launcher=launcher,
+        calibration=Calibration(folder / "estimates.json"),
+        events=events,
+        files=files,
+        ledger=Ledger(),
+        limits=limits,
+        presets=presets,
+    )
+    launcher.on_reading = fleet.changed
+    metrics = Metrics(fleet, events)
+    site = Site(
+        settings=Settings(write_stall=(pace or Pace()).write_stall),
+        fleet=fleet,
+        launcher=launcher,
+        files=files,
+        events=events,
+        access=Access(()),
+        load=lambda: Loaded(presets),
+        keys=tuple,
+        names=Names(presets),
+    )
+    made = World(site, fleet, launcher, metrics, socket)
+    loop.set_exception_handler(lambda _, context: made.errors.append(context))
+    app = App(site, Proxy(fleet, pace or Pace()), metrics)
+    runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=2048)
+    await runner.setup()
+    await web.UnixSite(runner, str(socket), backlog=2048).start()
+    try:
+        yield made
+    finally:
+        await fleet.close(force=True)
+        await runner.cleanup()
+        server.close()
+    assert made.errors == []
+    assert all(not worker.leases for worker in fleet.workers())
+
+
+def _each(made: World, answer: Answering) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                length = next(line for line in head.split("\r\n") if line.lower().startswith("content-length:"))
+                body = await reader.readexactly(int(length.split(":")[1]))
+                made.requests.append(Upstream(reader, writer, head, body))
+                await answer(made.requests[-1])
+        writer.close()
+
+    return connection
+
+
+async def until(fact: Callable[[], bool]) -> None:
+    """Returns once `fact` is so, for what nobody tells."""
+    async with asyncio.timeout(DEADLINE):
+        while not fact():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def request(body: Mapping[str, Any], *, version: str = "1.1", headers: bytes = b"") -> bytes:
+    """The bytes of a chat request."""
+    data = json.dumps({"model": "a", "messages": [], **body}).encode()
+    head = f"POST {PATH} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    return head.encode() + headers + b"\r\n" + data
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
