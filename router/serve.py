@@ -7,8 +7,10 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -114,7 +116,7 @@ async def _router(
     state = _state_folder(settings)
     sockets = _bind(settings)
     port = _port(sockets[0]) if sockets else 0
-    runtime = Path(settings.runtime_dir or Path(platformdirs.user_runtime_dir("fleet-router")) / f"run-{port}")
+    runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / f"run-{port}"
     events = EventLog()
     log_lines.follow(events)
     devices = Devices(os.environ)
@@ -250,6 +252,21 @@ def _state_folder(settings: Settings) -> Path:
     state = Path(settings.state_dir or platformdirs.user_state_dir("fleet-router"))
     state.mkdir(parents=True, exist_ok=True)
     return state
+
+
+def _own_folder(environ: Mapping[str, str]) -> Path:
+    """Where this user's runtime files go: the session's folder, else one below the temporary folder that is ours.
+
+    Raises ConfigError if somebody else has made that one.
+    """
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(platformdirs.user_runtime_dir("fleet-router"))
+    folder = Path(tempfile.gettempdir()) / f"fleet-router-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise ConfigError([f"{folder} belongs to somebody else; give a --runtime-dir"])
+    return folder
 
 
 def _bind(settings: Settings) -> list[socket.socket]:
