@@ -49,7 +49,6 @@ def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple
     """Serve until told to stop; the exit code. `load` reads presets and folders, `keys` the keys and key files."""
     log_lines.set_up(settings.log_level, settings.log_format)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.umask(0o077)
     if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
         print(
             "router: aiohttp runs without its C parser here; install a wheel of it for this platform", file=sys.stderr
