@@ -7,7 +7,6 @@ What a process takes beside that is measured on this one, which has imported and
 """
 
 import dataclasses
-import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker import contract, server
 from worker.engine import architectures, attention, engine, loader, memory, sampler, weights
@@ -32,6 +32,8 @@ from worker.engine.sequence import Sequence
 from worker.generation import Sampling
 
 MIB = 1 << 20
+CPU = torch.device("cpu")
+UNMASKED = "unmasked_sdpa"
 HEAP_FACTOR = 2
 """On the CPU, resident bytes by bytes alive at once: glibc keeps freed blocks below 32 MiB for the next step, and those
 of one step do not fit those of another. Fitted on Llama shapes of 0.5 to 200 MB, float32 and bfloat16, torch 2.13: 1.7
@@ -74,28 +76,36 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
     runtime = _resident_bytes(dtype)
     with FakeTensorMode():
-        model = build(cls, config, dtype, device, embeds=embeds)
+        # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
+        model = build(cls, config, dtype, embeds=embeds)
         is_mapped = device.type == "cpu" and not converts
         weight_bytes = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
         ctx_size = engine._ctx_size(_as_served(options), architectures.positions(config))
         shorten(model)
         context_bytes = 0
         if embeds:
-            steps = embedding_steps(Embedder(model, device, pooling="mean", normalize=2, pad=0), options, ctx_size)
+            steps = embedding_steps(model, options, ctx_size)
         else:
-            pool = make_pool(config, options, ctx_size, dtype, device)
+            pool = make_pool(config, options, ctx_size, dtype)
             context_bytes = pool.bytes
             attention.register()
             model.set_attn_implementation(engine._ATTENTION[options.attention])
-            steps = generation_steps(PackedRunner(model, pool, device), options, ctx_size)
+            steps = generation_steps(PackedRunner(model, pool, CPU), options, ctx_size)
         compute_bytes = max(peak_bytes(step) for step in steps)
     del tokenizer  # alive until here: its memory is part of the runtime's
     if device.type == "cpu":
         compute_bytes = HEAP_FACTOR * compute_bytes + options.threads * ATTENTION_TILE_BYTES
         return _one_shard(weight_bytes, context_bytes, compute_bytes, runtime + KERNEL_BYTES, host=0)
+    compute_bytes += CUBLAS_WORKSPACE_BYTES + _repeated_bytes(config, ctx_size, dtype)
     host = runtime + CUDA_HOST_BYTES + (weight_bytes if converts else 0)
-    compute_bytes += CUBLAS_WORKSPACE_BYTES
     return _one_shard(weight_bytes, context_bytes, compute_bytes, memory.CUDA_CONTEXT_BYTES, host=host)
+
+
+def _repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of one row, repeated for all heads: with a mask CUDA's kernels want them so (`attention`)."""
+    shape = architectures.CacheShape.of(config)
+    heads: int = config.num_attention_heads
+    return 2 * heads * shape.head_dim * ctx_size * dtype.itemsize
 
 
 def _one_shard(weights: int, context: int, compute: int, runtime: int, *, host: int) -> contract.Estimated:
@@ -111,16 +121,16 @@ def _as_served(options: contract.ModelOptions) -> contract.Serve:
 # What is built
 
 
-def build(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, *, embeds: bool) -> Any:
+def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
     """The model as the loader makes it, its parameters never filled. Under a FakeTensorMode it takes no memory."""
     extra = {"add_pooling_layer": False} if embeds and loader._has_pooler(cls) else {}
-    with no_init_weights(), device:
-        return cls._from_config(config, dtype=dtype, **extra).eval().requires_grad_(False)
+    with no_init_weights():
+        model = cls._from_config(config, dtype=dtype, **extra)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
 
 
-def make_pool(
-    config: Any, options: contract.ModelOptions, ctx_size: int, dtype: torch.dtype, device: torch.device
-) -> attention.Pool:
+def make_pool(config: Any, options: contract.ModelOptions, ctx_size: int, dtype: torch.dtype) -> attention.Pool:
     """The key-value pool of the engine."""
     shape = architectures.CacheShape.of(config)
     return attention.Pool(
@@ -130,7 +140,7 @@ def make_pool(
         rows=options.parallel,
         ctx_size=ctx_size,
         dtype=dtype,
-        device=device,
+        device=CPU,
     )
 
 
@@ -273,11 +283,21 @@ def _segment(row: int, start: int, length: int, *, prompt_logprobs: bool = False
     return Segment(sequence, row, start, length)
 
 
-def embedding_steps(embedder: Embedder, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
-    """The largest steps of an embedder: one text as long as may be, and as many as are taken together."""
-    rows = options.parallel
-    yield partial(embedder.run, [[0] * ctx_size])
-    yield partial(embedder.run, [[0] * max(1, min(options.prefill_chunk // rows, ctx_size))] * rows)
+def embedding_steps(model: Any, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
+    """The largest steps of an embedder: one text as long as may be, and as many with padding as are taken together."""
+    usual = model.config._attn_implementation
+    # A single text has no padding, so transformers builds no mask; it cannot see that in a fake tensor, and has to be
+    # told: for attention of an unknown name it builds none.
+    ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    yield partial(_embed, model, UNMASKED if usual == "sdpa" else usual, [[0] * ctx_size])
+    if options.parallel > 1:
+        longest = max(2, min(options.prefill_chunk // options.parallel, ctx_size))
+        yield partial(_embed, model, usual, [*[[0] * longest] * (options.parallel - 1), [0] * (longest - 1)])
+
+
+def _embed(model: Any, implementation: str, texts: list[list[int]]) -> None:
+    model.set_attn_implementation(implementation)
+    Embedder(model, CPU, pooling="mean", normalize=2, pad=0).run(texts)
 
 
 # What is counted
@@ -353,6 +373,5 @@ def _resident_bytes(dtype: torch.dtype) -> int:
         rows = torch.softmax(F.linear(torch.ones(length, 64, dtype=dtype), square), dim=-1)
     heads = rows[:64].view(1, 4, 16, 64)
     F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

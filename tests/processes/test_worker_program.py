@@ -1,0 +1,217 @@
+"""The worker program as people and routers start it: words, exit codes, one real model served, and its end."""
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests import tiny
+from tests.children import TOKEN, Child, await_end, python
+from worker import contract
+from worker.__main__ import CRASHED, diagnose
+from worker.contract import Exit
+from worker.errors import StartError
+
+WORKER = python("-m", "worker")
+STDIN = f"{TOKEN}\n".encode()
+LEASHED = ("--leashed", f"--spawner={os.getpid()}")
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a context long enough for an answer that does not end by itself meanwhile."""
+    return tiny.make("llama", tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=32768)
+
+
+def by_hand(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a short run."""
+    with Child([*WORKER, *words]) as child:
+        out = ""
+        while (line := child.line()) is not None:
+            out += line + "\n"
+        return child.exit(), out, child.log
+
+
+# Words
+
+
+@pytest.mark.parametrize("verb", contract.VERBS)
+def test_help_explains_every_option_of_a_verb(verb: str) -> None:
+    code, out, _ = by_hand(verb, "--help")
+    assert code == 0
+    kind = {"download": contract.Download, "estimate": contract.Estimate, "serve": contract.Serve}[verb]
+    for field in dataclasses.fields(kind):
+        assert field.name.replace("_", "-") in out
+
+
+def test_help_names_the_verbs() -> None:
+    code, out, _ = by_hand("--help")
+    assert code == 0
+    assert all(f"\n  {verb}" in out for verb in contract.VERBS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "worker: say what to do: download, estimate or serve; see worker --help"),
+        (("sing",), "worker: unknown verb 'sing'; one of: download, estimate, serve; see worker --help"),
+        (("serve", "--snapshot=/m"), "worker: serve: missing --listen; see worker --help"),
+        (("download", "--leashed"), "worker: --leashed needs --spawner=PID, the process id of whoever starts this one"),
+    ],
+)
+def test_a_wrong_command_line_exits_2_and_says_why(words: tuple[str, ...], message: str) -> None:
+    assert by_hand(*words) == (Exit.USAGE, "", message + "\n")
+
+
+def test_a_leashed_worker_says_why_it_fails() -> None:
+    with Child([*WORKER, "serve", "--snapshot=/m", *LEASHED], stdin=STDIN) as child:
+        assert child.events() == [contract.Failed(message="serve: missing --listen; see worker --help")]
+        assert child.exit() == Exit.USAGE
+
+
+def test_a_worker_without_a_token_serves_nobody() -> None:
+    argv = [*WORKER, "serve", "--snapshot=/m", "--listen=unix:/nowhere", *LEASHED]
+    with Child(argv, stdin=b"\n") as child:
+        assert "token" in child.event(contract.Failed).message
+        assert child.exit() == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StartError("no config.json"), Exit.UNUSABLE),
+        (StartError("cut short", Exit.DAMAGED), Exit.DAMAGED),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), Exit.DEVICE_MEMORY),
+        (MemoryError(), Exit.HOST_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), Exit.HOST_MEMORY),
+        (OSError(12, "Cannot allocate memory"), Exit.HOST_MEMORY),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), Exit.POISONED),
+        (RuntimeError("CUDA error: device-side assert triggered"), Exit.POISONED),
+        (OSError(28, "No space left on device"), Exit.DISK_FULL),
+        (ValueError("surprise"), CRASHED),
+        (KeyError("surprise"), CRASHED),
+    ],
+)
+def test_what_went_wrong_decides_the_exit_code(error: Exception, code: int) -> None:
+    found, message = diagnose(error)
+    assert found == code
+    assert message
+    assert "\n" not in message
+
+
+def test_the_cause_of_an_error_counts() -> None:
+    error = RuntimeError("loading failed")
+    error.__cause__ = MemoryError("9 bytes")
+    assert diagnose(error) == (Exit.HOST_MEMORY, "out of host memory: 9 bytes")
+
+
+# A model
+
+
+@pytest.mark.slow
+def test_a_model_served_by_hand_answers_and_stops_politely(snapshot: Path) -> None:
+    argv = [*WORKER, "serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--ctx-size=32768", "--parallel=1"]
+    with Child(argv) as child:
+        ready = child.event(contract.Ready)
+        assert ready.n_ctx == 32768
+        assert ready.capabilities == ["chat", "completion"]
+        url = ready.address.replace("tcp:", "http://")
+        assert f"answers at {url}" in child.log
+        with httpx.Client(base_url=url, timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            assert answer["usage"]["completion_tokens"] <= 4
+            assert child.event(contract.Request).completion_tokens == answer["usage"]["completion_tokens"]
+            endless = {**body, "max_tokens": 30000, "ignore_eos": True, "stream": True}
+            frames = list(_stopped_after_the_first(client, endless, child))
+            assert child.exit() == Exit.OK
+    assert '"reason":"draining"' in frames[-1].replace(" ", "")
+    assert "[DONE]" not in "".join(frames)
+
+
+def _stopped_after_the_first(client: httpx.Client, body: dict[str, object], child: Child) -> Iterator[str]:
+    """Frames of an answer during whose first one the worker is asked to stop."""
+    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        yield next(lines)
+        child.signal(signal.SIGTERM)
+        try:
+            yield from (line for line in lines if line)
+        except httpx.RemoteProtocolError:
+            return
+        raise AssertionError("a cut answer must not end like a complete one")
+
+
+@pytest.mark.slow
+def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
+    """Resident bytes of a served model after its largest steps, against the estimate of another process."""
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "vocab_size": 16000}
+    snapshot = tiny.make("llama", tmp_path / "m", **shape, max_position_embeddings=2048)
+    model = [f"--snapshot={snapshot}", "--parallel=2"]
+    with Child([*WORKER, "estimate", *model]) as child:
+        [said] = child.events()
+        assert isinstance(said, contract.Estimated)
+        assert child.exit() == Exit.OK
+    listen = f"unix:{tmp_path}/s"
+    with Child([*WORKER, "serve", *model, f"--listen={listen}", *LEASHED], stdin=STDIN) as child:
+        ready = child.event(contract.Ready)
+        transport = httpx.HTTPTransport(uds=ready.address.removeprefix("unix:"))
+        with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:
+            assert client.get("/health").status_code == 401
+            client.headers["Authorization"] = f"Bearer {TOKEN}"
+            body = {"prompt": [[5] * 2000, [6] * 1999], "max_tokens": 8, "top_p": 0.9, "logprobs": 5}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        child.event(contract.Request)
+        used = child.event(contract.Pulse).measured["cpu"]
+        child.close_stdin()
+        assert child.exit() == Exit.ORPHANED
+    total = said.weights[0] + said.context[0] + said.compute[0] + said.runtime[0]
+    assert 0.9 * total < used < 1.04 * total
+
+
+@pytest.mark.slow
+def test_a_broken_snapshot_is_unusable_and_named(snapshot: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((snapshot / name).read_bytes())
+    with Child(
+        [*WORKER, "serve", f"--snapshot={tmp_path}", "--listen=tcp:127.0.0.1:0", *LEASHED], stdin=STDIN
+    ) as child:
+        message = child.event(contract.Failed).message
+        assert str(tmp_path) in message
+        assert "model.safetensors" in message
+        assert child.exit() == Exit.UNUSABLE
+        assert "Traceback" not in child.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["at once", "while loading"])
+def test_a_router_killed_during_a_load_leaves_nothing(snapshot: Path, moment: str) -> None:
+    serve = ["serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--leashed"]
+    program = (
+        "import json, os, subprocess, sys, threading\n"
+        "argv = [*json.loads(sys.argv[1]), f'--spawner={os.getpid()}']\n"
+        "child = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)\n"
+        f"child.stdin.write({STDIN!r}); child.stdin.flush()\n"
+        "print(child.pid, flush=True)\n"
+        "threading.Event().wait()\n"
+    )
+    with Child(python("-c", program, json.dumps([*WORKER, *serve]))) as router:
+        pid = int(router.line() or 0)
+        if moment == "while loading":
+            assert router.event(contract.Progress).stage == "start"
+        router.signal(signal.SIGKILL)
+        await_end(pid, timeout=1.0)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_asked_to_stop_while_it_loads_stops(snapshot: Path) -> None:
+    with Child([*WORKER, "serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0"]) as child:
+        child.event(contract.Progress)
+        child.signal(signal.SIGTERM)
+        assert child.exit() == Exit.OK

@@ -1,0 +1,195 @@
+"""The exact estimate against the real thing: the same model loaded, the same cache made, the same steps taken."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests import tiny
+from worker import contract, estimate
+from worker.contract import Exit
+from worker.engine import architectures, attention, engine, loader
+from worker.engine.embedding import Embedder
+from worker.engine.runner import PackedRunner
+from worker.errors import StartError
+
+MEDIUM = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": 4000,
+    "initializer_range": 0.02,
+}
+"""About 30 MB in float32."""
+CPU = estimate.CPU
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def options(snapshot: Path, **settings: Any) -> contract.Estimate:
+    return contract.Estimate(snapshot=str(snapshot), **settings)
+
+
+def really(chosen: contract.Estimate) -> tuple[int, int, int]:
+    """Bytes of weights, of context, and the most that were alive at once in the largest steps, of a model in memory."""
+    config = loader.load_config(chosen)
+    embeds = loader.is_embedder(chosen, config)
+    loaded = loader.load_model(chosen, config, None if embeds else attention.SDPA, lambda progress: None)
+    ctx_size = engine._ctx_size(estimate._as_served(chosen), architectures.positions(config))
+    weights = estimate.tensor_bytes(loaded.model)
+    if embeds:
+        embedder = Embedder(loaded.model, CPU, pooling="mean", normalize=2, pad=0)
+        whole = estimate.peak_bytes(lambda: embedder.run([[0] * ctx_size]))
+        return weights, 0, max(whole, largest(estimate.embedding_steps(loaded.model, chosen, ctx_size)))
+    attention.register()
+    pool = estimate.make_pool(config, chosen, ctx_size, loaded.dtype)
+    steps = estimate.generation_steps(PackedRunner(loaded.model, pool, CPU), chosen, ctx_size)
+    return weights, pool.bytes, largest(steps)
+
+
+def largest(steps: Iterator[estimate.Step] | Sequence[estimate.Step]) -> int:
+    return max(estimate.peak_bytes(step) for step in steps)
+
+
+def traced(said: contract.Estimated) -> float:
+    """Live bytes of the largest step, as they were before what an allocator keeps was added."""
+    return (said.compute[0] - estimate.ATTENTION_TILE_BYTES) / estimate.HEAP_FACTOR
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", MEDIUM),
+        ("llama", {**MEDIUM, "dtype": "bfloat16"}),
+        ("mistral", {}),  # a sliding window
+        ("smollm3", {"tie_word_embeddings": False}),  # layers of two kinds
+        ("llama-embed", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)}-{value.get('dtype', '')}",
+)
+def test_weights_and_context_are_exact_and_compute_is_close(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    chosen = options(tiny.make(family, tmp_path / "m", **settings), prefill_chunk=256, parallel=3)
+    said = estimate.estimate(chosen)
+    weights, context, compute = really(chosen)
+    assert said.weights == [weights]
+    assert said.context == [context]
+    # Above: fake tensors have no numbers, so a mask that turns out to hide nothing is counted; never below.
+    assert compute <= traced(said) <= compute * 1.08
+
+
+@pytest.mark.parametrize(("asked", "bytes_each"), [("bfloat16", 2), ("auto", 4)])
+def test_the_type_in_memory_decides_not_the_type_on_disk(tmp_path: Path, asked: str, bytes_each: int) -> None:
+    """float16 becomes float32 on the CPU, if nobody says otherwise."""
+    chosen = options(tiny.make("llama", tmp_path / "half", dtype="float16"), dtype=asked)
+    said = estimate.estimate(chosen)
+    weights, context, _ = really(chosen)
+    assert (said.weights, said.context) == ([weights], [context])
+    assert context == 2 * 2 * 2 * 16 * 256 * 4 * bytes_each  # keys and values, layers, heads, elements, tokens, rows
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    stored = estimate.estimate(options(snapshot))
+    (snapshot / "model.safetensors").unlink()
+    assert estimate.estimate(options(snapshot, load_format="dummy")).weights == stored.weights
+    with pytest.raises(StartError):
+        estimate.estimate(options(snapshot))
+
+
+def test_what_is_stored_and_not_used_takes_room_where_files_are_mapped(tmp_path: Path) -> None:
+    snapshot = tiny.make("bert-embed", tmp_path / "m")  # with a pooler, which embedding does without
+    weights, _, compute = really(options(snapshot))
+    said = estimate.estimate(options(snapshot))
+    stored = (snapshot / "model.safetensors").stat().st_size
+    assert weights < said.weights[0] <= stored + 8192
+    assert compute <= traced(said) <= compute * 1.08
+    converted = options(snapshot, dtype="bfloat16")
+    assert estimate.estimate(converted).weights == [really(converted)[0]]
+
+
+def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
+    chosen = options(tiny.make("qwen3", tmp_path / "m"))
+    assert estimate.estimate(chosen).weights == [really(chosen)[0]]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2"])
+def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str) -> None:
+    chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=64)
+    config = loader.load_config(chosen)
+    peaks = []
+    for is_short in (False, True):
+        attention.register()
+        with FakeTensorMode():
+            model = estimate.build(loader._model_class(chosen, config, False), config, torch.float32, embeds=False)
+            model.set_attn_implementation(attention.SDPA)
+            if is_short:
+                estimate.shorten(model)
+            pool = estimate.make_pool(config, chosen, 128, torch.float32)
+            peaks.append(largest(estimate.generation_steps(PackedRunner(model, pool, CPU), chosen, 128)))
+    assert peaks[0] == peaks[1]
+
+
+def test_longer_contexts_more_rows_and_longer_chunks_cost_what_they_should(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    base = options(snapshot, ctx_size=128, parallel=2, prefill_chunk=64)
+    said = estimate.estimate(base)
+    larger = estimate.estimate(dataclasses.replace(base, ctx_size=256, parallel=4, prefill_chunk=128))
+    assert larger.context == [4 * said.context[0]]
+    assert larger.compute[0] > said.compute[0]
+    assert estimate.estimate(dataclasses.replace(base, attention="eager")).compute[0] > said.compute[0]
+
+
+def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    host, device = (estimate.estimate(options(snapshot, devices=(name,))) for name in ("cpu", "cuda:0"))
+    assert (device.weights, device.context) == (host.weights, host.context)
+    assert device.compute[0] > estimate.CUBLAS_WORKSPACE_BYTES
+    assert device.host > 0 == host.host
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "exit", "words"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, {}, Exit.UNUSABLE, "encoder and a decoder"),
+        ({"model_type": "nobody-knows"}, {}, Exit.UNUSABLE, "unknown to transformers"),
+        (None, {"devices": ("cuda:0", "cuda:1")}, Exit.UNUSABLE, "2 devices"),
+        (None, {"dtype": "int4"}, Exit.USAGE, "none of auto, float32"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, config: dict[str, Any] | None, settings: dict[str, Any], exit: Exit, words: str
+) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    override = "" if config is None else json.dumps({**config, "architectures": ["XForCausalLM"]})
+    with pytest.raises(StartError, match=words) as caught:
+        estimate.estimate(options(snapshot, config_override=override, **settings))
+    assert caught.value.exit == exit
+
+
+def test_a_storage_counts_once_and_only_while_it_lives() -> None:
+    live = estimate.LiveBytes()
+    with live, torch.inference_mode():
+        kept = torch.empty(100, dtype=torch.uint8)
+        view = kept[:50].view(5, 10)
+        assert live.now == 100
+        gone = torch.empty(1000, dtype=torch.uint8)
+        assert live.now == 1100
+        del gone
+        assert live.now == 100
+        kept.add_(1)
+        assert torch.nn.functional.linear(view.float(), torch.ones(3, 10)).shape == (5, 3)
+    assert live.peak == 1100
