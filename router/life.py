@@ -360,6 +360,8 @@ async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> N
     try:
         await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
+            if worker.reason == "shutdown":
+                return  # in a hurry everybody is killed
             worker.lost = lost.result()
             worker.reason = worker.lost.cause
             raise worker.lost

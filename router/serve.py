@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import hashlib
 import logging
 import os
 import resource
@@ -10,9 +12,11 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp.http
 import platformdirs
@@ -23,12 +27,11 @@ from router import log as log_lines
 from router.access import Access
 from router.app import App
 from router.calibration import Calibration
-from router.errors import ApiError, ConfigError
+from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet import Fleet, Limits
 from router.launchers.devices import Devices
 from router.launchers.local import LocalLauncher
-from router.launchers.record import RunFolderError
 from router.ledger import HOST, DeviceId, Ledger
 from router.metrics import Metrics
 from router.names import Names
@@ -59,8 +62,8 @@ def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple
     except ConfigError as broken:
         print(f"router: {broken}", file=sys.stderr)
         return 2
-    except RunFolderError as taken:
-        print(f"router: {taken}", file=sys.stderr)
+    except RouterError as failed:
+        print(f"router: {failed}", file=sys.stderr)
         return 1
     except OSError as failed:
         print(
@@ -70,17 +73,27 @@ def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple
 
 
 async def _main(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
-    loaded = load()
     stop = _Stop()
+    loaded = load()
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
         _banner(settings, site, loaded)
         for preset in loaded.presets.values():
-            if preset.load_on_startup:
-                stop.keep(asyncio.create_task(_load_at_start(site, preset)))
-        await stop.wanted.wait()
+            if preset.load_on_startup and not stop.wanted.is_set():
+                stop.keep(_load_at_start(site, preset))
+        await _first({stop.wanted, site.fleet.broken})
         log.info("stopping: running answers get %.0f s", settings.drain_timeout)
+    if site.fleet.broken.is_set():
+        return 1
     return 130 if stop.hurry.is_set() else 0
+
+
+async def _first(events: set[asyncio.Event]) -> None:
+    """Returns once one of them is set."""
+    waiting = {asyncio.ensure_future(event.wait()) for event in events}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for each in waiting:
+        each.cancel()
 
 
 class _Stop:
@@ -89,15 +102,20 @@ class _Stop:
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.hurry = asyncio.Event()
+        self.on_hangup: Callable[[], object] = lambda: None
+        """Until there is something to reload, everything is about to be read anyway."""
         self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.on_hangup())
 
     def _stop(self) -> None:
         (self.hurry if self.wanted.is_set() else self.wanted).set()
 
-    def keep(self, task: asyncio.Task[None]) -> None:
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it beside everything else."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -114,8 +132,8 @@ async def _router(
     _raise_file_limit()
     state = _state_folder(settings)
     sockets = _bind(settings)
-    port = _port(sockets[0]) if sockets else 0
-    runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / f"run-{port}"
+    port = _port(sockets[0])
+    runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / _run_name(sockets[0])
     events = EventLog()
     log_lines.follow(events)
     devices = Devices(os.environ)
@@ -131,6 +149,7 @@ async def _router(
         on_reading=lambda: holder[0].changed() if holder else None,
     )
     async with launcher:
+        aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")
         margins = _by_device(settings.models_memory_margin, devices)
         limits = _by_device(settings.device_limit, devices)
         for name, limit in settings.device_limit.items():
@@ -145,7 +164,7 @@ async def _router(
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline)
         fleet = Fleet(
             launcher=launcher,
-            calibration=Calibration(state / "estimates.json"),
+            calibration=Calibration(state / "estimates.json", later=aside.submit),
             events=events,
             files=files,
             ledger=ledger,
@@ -182,6 +201,7 @@ async def _router(
             port=port,
             awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
+        events.fold(site.hear)
         pace = Pace(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
@@ -194,11 +214,11 @@ async def _router(
             shutdown_timeout=2.0,
         )
         await runner.setup()
+        paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
         for sock in sockets:
             await web.SockSite(runner, sock, backlog=1024).start()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, lambda: stop.keep(asyncio.create_task(_reload(site))))
-        loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
+        stop.on_hangup = lambda: stop.keep(_reload(site))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
         try:
             yield site
         finally:
@@ -207,21 +227,23 @@ async def _router(
             await _close(fleet, launcher, stop)
             app.end_streams()
             await runner.cleanup()
-            for sock in sockets:
-                if sock.family == socket.AF_UNIX:
-                    with contextlib.suppress(OSError):
-                        os.unlink(sock.getsockname())
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
-    """Returns once all workers are reaped; at a second signal they are killed."""
+    """Returns once all workers are reaped; the second signal cuts their requests and kills them."""
     closing = asyncio.create_task(fleet.close())
     hurry = asyncio.create_task(stop.hurry.wait())
     await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    if not closing.done():
-        launcher.kill_all()
-        await fleet.close(force=True)
     hurry.cancel()
+    if not closing.done():
+        log.warning("stopping at once")
+        forced = asyncio.create_task(fleet.close(force=True))
+        await asyncio.sleep(0)  # its first step tells the requests why they end
+        launcher.kill_all()
+        await forced
     await closing
 
 
@@ -230,14 +252,15 @@ async def _load_at_start(site: Site, preset: Preset) -> None:
     try:
         await site.fleet.wanted(preset.id)
     except ApiError as error:
-        log.error("%s was to be loaded on startup: %s", preset.id, error.message)
-        return
-    site.awaited -= {preset.id}
+        if not site.closing:
+            log.error("%s was to be loaded on startup: %s", preset.id, error.message)
 
 
 async def _reload(site: Site) -> None:
-    with contextlib.suppress(ApiError):  # told to the log by reload itself
+    try:
         await site.reload()
+    except ApiError as error:
+        log.error("not reloaded: %s", error.message)
 
 
 def _dump(site: Site) -> None:
@@ -274,11 +297,7 @@ def _bind(settings: Settings) -> list[socket.socket]:
     for host in settings.host.split(","):
         host = host.strip()
         if host.endswith(".sock"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(host)
-            sock = socket.socket(socket.AF_UNIX)
-            sock.bind(host)
-            sockets.append(sock)
+            sockets.append(_bind_unix(host))
             continue
         port = _port(sockets[0]) if sockets and settings.port == 0 else settings.port
         try:
@@ -300,12 +319,46 @@ def _bind(settings: Settings) -> list[socket.socket]:
     return sockets
 
 
+def _bind_unix(path: str) -> socket.socket:
+    """Raises OSError if somebody listens there, or it is no socket; one that was left behind is replaced."""
+    if _is_answered(path):
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {path}: another router does; choose --host")
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+    except OSError as refused:
+        raise OSError(refused.errno, f"cannot listen on {path}: {refused.strerror}; choose --host") from None
+    return sock
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as knock:
+        knock.settimeout(1.0)
+        try:
+            knock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except TimeoutError:  # somebody is there, and has much to do
+            return True
+    return True
+
+
+def _run_name(sock: socket.socket) -> str:
+    """Of the folder of what runs: routers on other addresses have their own."""
+    if sock.family != socket.AF_UNIX:
+        return f"run-{_port(sock)}"
+    path = os.path.abspath(sock.getsockname())
+    return f"run-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+
+
 def _port(sock: socket.socket) -> int:
     return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
 
 
-def _by_device(sizes: "dict[str, int] | object", devices: Devices) -> dict[DeviceId, int]:
-    assert hasattr(sizes, "items")
+def _by_device(sizes: Mapping[str, int], devices: Devices) -> dict[DeviceId, int]:
     found: dict[DeviceId, int] = {}
     for name, size in sizes.items():
         if name:

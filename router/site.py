@@ -17,7 +17,7 @@ from router.access import Access
 from router.checkpoint import meta, modalities
 from router.errors import BadRequest, ConfigError, ModelNotFound, PresetInvalid
 from router.estimate import Checkpoint, EstimateError, effective_ctx
-from router.events import EventLog
+from router.events import Event, EventLog
 from router.fleet import Fleet, Model
 from router.launchers import Launcher
 from router.life import Files
@@ -70,13 +70,18 @@ class Site:
         id = self.names.find(name, lambda id: id in self.fleet.models and Access.may_use(key, id))
         return self.fleet.model(id)
 
+    def hear(self, event: Event) -> None:
+        """Models that are up are awaited no longer, whoever loaded them."""
+        if event.model in self.awaited and event.kind == "state" and event.data["state"] == "ready":
+            self.awaited -= {event.model}
+
     def visible(self, key: Key) -> list[Model]:
         return [model for id, model in self.fleet.models.items() if Access.may_use(key, id)]
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
         """The facts in the preset's files; None if they are not here (yet) or cannot be read."""
         worker = next(iter(self.fleet.models[preset.id].workers), None) if preset.id in self.fleet.models else None
-        snapshot = (worker.snapshot if worker is not None else "") or self.files.find(preset) or ""
+        snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)
         known = self._facts.get(preset.id)
         if known is not None and (not snapshot or known[0] == snapshot):
             return known[1]
@@ -88,6 +93,9 @@ class Site:
             return None
         self._facts[preset.id] = (snapshot, facts)
         return facts
+
+    def _find(self, preset: Preset) -> str:
+        return self.files.find(preset) or ""
 
     async def describe(self, preset: Preset) -> tuple[Checkpoint | None, dict[str, Any], dict[str, Any]]:
         """(facts, `meta`, `architecture`) of a model, from its files."""
@@ -109,11 +117,13 @@ class Site:
         """Apply changed presets, folders and caches. Raises PresetInvalid, having changed nothing."""
         async with self._reloading:
             try:
-                loaded = await asyncio.to_thread(self.load)
+                loaded, keys = await asyncio.to_thread(lambda: (self.load(), self.keys()))
             except ConfigError as broken:
+                for line in broken.problems:
+                    log.error("%s", line)
                 raise PresetInvalid(
-                    f"the presets cannot be used; the old ones still are: {broken.problems[0]}",
-                    extra={"errors": [{"message": problem} for problem in broken.problems]},
+                    f"the settings cannot be used; the old ones still are: {broken.problems[0]}",
+                    extra={"errors": [{"message": line} for line in broken.problems]},
                 ) from None
             if loaded.problems:
                 for problem in loaded.problems:
@@ -122,8 +132,9 @@ class Site:
                     f"the presets cannot be used; the old ones still are: {loaded.problems[0]}",
                     extra={"errors": [problem_row(problem) for problem in loaded.problems]},
                 )
-            self.access.keys = self.keys()
+            self.access.keys = keys
             self._facts.clear()
+            self.awaited &= loaded.presets.keys()
             result = self.fleet.apply(loaded.presets)
             self.names = Names(loaded.presets)
             return {**result, "warnings": [str(warning) for warning in loaded.warnings]}

@@ -1,0 +1,255 @@
+"""A router from its start to its end: signals, reloads, addresses, what a supervisor sees."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes.routers import (
+    ROOT,
+    Router,
+    chat,
+    error_of,
+    fake_python,
+    is_alive,
+    lines_written,
+    presets,
+    refused,
+    router,
+    until,
+)
+
+MARGIN = ("--models-memory-margin", "64")
+PATH = "/v1/chat/completions"
+
+
+async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[bytes], asyncio.Event]":
+    """A stream that goes on: a task with all that comes of it, and what is set when something has come."""
+    begun = asyncio.Event()
+
+    async def listen() -> bytes:
+        got = b""
+        async with up.client.stream("POST", PATH, json=body) as response:
+            try:
+                async for part in response.aiter_raw():
+                    got += part
+                    begun.set()
+            except httpx.RemoteProtocolError:
+                return got + b"<broken>"
+        return got
+
+    return asyncio.create_task(listen()), begun
+
+
+# Signals
+
+
+@pytest.mark.slow
+async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_ignore_sigterm": True, "stop-timeout": 60}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        task, begun = await streaming(up, chat("a", "w", stream=True, max_tokens=9000, fake={"delay": 0.02}))
+        await begun.wait()
+        (pid,) = (await up.workers()).values()
+        up.process.send_signal(signal.SIGTERM)
+        await up.says("stopping")
+        began = time.monotonic()
+        assert await up.end(signal.SIGINT) == 130
+        assert time.monotonic() - began < 8.0
+        assert not is_alive(pid)
+        got = await task
+        assert b'"reason":"draining"' in got
+        assert got.endswith(b"<broken>")
+
+
+@pytest.mark.slow
+async def test_who_waits_for_a_load_hears_that_the_router_stops(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_hold_load": str(tmp_path / "never"), "load-on-startup": "on"}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
+        loading = asyncio.create_task(up.client.post("/models/load?wait=1", json={"model": "a"}))
+        await up.becomes("a", "loading", queued=3)
+        began = time.monotonic()
+        assert await up.end() == 0
+        assert time.monotonic() - began < 8.0
+        assert error_of(await asked) == (503, "draining")
+        assert error_of(await loading) == (503, "draining")
+        assert not any("was to be loaded on startup" in line or "Traceback" in line for line in up.log)
+
+
+@pytest.mark.slow
+async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    behaviour = json.dumps({"journal": str(journal), "hold_load": str(tmp_path / "never")})
+    file = tmp_path / "models.ini"
+    python = fake_python(tmp_path)
+    file.write_text(f"[a]\nmodel = org/repo\nrequired-memory = 64\npython = {python}\nenv.FAKE_WORKER = {behaviour}\n")
+    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+        asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
+        first = int((await until(lines, "started")).split()[1])
+        assert (await up.status("a"))["value"] == "downloading"
+        assert error_of(await up.client.post(PATH + "?autoload=false", json=chat("a"))) == (400, "model_not_loaded")
+        assert (await up.client.post("/models/unload?wait=1", json={"model": "a"})).status_code == 200
+        assert error_of(await asked) == (503, "draining")
+        assert not is_alive(first)
+        status = await up.status("a")
+        assert (status["value"], status["reason"], "failed" in status) == ("unloaded", "requested", False)
+        asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
+        second = int((await until(lines, "started")).split()[1])
+        assert await up.end() == 0
+        assert error_of(await asked) == (503, "draining")
+        assert not is_alive(second)
+
+
+@pytest.mark.slow
+async def test_event_streams_end_with_the_router_in_good_order(tmp_path: Path) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"a": {}})), *MARGIN) as up:
+        opened = [asyncio.Event(), asyncio.Event()]
+
+        async def follow(path: str, began: asyncio.Event) -> str:
+            text = ""
+            async with up.client.stream("GET", path) as events:
+                async for part in events.aiter_text():
+                    text += part
+                    began.set()
+            return text
+
+        paths = ("/models/sse", "/router/events")
+        following = [asyncio.create_task(follow(*each)) for each in zip(paths, opened, strict=True)]
+        for each in opened:
+            await each.wait()
+        began = time.monotonic()
+        assert await up.end() == 0
+        assert time.monotonic() - began < 2.0
+        assert all(text.endswith("\n\n") for text in await asyncio.gather(*following))
+
+
+@pytest.mark.slow
+async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    keys.chmod(0o600)
+    file = presets(tmp_path, {"a": {}})
+    good = file.read_text()
+    options = ("--models-preset", str(file), "--api-key-file", str(keys), *MARGIN)
+    async with router(*options) as up:
+        up.client.headers["Authorization"] = "Bearer one"
+        file.write_text(good + "ctx-sise = 5\n")
+        up.process.send_signal(signal.SIGHUP)
+        await up.says(r"models\.ini:\d+.*ctx-sise")
+        await up.says("not reloaded")
+        file.write_text(good + "alias = other\n")
+        keys.chmod(0o644)
+        up.process.send_signal(signal.SIGHUP)
+        await up.says("other users may read it")
+        response = await up.client.post("/router/reload")
+        assert error_of(response) == (500, "preset_invalid")
+        assert "chmod 600" in response.json()["error"]["errors"][0]["message"]
+        assert (await up.client.get("/v1/models")).json()["data"][0]["aliases"] == []
+        keys.chmod(0o600)
+        keys.write_text("two\n")
+        up.process.send_signal(signal.SIGHUP)
+        await up.says("presets reloaded: changed=a")
+        assert (await up.client.get("/v1/models")).status_code == 401
+        up.client.headers["Authorization"] = "Bearer two"
+        assert (await up.client.get("/v1/models")).json()["data"][0]["aliases"] == ["other"]
+        assert not any("Traceback" in line for line in up.log)
+
+
+# Readiness
+
+
+@pytest.mark.slow
+async def test_ready_waits_for_a_model_of_the_start_whoever_loads_it_in_the_end(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_die_at_start": 1, "load-on-startup": "on"}, "b": {}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        await up.says("a was to be loaded on startup")
+        response = await up.client.get("/ready")
+        assert (response.status_code, response.json()["waiting_for"]) == (503, ["a"])
+        assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
+        (tmp_path / "snapshots" / "a" / "fake.json").write_text("{}")
+        assert (await up.client.post("/models/load?wait=1", json={"model": "a"})).status_code == 200
+        assert (await up.client.get("/ready")).status_code == 200
+
+
+@pytest.mark.slow
+async def test_ready_waits_for_no_model_that_was_removed(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_hold_load": str(tmp_path / "never"), "load-on-startup": "on"}, "b": {}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        assert (await up.client.get("/ready")).status_code == 503
+        text = file.read_text()
+        file.write_text(text[: text.index("[a]")] + text[text.index("[b]") :])
+        assert (await up.client.get("/models?reload=1")).status_code == 200
+        assert (await up.client.get("/ready")).status_code == 200
+
+
+@pytest.mark.slow
+async def test_a_model_that_cannot_be_loaded_is_tried_again_once_its_files_change(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_die_at_start": 3, "_message": "config.json names no architecture"}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        for _ in range(2):
+            assert error_of(await up.client.post(PATH, json=chat("a"))) == (500, "load_failed")
+        (tmp_path / "snapshots" / "a" / "fake.json").write_text("{}")
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        assert "failed" not in await up.status("a")
+
+
+# Addresses
+
+
+@pytest.mark.slow
+async def test_a_unix_socket_belongs_to_one_router(tmp_path: Path) -> None:
+    path = tmp_path / "router.sock"
+    file = presets(tmp_path, {"a": {}})
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(path))
+    stale.close()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "router", "--models-preset", str(file), "--host", str(path),
+        "--state-dir", str(tmp_path / "state"), "--runtime-dir", str(tmp_path / "run"),
+        stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        await until(process.stderr, "router ")
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.get("/health")).status_code == 200
+            code, said = await refused("--models-preset", str(file), "--host", str(path))
+            assert code == 1
+            assert "another router" in said
+            assert "Traceback" not in said
+            assert (await client.get("/health")).status_code == 200
+    finally:
+        process.terminate()
+        await process.communicate()
+    assert process.returncode == 0
+    assert not path.exists()
+
+
+async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "precious.sock"
+    path.write_text("notes")
+    code, said = await refused("--models-preset", str(presets(tmp_path, {"a": {}})), "--host", str(path))
+    assert code == 1
+    assert "precious.sock" in said
+    assert path.read_text() == "notes"
+
+
+@pytest.mark.slow
+async def test_a_runtime_folder_belongs_to_one_router(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}})
+    options = ("--models-preset", str(file), "--runtime-dir", str(tmp_path / "run"))
+    async with router(*options):
+        code, said = await refused(*options)
+    assert code == 1
+    assert str(tmp_path / "run") in said
+    assert "Traceback" not in said
