@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.children import TOKEN, Child, await_end, python
+from tests.children import TOKEN, Child, await_end, environment, python
 from worker import contract
 from worker.__main__ import CRASHED, diagnose
 from worker.contract import Exit
@@ -173,6 +173,57 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
         assert child.exit() == Exit.ORPHANED
     total = said.weights[0] + said.context[0] + said.compute[0] + said.runtime[0]
     assert 0.9 * total < used < 1.04 * total
+
+
+POISONED = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+class Config(PreTrainedConfig):
+    model_type = "poisoned"
+
+class Model(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, 8)
+        self.warm = False
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask):
+        if self.warm:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        self.warm = True
+        return BaseModelOutput(last_hidden_state=self.embed(input_ids))
+"""
+
+
+@pytest.mark.slow
+def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapshot: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((snapshot / name).read_bytes())
+    code = {"AutoConfig": "code.Config", "AutoModel": "code.Model"}
+    config = {
+        "model_type": "poisoned",
+        "architectures": ["Model"],
+        "auto_map": code,
+        "vocab_size": 512,
+        "pad_token_id": 0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    (tmp_path / "code.py").write_text(POISONED)
+    options = ["--task=embed", "--trust-remote-code", "--load-format=dummy", f"--listen=unix:{tmp_path}/s"]
+    argv = [*WORKER, "serve", f"--snapshot={tmp_path}", *options, *LEASHED]
+    with Child(argv, stdin=STDIN, env=environment(HF_HOME=str(tmp_path / "home"))) as child:
+        child.event(contract.Ready)
+        transport = httpx.HTTPTransport(uds=f"{tmp_path}/s")
+        with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:
+            client.headers["Authorization"] = f"Bearer {TOKEN}"
+            assert client.post("/v1/embeddings", json={"input": "Hello"}).status_code >= 500
+        assert "illegal memory access" in child.event(contract.Failed).message
+        assert child.exit() == Exit.POISONED
 
 
 @pytest.mark.slow

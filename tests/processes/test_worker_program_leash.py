@@ -152,6 +152,18 @@ def test_a_full_pipe_drops_pulses_and_delays_everything_else() -> None:
     assert [len(event.message) for event in events if isinstance(event, contract.Failed)] == [300_000, 7]
 
 
+def test_a_pulse_too_long_for_one_write_is_whole_all_the_same() -> None:
+    code = (
+        "from worker import contract\n"
+        "measured = {f'device {number}': number for number in range(10_000)}\n"  # 270 KB: a pipe holds 64
+        "for step in range(5): tied.say(contract.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
+        "tied.say(contract.Failed(message='the end'))\n"
+    )
+    with leashed(code) as child:
+        assert contract.Failed(message="the end") in child.events()  # each one decodes
+        assert child.exit() == 0
+
+
 def test_lines_of_many_threads_stay_whole() -> None:
     code = (
         "import threading\nfrom worker import contract\n"
