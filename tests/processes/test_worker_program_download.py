@@ -344,6 +344,7 @@ def test_the_token_goes_to_the_hub_alone(hub: Hub, tmp_path: Path) -> None:
         assert elsewhere.fetched(repo) == ["model.safetensors"], "and no token with it"
 
 
+@pytest.mark.slow
 def test_two_downloads_of_one_model_fetch_each_file_once(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("twice")
     hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
@@ -392,3 +393,18 @@ def test_a_download_never_imports_torch(hub: Hub, tmp_path: Path) -> None:
         child.event(contract.Downloaded)
         assert child.exit() == 0
         assert child.log == "0\n"
+
+
+def test_a_demo_model_is_made_without_any_hub(tmp_path: Path) -> None:
+    command = python("-m", "worker", "download", f"--target={tmp_path}")
+    env = environment(HF_HUB_OFFLINE="1")
+    with Child([*command, "--demo=a"], env=env) as child:
+        *progress, done = child.events()
+        assert isinstance(done, contract.Downloaded)
+        assert {type(event) for event in progress} == {contract.Progress}
+        assert Path(done.snapshot).parent == tmp_path
+        assert child.exit() == Exit.OK
+    with Child([*command, "--demo=nobody"], env=env) as child:
+        assert child.events() == []
+        assert child.exit() == Exit.UNUSABLE
+        assert "no demo model 'nobody'" in child.log
