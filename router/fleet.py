@@ -581,7 +581,7 @@ class Fleet:
         for id in plan.refine:
             by_id[id].refine.set()
         for id, eviction in plan.evict.items():
-            self._evict(by_id[id], eviction, by_id)
+            self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
             self._start(by_id[id], start)
         order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
@@ -614,8 +614,9 @@ class Fleet:
         tell(worker, self.events, was=was)
         worker.room.set_result(start)
 
-    def _evict(self, worker: Worker, eviction: planner.Eviction, by_id: Mapping[int, Worker]) -> None:
+    def _evict(self, worker: Worker, eviction: planner.Eviction, by_id: Mapping[int, Worker], plan: Plan) -> None:
         asker = by_id.get(eviction.for_demand) if eviction.for_demand is not None else None
+        wait = plan.waits.get(asker.id) if asker is not None else None
         limit = self.limits.evict_timeout
         self.events.append(
             "plan",
@@ -623,6 +624,7 @@ class Fleet:
             decision="evict",
             worker=worker.id,
             reason=eviction.reason,
+            short_of=[str(id) for id in wait.shortage] if wait is not None else [],
             **{"for": asker.preset.id if asker else ""},
             idle_seconds=0.0 if worker.leases else round(self.now() - worker.last_used, 1),
             frees={str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},

@@ -11,13 +11,15 @@ from prometheus_client.registry import Collector
 
 from router.events import Event, EventLog
 from router.fleet import Fleet
-from router.ledger import SLOTS
+from router.ledger import SLOTS, DeviceId
 from router.life import estimated
 from router.lifecycle import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STATES = ("unloaded", "downloading", "loading", "loaded")
+INTENDED = frozenset({"", "abandoned", "config_changed", "draining", "evicted", "idle", "requested", "shutdown"})
+"""Why a load may end without having failed."""
 
 
 class Metrics:
@@ -61,16 +63,15 @@ class Metrics:
                 ):
                     self._token_count.labels(event.model, kind).inc(count)
             case "plan" if data["decision"] == "evict":
-                reason = "memory" if data["reason"] == "evicted" else data["reason"]
-                self._evictions.labels(event.model, reason).inc()
+                cause = "count" if data["short_of"] == ["slots"] else "memory"
+                self._evictions.labels(event.model, cause if data["reason"] == "evicted" else data["reason"]).inc()
             case "state" if data["state"] == "ready" and "load_seconds" in data:
                 self._loads.labels(event.model, "ready").inc()
                 self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
             case "state" if data["state"] == "stopped":
                 self._exits.labels(event.model, data["reason"] or "stopped").inc()
                 if data.get("was") in ("starting", "queued", "downloading"):
-                    result = {"oom": "oom"}.get(data["reason"], "failed" if "error" in data else "cancelled")
-                    self._loads.labels(event.model, result).inc()
+                    self._loads.labels(event.model, _result(data["reason"])).inc()
 
     def render(self, model: str | None = None) -> bytes:
         """The text of all metrics; with `model` its own only, plus llama-server's unlabelled names."""
@@ -127,7 +128,20 @@ class _Gauges(Collector):
             reserved.add_metric(at, ours)
             memory.add_metric([*at, "foreign"], device.foreign)
             memory.add_metric([*at, "free"], max(0, device.total - device.used))
+            for segment, size in self._segments(device.id).items():
+                memory.add_metric([*at, segment], size)
         yield from (total, margin, reserved, memory)
+
+    def _segments(self, id: DeviceId) -> Mapping[str, int]:
+        """Estimated bytes of all shards on one device, by what they are for."""
+        total = dict.fromkeys(("weights", "context", "compute", "runtime"), 0)
+        for worker in self._fleet.workers():
+            if worker.costs is None or not worker.state.holds_memory:
+                continue
+            for shard, at in enumerate(worker.place):
+                for segment in total if at == id else ():
+                    total[segment] += getattr(worker.costs.estimate, segment)[shard]
+        return total
 
     def _models(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("router_model_state", "1 for the current state.", labels=["model", "state"])
@@ -155,6 +169,13 @@ class _Gauges(Collector):
             if shown.measured and sum(planned.values()):
                 ratio.add_metric([id], sum(shown.measured.values()) / sum(planned.values()))
         yield from (state, memory, ratio, running, waiting)
+
+
+def _result(reason: str) -> str:
+    """How a load ended that did not become ready."""
+    if reason == "oom":
+        return "oom"
+    return "cancelled" if reason in INTENDED else "failed"
 
 
 def _escape(text: str) -> str:

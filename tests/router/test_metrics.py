@@ -1,0 +1,170 @@
+"""What happened and what is so, as Prometheus reads it: values in, text out."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.fleet import Limits
+from router.launchers import WorkerLost
+from router.metrics import CONTENT_TYPE, Metrics
+from tests.fakes import CPU, GIB, FakeModel, virtual
+from tests.schedules.worlds import Schedule
+from worker import contract
+
+
+def samples(metrics: Metrics, model: str | None = None) -> dict[str, float]:
+    """Every line, as `name{label="value"}` with labels in order; raises if it is not the format that it says."""
+
+    def lines() -> Iterator[tuple[str, float]]:
+        for family in text_string_to_metric_families(metrics.render(model).decode()):
+            for name, labels, value, *_ in family.samples:
+                inner = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+                yield (f"{name}{{{inner}}}" if inner else name), value
+
+    return dict(lines())
+
+
+def made(*models: str) -> tuple[Schedule, Metrics]:
+    world = Schedule(dict.fromkeys(models, GIB))
+    return world, Metrics(world.fleet, world.events)
+
+
+def test_an_idle_router_tells_every_model_and_no_requests() -> None:
+    _, metrics = made("a", "b")
+    found = samples(metrics)
+    assert found['router_model_state{model="a",state="unloaded"}'] == 1.0
+    assert found['router_model_state{model="b",state="loaded"}'] == 0.0
+    assert found['router_queue_depth{model="a"}'] == 0.0
+    assert not any(name.startswith("router_requests_total") for name in found)
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_tokens_are_counted_by_kind() -> None:
+    world, metrics = made("a")
+    for _ in range(2):
+        world.events.mention("request", "a", prompt_tokens=5, cached_tokens=2, completion_tokens=7)
+    found = samples(metrics)
+    assert found['router_tokens_total{kind="prompt",model="a"}'] == 10.0
+    assert found['router_tokens_total{kind="cached",model="a"}'] == 4.0
+    assert found['router_tokens_total{kind="completion",model="a"}'] == 14.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "result"),
+    [
+        ("oom", "oom"), ("crashed", "failed"), ("load_failed", "failed"), ("load_timeout", "failed"),
+        ("download_failed", "failed"), ("does_not_fit", "failed"), ("requested", "cancelled"),
+        ("abandoned", "cancelled"), ("shutdown", "cancelled"), ("config_changed", "cancelled"), ("", "cancelled"),
+    ],
+)  # fmt: skip
+def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, result: str) -> None:
+    world, metrics = made("a")
+    world.events.append("state", "a", worker=1, state="stopped", was="starting", reason=reason)
+    found = samples(metrics)
+    loads = {name: value for name, value in found.items() if name.startswith("router_loads_total")}
+    assert loads == {f'router_loads_total{{model="a",result="{result}"}}': 1.0}
+    assert found[f'router_worker_exits_total{{model="a",reason="{reason or "stopped"}"}}'] == 1.0
+
+
+def test_a_worker_that_served_counts_as_no_failed_load() -> None:
+    world, metrics = made("a")
+    world.events.append("state", "a", worker=1, state="ready", was="starting", load_seconds=3.0)
+    world.events.append("state", "a", worker=1, state="ready", draining=True, reason="requested")
+    world.events.append("state", "a", worker=1, state="stopping", was="ready", reason="requested")
+    world.events.append("state", "a", worker=1, state="stopped", was="stopping", reason="requested")
+    found = samples(metrics)
+    assert found['router_loads_total{model="a",result="ready"}'] == 1.0
+    assert sum(name.startswith("router_loads_total") for name in found) == 1
+    assert found['router_load_seconds_sum{model="a",stage="total"}'] == 3.0
+    assert found['router_load_seconds_bucket{le="2.5",model="a",stage="total"}'] == 0.0
+    assert found['router_load_seconds_bucket{le="5.0",model="a",stage="total"}'] == 1.0
+
+
+@virtual
+async def test_gauges_are_read_off_the_fleet() -> None:
+    world = Schedule({"a": 2 * GIB, "b": GIB}, margin=GIB)
+    metrics = Metrics(world.fleet, world.events)
+    world.launcher.set_foreign(CPU, GIB)
+    asked = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    world.launcher.say("a", contract.Pulse(steps=9, running=1, waiting=2, measured={"cpu": 3 * GIB}))
+    world.fleet.changed()
+    await asyncio.sleep(0.01)
+    found = samples(metrics)
+    at = 'device="cpu",node="local"'
+    assert found[f"router_device_total_bytes{{{at}}}"] == 8 * GIB
+    assert found[f"router_device_margin_bytes{{{at}}}"] == GIB
+    assert found[f"router_device_reserved_bytes{{{at}}}"] == 4 * GIB
+    assert found[f'router_device_memory_bytes{{{at},segment="foreign"}}'] == GIB
+    segments = [found[f'router_device_memory_bytes{{{at},segment="{name}"}}'] for name in ("weights", "context",
+                "compute", "runtime")]  # fmt: skip
+    assert sum(segments) == 3 * GIB
+    assert found['router_model_state{model="a",state="loaded"}'] == 1.0
+    assert found['router_model_state{model="b",state="loading"}'] == 1.0
+    assert found['router_requests_in_flight{model="a"}'] == 1.0
+    assert found['router_queue_depth{model="b"}'] == 1.0
+    assert found[f'router_model_memory_bytes{{device="cpu",kind="estimated",model="a",{at[13:]}}}'] == 2 * GIB
+    assert found[f'router_model_memory_bytes{{device="cpu",kind="measured",model="a",{at[13:]}}}'] == 3 * GIB
+    assert found['router_estimate_ratio{model="a"}'] == 1.5
+    await asked
+    await waiting
+    await world.stop()
+    found = samples(metrics)
+    assert found[f"router_device_reserved_bytes{{{at}}}"] == 0
+    assert not any(name.startswith("router_model_memory_bytes") for name in found)
+
+
+@virtual
+async def test_evictions_tell_memory_from_count() -> None:
+    for limits, reason in ((Limits(models_max=1), "count"), (Limits(), "memory")):
+        world = Schedule(
+            {"a": 5 * GIB, "b": 5 * GIB}, limits=limits, totals={CPU: 64 * GIB} if reason == "count" else None
+        )
+        metrics = Metrics(world.fleet, world.events)
+        await world.ask("a")
+        await asyncio.sleep(60)
+        await world.ask("b")
+        assert samples(metrics)[f'router_evictions_total{{model="a",reason="{reason}"}}'] == 1.0
+        await world.stop()
+
+
+@virtual
+async def test_failures_of_real_lives_are_counted() -> None:
+    fails = [
+        WorkerLost("no", cause="oom", exit=6, memory="host"),
+        WorkerLost("no", cause="load_failed", exit=3),
+    ]
+    world = Schedule({"a": GIB, "huge": 90 * GIB}, models={"a": FakeModel(start_fails=fails)})
+    metrics = Metrics(world.fleet, world.events)
+    for name in ("a", "huge"):
+        await asyncio.gather(world.ask(name), return_exceptions=True)
+    found = samples(metrics)
+    assert found['router_loads_total{model="a",result="oom"}'] == 1.0
+    assert found['router_loads_total{model="a",result="failed"}'] == 1.0
+    assert found['router_loads_total{model="huge",result="failed"}'] == 1.0
+    await world.stop()
+
+
+@virtual
+async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
+    world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    world.launcher.say("a", contract.Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}))
+    world.launcher.say("a", contract.Request(id="r", prompt_tokens=5, completion_tokens=7))
+    found = samples(metrics, "a")
+    assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
+    assert found["llamacpp:prompt_tokens_total"] == 5.0
+    assert found["llamacpp:tokens_predicted_total"] == 7.0
+    assert found["llamacpp:n_decode_total"] == 9.0
+    assert found["llamacpp:requests_processing"] == 1.0
+    assert found["llamacpp:requests_deferred"] == 2.0
+    idle = samples(metrics, "aa")
+    assert idle["llamacpp:prompt_tokens_total"] == 0.0
+    strange = samples(metrics, 'q"\\x')
+    assert any(name.startswith("router_model_state") for name in strange)
+    await world.stop()
