@@ -161,7 +161,8 @@ class TransformersEngine:
         loaded = loader.load_model(options, config, implementation, progress)
         limits = [limit for limit in (architectures.positions(config), embedding.longest_input(snapshot)) if limit]
         ctx_size = _ctx_size(options, min(limits, default=0))
-        pad = tokenizer.pad_token_id if config.pad_token_id is None else config.pad_token_id
+        stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
+        pad = tokenizer.pad_token_id if stated is None else stated
         embedder = Embedder(
             loaded.model, loaded.device, pooling=pooling, normalize=options.embd_normalize, pad=int(pad or 0)
         )
