@@ -31,7 +31,7 @@ from router.errors import (
 )  # fmt: skip
 from router.faces import admin, llama_server
 from router.metrics import CONTENT_TYPE, Metrics
-from router.proxy import Call, Proxy
+from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
 from router.site import Site, flag
 from worker.routes import ROUTES, Face, Loads, Plane, Route, error_body
@@ -46,6 +46,13 @@ LINGERING = 2.0
 ID, OTHER_ID = ".+", "(?!(?:load|unload)$).+"
 """A model in a path; without /v1 two names are calls, and GET of them is a wrong method."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ID = web.RequestKey("id", str)
+_ARRIVED = web.RequestKey("arrived", float)
+_ROUTE = web.RequestKey("route", Route)
+_BUFFERED = web.RequestKey("buffered", int)
+_MODEL = web.RequestKey("model", str)
+_STATUS = web.RequestKey("status", int)
+"""How it really ended, where that is not what the status line says."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -115,15 +122,15 @@ class App:
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         asked = request.headers.get("X-Request-Id", "")
-        request["id"] = asked if REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
-        request["arrived"] = time.monotonic()
+        request[_ID] = asked if REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        request[_ARRIVED] = time.monotonic()
         status = 499
         try:
             response = await self._answer(request, handler)
-            status = response.status
+            status = request.get(_STATUS, response.status)
             return response
         except asyncio.CancelledError:
-            self._metrics.disconnects.labels(request.get("phase", "queued")).inc()
+            self._metrics.disconnects.labels(request.get(PHASE, "queued")).inc()
             raise
         finally:
             self._tell(request, status)
@@ -154,13 +161,13 @@ class App:
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
-            log.exception("%s: %s %s failed in the router", request["id"], request.method, request.path)
+            log.exception("%s: %s %s failed in the router", request[_ID], request.method, request.path)
             return self._error(request, Internal("the router failed on this request; its log says how"))
 
     def _error(self, request: web.Request, error: ApiError) -> web.Response:
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
-        route = request.get("route")
+        route = request.get(_ROUTE)
         face = route.face if route is not None else Face.OPENAI
         body = error_body(
             face,
@@ -178,18 +185,18 @@ class App:
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = f"router/{__version__}"
-        if "id" in request:
-            response.headers["X-Request-Id"] = response.headers["request-id"] = request["id"]
+        if _ID in request:
+            response.headers["X-Request-Id"] = response.headers["request-id"] = request[_ID]
         response.headers.update(self._site.access.cors_headers(request))
 
     def _tell(self, request: web.Request, status: int) -> None:
-        route = request.get("route")
+        route = request.get(_ROUTE)
         endpoint = route.name if route is not None else "unknown"
-        model = request.get("model", "unknown")
+        model = request.get(_MODEL, "unknown")
         self._metrics.requests.labels(model, endpoint, str(status)).inc()
         quiet = self._site.settings.access_log
         if quiet == "all" or (quiet == "errors" and status >= 400):
-            seconds = time.monotonic() - request["arrived"]
+            seconds = time.monotonic() - request[_ARRIVED]
             access_log.info(
                 "%s %s %s %d %.3fs model=%s rid=%s",
                 request.remote or "-",
@@ -198,12 +205,12 @@ class App:
                 status,
                 seconds,
                 model,
-                request["id"],
+                request[_ID],
             )
 
     def _guarded(self, route: Route, work: Callable[[web.Request, Key], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            request["route"] = route
+            request[_ROUTE] = route
             plane = Plane.ADMIN if request.query.get("reload") and route.name == "models" else route.plane
             key = self._site.access.authorize(request, plane, route.name)
             return await work(request, key)
@@ -218,7 +225,7 @@ class App:
         try:
             yield await self._read(request)
         finally:
-            self._buffered -= request.get("buffered", 0)
+            self._buffered -= request.get(_BUFFERED, 0)
 
     async def _read(self, request: web.Request) -> bytes:
         settings = self._site.settings
@@ -235,7 +242,7 @@ class App:
                 async for chunk in request.content.iter_any():
                     size += len(chunk)
                     self._buffered += len(chunk)
-                    request["buffered"] = size
+                    request[_BUFFERED] = size
                     if size > limit:
                         raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
                     if self._buffered > BUFFERED_IN_ALL:
@@ -260,14 +267,14 @@ class App:
     # Work for workers
 
     async def _forward(self, request: web.Request, key: Key) -> web.StreamResponse:
-        route: Route = request["route"]
+        route: Route = request[_ROUTE]
         async with self._body(request) as body:
             seen = peek(body)
             if seen.model is not None and not isinstance(seen.model, str):
                 raise BadRequest("model must be a string", param="model")
             query = request.query
             id, _ = self._site.choose(key, path=None, body=seen.model, query=query)
-            request["model"] = id
+            request[_MODEL] = id
             autoload = flag(query, "autoload")
             if autoload is None and route.loads is not Loads.FOLLOWS:
                 autoload = False
@@ -279,15 +286,16 @@ class App:
                 body=body,
                 stream=route.streams and seen.stream is True,
                 autoload=autoload,
-                request_id=request["id"],
-                arrived=request["arrived"],
+                request_id=request[_ID],
+                arrived=request[_ARRIVED],
                 timeout=max(0.0, timeout),
             )
-            request["phase"] = "streaming" if call.stream else "answering"
             with self._site.access.running(key):
                 answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
+        if answer.failed is not None:
+            request[_STATUS] = answer.failed
         if answer.first_byte is not None:
-            self._metrics.ttft.labels(id).observe(answer.first_byte - request["arrived"])
+            self._metrics.ttft.labels(id).observe(answer.first_byte - request[_ARRIVED])
         assert answer.response is not None
         return answer.response
 
@@ -333,7 +341,7 @@ class App:
         raise Forbidden(f"{request.path} is disabled: this server fetches and runs nothing", reason="feature_disabled")
 
     async def _not_offered(self, request: web.Request, key: Key) -> web.StreamResponse:
-        route: Route = request["route"]
+        route: Route = request[_ROUTE]
         raise NotOffered(f"{route.method} {route.path} is not offered; use {route.instead}")
 
     async def _state(self, request: web.Request, key: Key) -> web.StreamResponse:
@@ -359,7 +367,7 @@ class App:
 
     async def _stream(self, request: web.Request, frames: AsyncIterator[bytes]) -> web.StreamResponse:
         """Send frames for as long as the client listens and reads."""
-        request["phase"] = "events"
+        request[PHASE] = "events"
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",

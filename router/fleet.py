@@ -39,6 +39,7 @@ from router.life import Again, Files, Worker, end, live, lost_error, tell, weigh
 from router.lifecycle import State
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
+from worker.contract import Exit
 
 log = logging.getLogger("router.fleet")
 
@@ -344,7 +345,7 @@ class Fleet:
         if not worker.stopped.is_set():  # cancelled before its first step
             end(worker, self, None)
 
-    def over(self, worker: Worker) -> float:
+    def over(self, worker: Worker) -> Failure | None:
         del self._alive[worker.id]
         self._said.pop(worker.id, None)
         model = self._homes.pop(worker.id)
@@ -353,7 +354,7 @@ class Fleet:
         self._remember(model, worker)
         if worker.preset.id not in self.models and not model.workers:
             self.events.append("removed", worker.preset.id)
-        return model.failure.until - self.now() if model.failure is not None else 0.0
+        return model.failure
 
     def _remember(self, model: Model, worker: Worker) -> None:
         """What this end means for the model's next life."""
@@ -372,14 +373,16 @@ class Fleet:
             model.failure = self._failure(model, lost, served=served)
 
     def _failure(self, model: Model, lost: WorkerLost, *, served: bool) -> Failure:
-        now = self.now()
-        if lost.final:
+        now, before = self.now(), model.failure
+        again = before is not None and before.exit == lost.exit
+        final = lost.final or (again and lost.exit == Exit.DAMAGED)  # one clean refetch may help, and did not
+        if final:
             pause, files = backoff.FINAL_PAUSE, self.files.look(model.preset)
         else:
             spread = random.uniform(*backoff.SPREAD)
             pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)
             files = None
-        return Failure(lost.cause, lost.message, lost.exit, lost.final, now, now + pause, files)
+        return Failure(lost.cause, lost.message, lost.exit, final, now, now + pause, files)
 
     def retire(self, worker: Worker, reason: str, *, drain: float | None, made_room_for: str = "") -> None:
         """Take no new leases; running ones end, or are cut after `drain` seconds (None: never).

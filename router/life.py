@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from router import calibration
 from router import estimate as estimates
+from router.backoff import Failure
 from router.calibration import Calibration
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
 from router.estimate import Checkpoint, Estimate
@@ -79,8 +80,8 @@ class World(Protocol):
     def changed(self) -> None:
         """Something that a plan depends on is different now."""
 
-    def over(self, worker: "Worker") -> float:
-        """This life has ended; called before anybody hears of it. Seconds until its model may be tried again."""
+    def over(self, worker: "Worker") -> Failure | None:
+        """This life has ended; called before anybody hears of it. What keeps its model from being tried again."""
 
     def hopeless(self, worker: "Worker") -> bool:
         """Whether not even an empty machine has room for the weights alone."""
@@ -248,14 +249,21 @@ def end(worker: Worker, world: World, error: "ApiError | Again | None") -> None:
     _enter(worker, world, State.STOPPED)
     worker.ended.set()
     worker.reserved = {}
-    pause = world.over(worker)
-    if isinstance(error, LoadBackoff):
-        error.retry_after = min(60.0, max(1.0, pause))
+    failure = world.over(worker)
+    if isinstance(error, LoadBackoff) and failure is not None:
+        error = _dated(error, failure, world.now())
     if not worker.ready.done():
         worker.ready.set_exception(error or _to_waiters(worker))
     worker.considered.set()
     worker.stopped.set()
     world.changed()
+
+
+def _dated(error: LoadBackoff, failure: Failure, now: float) -> ApiError:
+    """`error` with the time of the next trial; if there will be none, it is another error."""
+    if failure.final:
+        return LoadFailed(error.message)
+    return LoadBackoff(error.message, retry_after=failure.until - now)
 
 
 def _to_waiters(worker: Worker) -> "ApiError | Again":

@@ -39,6 +39,8 @@ from worker.routes import (
 log = logging.getLogger("router.proxy")
 T = TypeVar("T")
 
+PHASE = web.RequestKey("phase", str)
+"""How far a request had come when its client left: queued, starting, streaming; events."""
 BUFFERED = 1 << 20
 """Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
 LONGEST_TAIL = 1 << 20
@@ -104,12 +106,24 @@ class Answer:
         """The last event of a complete stream has been forwarded."""
         self.told = False
         """The last event was the worker's own error frame."""
+        self.failed: int | None = None
+        """The status of what went wrong after the status line had been sent."""
+        self.lease: Lease | None = None
+        """The hold of the attempt that runs, or ran last."""
         self.request = request
         self._pace = pace
 
     @property
     def committed(self) -> bool:
         return self.response is not None
+
+    @property
+    def phase(self) -> str:
+        """See PHASE."""
+        state = self.lease.worker.state if self.lease is not None else State.QUEUED
+        if state >= State.READY:
+            return "streaming"
+        return "starting" if state is State.STARTING else "queued"
 
     async def commit(self, status: int = 200, headers: Mapping[str, str] = STREAM_HEADERS) -> None:
         """Send the status line and headers."""
@@ -205,8 +219,12 @@ class Proxy:
         try:
             async with asyncio.timeout(left) as limit:
                 await self._attempts(answer)
+        except asyncio.CancelledError:
+            request[PHASE] = answer.phase
+            raise
         except ClientGone:
             log.info("%s: the client is gone", call.request_id)
+            request[PHASE] = answer.phase
             raise asyncio.CancelledError from None
         except TimeoutError:
             if not limit.expired():
@@ -234,6 +252,7 @@ class Proxy:
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
         with self._fleet.lease(call.model, autoload=call.autoload) as lease:
+            answer.lease = lease
             before = time.monotonic()
             process = await self._ready(lease, answer)
             waited = time.monotonic() - before
@@ -277,6 +296,7 @@ class Proxy:
             if answer.finished:
                 return
             if answer.told and lease.aborted is None:
+                answer.failed = 500
                 await answer.break_off()
                 return
             raise await _fate(lease) from None
@@ -326,6 +346,7 @@ class Proxy:
         body = await _read_up_to(upstream, BUFFERED)
         answer.first_byte = time.monotonic()
         if answer.committed:  # the worker refused what is a stream to the client by now
+            answer.failed = upstream.status
             await answer.write(b"data: " + body.replace(b"\n", b" ") + b"\n\n")
             await answer.break_off()
             return
@@ -387,6 +408,7 @@ async def _fail(answer: Answer, error: ApiError) -> None:
     """Answer with `error`: by raising it while that is possible, else in mid-stream."""
     if not answer.committed:
         raise error
+    answer.failed = error.status
     if answer.call.stream:
         await answer.abort(error)
     else:

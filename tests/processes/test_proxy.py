@@ -16,7 +16,6 @@ from router.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
 from worker.routes import Face, error_frame
 
-pytestmark = pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 WORDS = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % number for number in range(6)]
 ANSWER = STREAM + b"".join(map(chunk, [*WORDS, DONE])) + END
 BODY = json.dumps({"object": "chat.completion", "choices": [{"message": {"content": "w" * 300}}]}).encode()
@@ -179,6 +178,7 @@ async def test_a_workers_own_error_frame_stays_the_only_one(tmp_path: Path) -> N
         began = time.monotonic()
         assert got.body == WORDS[0] + frame
         assert not got.whole
+        assert up.count('router_requests_total{code="500",endpoint="chat",model="a"}') == 1
         assert time.monotonic() - began < 1.0
 
 
@@ -286,6 +286,8 @@ async def test_who_leaves_frees_the_worker_at_once(tmp_path: Path, phase: str, h
         writer.close()
 
         assert up.count('router_requests_total{code="499",endpoint="chat",model="a"}') == 1
+        told = "starting" if phase == "loading" else "streaming"
+        assert up.count(f'router_client_disconnects_total{{phase="{told}"}}') == 1
 
 
 @pytest.mark.slow
@@ -379,6 +381,7 @@ async def test_a_stream_that_was_cut_says_draining(tmp_path: Path) -> None:
         (worker,) = up.fleet.unload("a")
         streamed, whole = await asked, await plain
         assert (streamed.status, streamed.reason, streamed.whole) == (200, "draining", False)
+        assert up.count('router_requests_total{code="503",endpoint="chat",model="a"}') == 2
         assert (whole.status, whole.reason, whole.whole) == (503, "draining", True)
         await worker.stopped.wait()
 

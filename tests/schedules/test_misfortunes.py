@@ -442,3 +442,19 @@ async def test_sizes_that_fit_no_device_are_refused_in_words() -> None:
     assert status(world.fleet, world.fleet.models["a"], admin=False)["reason"] == "does_not_fit"
     assert world.launcher.used(CPU) < MIB
     await world.stop()
+
+
+@virtual
+async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> None:
+    damaged = [WorkerLost("sha256 of a shard is wrong", cause="download_failed", exit=10) for _ in range(2)]
+    world = Schedule({"a": GIB}, missing=("a",), models={"a": FakeModel(download_fails=damaged)})
+    with pytest.raises(LoadBackoff, match="sha256"):
+        await world.ask("a")
+    await asyncio.sleep(1.1)
+    for _ in range(2):
+        with pytest.raises(LoadFailed, match="sha256"):
+            await world.ask("a")
+        await asyncio.sleep(100)
+    assert world.journal == ["download a", "download a"]
+    await world.fleet.load("a")
+    await world.stop()
