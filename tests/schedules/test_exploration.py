@@ -20,6 +20,8 @@ from router.presets import Preset
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
 from tests.schedules.worlds import Schedule
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 150
 SEEDS_THAT_FAILED: tuple[int, ...] = (117,)
 MARGIN = GIB // 2

@@ -18,6 +18,8 @@ from worker.engine.embedding import Embedder
 from worker.engine.runner import PackedRunner
 from worker.errors import StartError
 
+pytestmark = pytest.mark.slow
+
 MEDIUM = {
     "hidden_size": 512,
     "intermediate_size": 1408,
