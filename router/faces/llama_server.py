@@ -63,8 +63,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
     result["in_flight"], result["queued"] = sum(leases), sum(queued)
     if worker is not None:
         result["since"] = wall_clock(fleet, worker.since)
-        result["draining"] = worker.retired.is_set()
-        if worker.retired.is_set() and worker.reason in REASONS:
+        result["draining"] = leaving = worker.retired.is_set() or worker.state is State.STOPPING
+        if leaving and worker.reason in REASONS:
             result["reason"] = worker.reason
         if worker.state is State.QUEUED and worker.waits_for:
             result["waiting_for"] = worker.waits_for
@@ -74,6 +74,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
         if memory:
             result["memory"] = memory
         return result
+    if model.since is not None:
+        result["since"] = wall_clock(fleet, model.since)
     if model.reason in REASONS:
         result["reason"] = model.reason
     failure = model.failure

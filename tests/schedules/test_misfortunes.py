@@ -158,6 +158,35 @@ async def test_a_load_that_cannot_even_begin_shows_why() -> None:
     await world.stop()
 
 
+@virtual
+async def test_a_status_says_what_became_of_a_worker_and_since_when() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.reading_lag = 2.0
+
+    def shown() -> dict[str, Any]:
+        return status(world.fleet, world.fleet.models["a"], admin=False)
+
+    assert "since" not in shown()
+    await world.ask("a", 10.0)
+    ready = shown()
+    assert (ready["value"], ready["draining"]) == ("loaded", False)
+    world.launcher.die("a")
+    await asyncio.sleep(1)
+    dying = shown()
+    assert (dying["value"], dying["draining"], dying["reason"]) == ("loaded", True, "crashed")
+    await asyncio.sleep(5)
+    dead = shown()
+    assert (dead["value"], dead["failed"], dead["exit_code"], dead["reason"]) == ("unloaded", True, -9, "crashed")
+    assert all("since" in each for each in (ready, dying, dead))
+    await world.ask("a")
+    assert "failed" not in shown()
+    (worker,) = world.fleet.unload("a")
+    await worker.stopped.wait()
+    stopped = shown()
+    assert (stopped["value"], stopped["reason"], "failed" in stopped) == ("unloaded", "requested", False)
+    await world.stop()
+
+
 # Memory that runs out
 
 
