@@ -542,8 +542,12 @@ class Fleet:
 
     def _arrange_soon(self) -> None:
         self._arranging = False
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Look, plan, record; never awaits. What fails here is our own fault: it is told, and tried again soon."""
         try:
-            self.arrange()
+            self._arrange()
             self._failed_plans = 0
         except Exception:
             log.exception("a plan failed in the router; it is made again in %.0f s", PLAN_AGAIN)
@@ -552,8 +556,7 @@ class Fleet:
                 self.broken.set()
             self._timer = asyncio.get_running_loop().call_later(PLAN_AGAIN, self.changed)
 
-    def arrange(self) -> None:
-        """Look, plan, record; never awaits."""
+    def _arrange(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

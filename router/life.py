@@ -513,9 +513,10 @@ def _listener(worker: Worker, world: World) -> Any:
 def _is_news(worker: Worker, event: contract.Progress, now: float) -> bool:
     """Whether progress is worth an event: a new stage, a stage's end, or a while after the last one."""
     before = worker.progress
-    same_stage = before is not None and before.stage == event.stage
-    if same_stage and event.done != event.total and now - worker.progress_told < PROGRESS_INTERVAL:
-        return False
+    if before is not None and before.stage == event.stage:
+        ends = before.done < event.done == event.total
+        if not ends and now - worker.progress_told < PROGRESS_INTERVAL:
+            return False
     worker.progress_told = now
     return True
 

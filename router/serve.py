@@ -44,7 +44,6 @@ from router.snapshots import Snapshots
 log = logging.getLogger("router.serve")
 
 KEEP_ALIVE = 75.0
-SPARE_FILES = 64
 GIB = 1 << 30
 
 

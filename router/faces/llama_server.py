@@ -262,8 +262,9 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
         }
     chosen = site.model(key, query["model"])
     preset = chosen.preset
-    if flag(query, "autoload") and (chosen.open is None or chosen.open.state is not State.READY):
-        await asyncio.shield(site.fleet.wanted(preset.id))
+    if flag(query, "autoload"):
+        with site.fleet.lease(preset.id, autoload=True) as lease:
+            await lease.ready()
     facts, meta, _ = await site.describe(preset)
     words = await site.words(preset)
     if facts is None:

@@ -202,6 +202,19 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again_once_its_files_chang
         assert "failed" not in await up.status("a")
 
 
+@pytest.mark.slow
+async def test_looking_at_a_model_does_not_try_again_what_has_just_failed(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    keys = {"_die_at_start": 1, "_journal": str(journal), "max-restarts": 0}
+    async with router("--models-preset", str(presets(tmp_path, {"a": keys, "b": {}})), *MARGIN) as up:
+        assert error_of(await up.client.post(PATH, json=chat("a"))) == (503, "load_backoff")
+        response = await up.client.get("/props", params={"model": "a", "autoload": "true"})
+        assert error_of(response) == (503, "load_backoff")
+        assert journal.read_text().count("started") == 1
+        assert (await up.client.get("/props", params={"model": "b", "autoload": "true"})).json()["is_loaded"]
+        assert (await up.status("b"))["in_flight"] == 0
+
+
 # Addresses
 
 
