@@ -98,17 +98,17 @@ async def test_models_in_turn_evict_the_least_recently_used_and_stay_within_the_
 async def test_two_models_stream_at_once_and_both_progress(demo: Router, client: openai.AsyncOpenAI) -> None:
     order: list[str] = []
 
-    async def stream(name: str) -> None:
+    async def stream(name: str, tokens: int) -> None:
         body = {"ignore_eos": True}
         chunks = await client.completions.create(
-            model=name, prompt="one two", max_tokens=60, stream=True, extra_body=body
+            model=name, prompt="one two", max_tokens=tokens, stream=True, extra_body=body
         )
         async for chunk in chunks:
             order.extend([name] if chunk.choices and chunk.choices[0].text else [])
 
     for name in ("demo-chat", "demo-a"):  # both are loaded now
         await client.completions.create(model=name, prompt="x", max_tokens=1)
-    await asyncio.gather(stream("demo-chat"), stream("demo-a"))
+    await asyncio.gather(stream("demo-chat", 900), stream("demo-a", 200))  # about a second each
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for at, name in enumerate(order):
