@@ -416,8 +416,9 @@ def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Ag
     name = worker.preset.id
     if lost.memory and worker.costs is not None:
         raised = world.calibration.raise_(worker.costs.key, worker.costs.estimate, lost.memory)
+        when = "while loading" if worker.ready_at is None else "in service"
+        log.warning("%s ran out of %s memory %s; its estimate is raised", worker, lost.memory, when)
         if worker.attempt == 0:
-            log.warning("%s ran out of %s memory while loading; its estimate is raised", worker, lost.memory)
             return Again()
         needs = sum(raised.shards)
         return LoadBackoff(

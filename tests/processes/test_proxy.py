@@ -345,6 +345,27 @@ def connections(up: World) -> int:
     return sum(str(up.socket) in line for line in Path("/proc/net/unix").read_text().splitlines()) - 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/models/sse", "/router/events"])
+async def test_who_does_not_read_events_is_dropped_and_holds_up_nobody(tmp_path: Path, path: str) -> None:
+    async def whole(upstream: Upstream) -> None:
+        await upstream.send(WHOLE)
+
+    async with world(tmp_path, whole, pace=Pace(write_stall=0.3)) as up:
+        reader, writer = await up.connect()
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        await reader.readuntil(b": open\n\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        asked = 0
+        while connections(up):
+            for _ in range(50):
+                up.site.events.append("state", "a", worker=1, state="stopped", reason="crashed", error="x" * 2000)
+            assert (await ask(up, {})).status == 200
+            asked += 1
+        assert 1 < asked < 1000
+        writer.transport.abort()
+
+
 async def test_headers_that_are_no_text_stay_behind(tmp_path: Path) -> None:
     async def whole(upstream: Upstream) -> None:
         await upstream.send(WHOLE)

@@ -53,6 +53,28 @@ async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[byt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_a_signal_while_it_starts_is_heard(tmp_path: Path, number: int) -> None:
+    """The first line that it says may come before its devices have been read."""
+    file = presets(tmp_path, {"a": {"load-on-startup": "on"}})
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "router", "--models-preset", str(file), "--port", "0", *MARGIN,
+        "--state-dir", str(tmp_path / "state"), "--runtime-dir", str(tmp_path / "run"),
+        stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = await process.stderr.readline()
+    process.send_signal(number)
+    if number == signal.SIGHUP:
+        await until(process.stderr, "models")
+        process.terminate()
+    said += (await process.communicate())[1]
+    assert process.returncode == 0, said.decode()
+    assert b"Traceback" not in said
+    assert b"was to be loaded on startup" not in said
+
+
+@pytest.mark.slow
 async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"_ignore_sigterm": True, "stop-timeout": 60}})
     async with router("--models-preset", str(file), *MARGIN) as up:
