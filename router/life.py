@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -330,18 +330,26 @@ async def _live(worker: Worker, world: World) -> None:
 
 async def _room(worker: Worker, world: World, program: Program) -> Start:
     """Returns once the fleet has reserved a place; works out the exact costs when the planner asks for them."""
-    while True:
-        refine = asyncio.ensure_future(worker.refine.wait())
-        either: set[asyncio.Future[Any]] = {worker.room, refine}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            refine.cancel()
-        if worker.room.done():
-            return worker.room.result()
-        await _refine(worker, world, program)
-        worker.refine.clear()
-        world.changed()
+    while not worker.room.done():
+        await _until_room(worker, worker.refine.wait())
+        if not worker.room.done():
+            await _until_room(worker, _refine(worker, world, program))
+            worker.refine.clear()
+            world.changed()
+    return worker.room.result()
+
+
+async def _until_room(worker: Worker, work: Coroutine[Any, Any, object]) -> None:
+    """Returns once `work` is done, or there is room: then it has been cancelled, and is over. Raises what it raises."""
+    task = asyncio.ensure_future(work)
+    either: set[asyncio.Future[Any]] = {worker.room, task}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
 
 
 async def _refine(worker: Worker, world: World, program: Program) -> None:

@@ -490,3 +490,19 @@ async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> No
     assert world.journal == ["download a", "download a"]
     await world.fleet.load("a")
     await world.stop()
+
+
+@virtual
+async def test_room_that_appears_meanwhile_needs_no_better_estimate() -> None:
+    world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB + 300}, stated=False,
+                     keys={"a": {"required_memory": {"": 5 * GIB}}},
+                     models={"b": FakeModel(shards=(GIB,), estimate_seconds=60.0)})  # fmt: skip
+    await world.ask("a")
+    asked = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(5)
+    assert world.journal == ["start a", "estimate b"]
+    world.fleet.unload("a")
+    assert await asked < 10.0
+    assert world.journal == ["start a", "estimate b", "stop a", "start b"]
+    assert [entry for _, entry in world.launcher.timeline if entry.startswith("cancelled")] == ["cancelled b"]
+    await world.stop()
