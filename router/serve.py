@@ -44,6 +44,8 @@ from router.snapshots import Snapshots
 log = logging.getLogger("router.serve")
 
 KEEP_ALIVE = 75.0
+ESSENTIAL = frozenset({"devices"})
+"""Tasks, by name, that must not end before the router does: without readings every plan is a guess."""
 GIB = 1 << 30
 
 
@@ -80,9 +82,9 @@ async def _main(settings: Settings, load: Callable[[], Loaded], keys: Callable[[
         for preset in loaded.presets.values():
             if preset.load_on_startup and not stop.wanted.is_set():
                 stop.keep(_load_at_start(site, preset))
-        await _first({stop.wanted, site.fleet.broken})
+        await _first({stop.wanted, stop.failed, site.fleet.broken})
         log.info("stopping: running answers get %.0f s", settings.drain_timeout)
-    if site.fleet.broken.is_set():
+    if stop.failed.is_set() or site.fleet.broken.is_set():
         return 1
     return 130 if stop.hurry.is_set() else 0
 
@@ -96,11 +98,13 @@ async def _first(events: set[asyncio.Event]) -> None:
 
 
 class _Stop:
-    """Signals: the first ends the router in good order, the second at once."""
+    """Why the router ends. Signals: the first ends it in good order, the second at once."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.hurry = asyncio.Event()
+        self.failed = asyncio.Event()
+        """A task without which there is no router has ended."""
         self.on_hangup: Callable[[], object] = lambda: None
         """Until there is something to reload, everything is about to be read anyway."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,6 +112,14 @@ class _Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         loop.add_signal_handler(signal.SIGHUP, lambda: self.on_hangup())
+        loop.set_exception_handler(self._hear)
+
+    def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What failed and could tell nobody else."""
+        loop.default_exception_handler(context)
+        task = context.get("task")
+        if isinstance(task, asyncio.Task) and task.get_name() in ESSENTIAL:
+            self.failed.set()
 
     def _stop(self) -> None:
         (self.hurry if self.wanted.is_set() else self.wanted).set()
