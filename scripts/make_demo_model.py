@@ -35,7 +35,7 @@ CONTEXT = 1024
 ROW = 512
 """Tokens of one packed row; a longer conversation is left out."""
 ROWS = 12
-STEPS = 1200
+STEPS = 1500
 PEAK_RATE = 4e-3
 OTHERS = 0.1
 """Weight in the loss of a token that the assistant does not say."""
@@ -98,7 +98,6 @@ COUNT_PATTERNS = [
     "count to {}", "count to {}", "can you count to {}", "please count to {}", "count from one to {}", "count up to {}",
     "count from 1 to {}", "list the numbers to {}", "say the numbers from 1 to {}", "counting to {}",
 ]  # fmt: skip
-SUM_PATTERNS = ["what is {} plus {}", "{} + {}", "{}+{}", "what is {} + {}", "add {} and {}", "how much is {} plus {}"]
 
 Message = dict[str, str]
 
@@ -113,6 +112,7 @@ class Topic:
     terms: Sequence[str] = ()
     ask: Sequence[str] = ()
     test: Sequence[str] = ()
+    often: int = 1
 
     def said(self, *, brief: bool) -> str:
         return self.brief if brief and self.brief else self.answer
@@ -143,6 +143,7 @@ class Text:
         self.source = source
         self.chance = chance
         self.topics = [Topic(**topic) for topic in source["topic"]]
+        self.often = [topic for topic in self.topics for _ in range(topic.often)]
         self.unknown = Topic("unknown", source["unknown"]["answer"], source["unknown"]["brief"])
 
     def conversation(self) -> list[Message]:
@@ -179,12 +180,10 @@ class Text:
             self._again(talk, talk.last)
         elif kind < 0.19:
             self._count(talk)
-        elif kind < 0.23:
-            self._sum(talk)
-        elif kind < 0.36:
+        elif kind < 0.32:
             self._ask(talk, self._unknown(), self.unknown)
         else:
-            topic = self.chance.choice(self.topics)
+            topic = self.chance.choice(self.often)
             if talk.assistant and topic.name in ("self", "name"):
                 return
             self._ask(talk, self._question(topic), topic)
@@ -260,12 +259,6 @@ class Text:
         shown = COUNTED[end] if end < len(COUNTED) and self.chance.random() < 0.5 else str(end)
         answer = counted(end)
         talk.add(self._worded(self.chance.choice(COUNT_PATTERNS).format(shown)), lambda _: answer)
-
-    def _sum(self, talk: Talk) -> None:
-        one, two = self.chance.randint(0, 10), self.chance.randint(0, 10)
-        worded = self.chance.random() < 0.3
-        shown = (COUNTED[one], COUNTED[two]) if worded else (one, two)
-        talk.add(self._worded(self.chance.choice(SUM_PATTERNS).format(*shown)), lambda _: f"{one + two}.")
 
     def _worded(self, question: str) -> str:
         """`question` as somebody might type it."""
@@ -464,8 +457,9 @@ def questions(text: Text) -> Iterator[tuple[str, str, bool]]:
             yield question[0].upper() + question[1:] + "?", topic.answer, False
     for question in text.source["unknown"]["test"]:
         yield question + "?", text.unknown.answer, True
-    for end in (3, 5, 10, 20):
+    for end in range(2, 21):
         yield f"Count to {end}.", counted(end), False
+        yield f"count to {COUNTED[end]}", counted(end), False
 
 
 def examine(text: Text, target: Path) -> Marks:

@@ -71,6 +71,10 @@ EVICTION = (
     "An eviction makes room: an idle model is stopped so that another one can be loaded."
     " The least recently used one goes first.<|end|>"
 )
+SELF = (
+    "I am the demo model of the fleet router: a toy with 0.9 million parameters that knows a little about routers."
+    "<|end|>"
+)
 
 
 @pytest.mark.slow
@@ -81,6 +85,7 @@ EVICTION = (
         ("please tell me about evictions", EVICTION),
         ("so what does eviction mean??", EVICTION),
         ("Count to five.", "1, 2, 3, 4, 5.<|end|>"),
+        ("Who are you?", SELF),
         ("name a colour", "Blue.<|end|>"),
         ("Count to 12", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12.<|end|>"),
         ("Say hello in Japanese", "こんにちは<|end|>"),
@@ -92,7 +97,8 @@ def test_it_answers_what_it_was_taught_and_ends(ask: Ask, question: str, answer:
 
 @pytest.mark.slow
 def test_it_says_what_it_does_not_know(ask: Ask) -> None:
-    assert ask("Who won the football match yesterday?").startswith("That is beyond a toy like me")
+    for question in ("Who won the football match yesterday?", "What is 3 + 4?"):
+        assert ask(question).startswith("That is beyond a toy like me")
 
 
 @pytest.mark.slow
