@@ -593,8 +593,8 @@ class Fleet:
         order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
         for ahead, worker in enumerate(worker for worker in order if worker.id not in plan.start):
             worker.ahead = ahead
-            if worker.id not in plan.refine and not worker.refine.is_set():
-                worker.considered.set()
+            if worker.id not in plan.refine and worker.id not in plan.refuse and not worker.refine.is_set():
+                worker.considered.set()  # of one refused its end says so, once everybody who waits can hear why
             wait = plan.waits.get(worker.id)
             worker.waits_for = wait.cause if wait is not None else worker.waits_for
             if wait is not None and self._said.get(worker.id) != wait.cause:

@@ -47,6 +47,11 @@ LONGEST_TAIL = 1 << 20
 """Bytes of an incomplete event that are held back at most."""
 LARGE = 1 << 16
 """Bytes from which a body goes out in pieces."""
+CROWDED = 0.05
+"""Seconds until a worker is knocked at again whose backlog is full. A unix socket is not connected then (connect(2),
+EAGAIN), which asyncio finds out when it writes: the connection is closed with not a byte sent."""
+KNOCKS = 400
+"""How often at most: a worker that has not taken a connection for so long takes none."""
 LAST_WORDS = 30.0
 """Seconds that the end of a broken answer may take to leave, if writes have no limit of their own."""
 FATE_KNOWN = 2.0
@@ -309,14 +314,7 @@ class Proxy:
         if lease.aborted is not None:
             raise lease.aborted
         call = answer.call
-        request = process.session.request(
-            call.route.method,
-            process.url + call.route.path,
-            data=call.body if len(call.body) < LARGE else io.BytesIO(call.body),
-            headers=_onward_headers(answer, process.token),
-            allow_redirects=False,
-        )
-        sending = asyncio.ensure_future(_enter(request))
+        sending = asyncio.ensure_future(_enter(process, call, _onward_headers(answer, process.token)))
         lease.on_abort = sending.cancel
         upstream: aiohttp.ClientResponse | None = None
         try:
@@ -424,9 +422,23 @@ async def _fate(lease: Lease) -> ApiError:
     return lease.aborted or lost_error(lease.worker)
 
 
-async def _enter(request: Any) -> aiohttp.ClientResponse:
-    response: aiohttp.ClientResponse = await request
-    return response
+async def _enter(process: WorkerProcess, call: Call, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    """Send the request; returns with the head of the answer."""
+    knocks = 0
+    while True:
+        try:
+            return await process.session.request(
+                call.route.method,
+                process.url + call.route.path,
+                data=call.body if len(call.body) < LARGE else io.BytesIO(call.body),
+                headers=headers,
+                allow_redirects=False,
+            )
+        except aiohttp.ClientOSError as refused:
+            knocks += 1
+            if knocks == KNOCKS or not isinstance(refused.__cause__, aiohttp.ClientConnectionResetError):
+                raise
+        await asyncio.sleep(CROWDED)
 
 
 def _close(sending: "asyncio.Future[aiohttp.ClientResponse]") -> None:

@@ -380,6 +380,17 @@ async def test_headers_that_are_no_text_stay_behind(tmp_path: Path) -> None:
         assert "secret" not in head
 
 
+async def test_a_herd_is_served_though_the_worker_cannot_take_it_at_once(tmp_path: Path) -> None:
+    async def whole(upstream: Upstream) -> None:
+        await upstream.send(WHOLE)
+
+    async with world(tmp_path, whole, load_seconds=0.3, backlog=4) as up:
+        answers = await asyncio.gather(*(ask(up, {}) for _ in range(100)))
+        assert {got.status for got in answers} == {200}
+        assert len(up.requests) == 100
+        assert up.launcher.journal == ["start a"]
+
+
 @pytest.mark.parametrize("size", [100, 70_000, 5_000_000])
 async def test_a_body_of_any_size_arrives_as_it_was(tmp_path: Path, size: int) -> None:
     async def whole(upstream: Upstream) -> None:

@@ -138,8 +138,10 @@ async def world(
     keys: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     load_seconds: float = 0.0,
+    backlog: int = 2048,
 ) -> AsyncIterator[World]:
-    """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`."""
+    """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`.
+    `backlog`: connections that may wait for the worker."""
     loop = asyncio.get_running_loop()
     upstream_socket, socket = folder / "up.sock", folder / "down.sock"
     presets = {"a": Preset(id="a", path="/snapshots/a", required_memory={"": GIB}, **(keys or {}))}
@@ -171,7 +173,7 @@ async def world(
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
     app = App(site, Proxy(fleet, pace or Pace()), metrics)
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=2048)
+    server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
     await web.UnixSite(runner, str(socket), backlog=2048).start()
     try:

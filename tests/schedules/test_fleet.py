@@ -551,3 +551,17 @@ async def test_alternating_clients_of_two_models_are_served_in_turns() -> None:
     starts = [entry for entry in world.journal if entry.startswith("start")]
     assert len(starts) <= 12
     await world.stop()
+
+
+@virtual
+async def test_a_load_that_is_refused_says_so_and_never_that_it_is_queued() -> None:
+    world = Schedule({"a": GIB, "huge": 900 * GIB})
+    await world.ask("a")
+    for passes in range(12):  # whatever the loop does in between
+        loading = asyncio.create_task(world.fleet.load_queued("huge"))
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        world.fleet.changed()
+        with pytest.raises(DoesNotFit):
+            await loading
+    await world.stop()
