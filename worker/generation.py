@@ -58,6 +58,8 @@ class Generation:
     sampling: Sampling = Sampling()
     prompt_logprobs: bool = False
     """Report the logprobs of the prompt's own tokens as well (the first one has none)."""
+    progress: bool = False
+    """Tell how far the prompt is after each step that computes a part of it, but the last (`Delta.progress`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,17 @@ class Delta:
     """On the first delta, if asked for: one for each prompt token."""
     timings: "Timings | None" = None
     """On the last delta of each choice."""
+    progress: "Prefill | None" = None
+    """Only if asked for; such a delta comes before all others of its choice and says nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """How far a prompt is, in tokens: `done` of `total`, of which `cached` were there already and cost nothing."""
+
+    done: int
+    total: int
+    cached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

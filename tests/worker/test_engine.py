@@ -43,7 +43,7 @@ from worker.errors import (
     SequenceFailed,
     UnsupportedByModel,
 )
-from worker.generation import Delta, Sampling
+from worker.generation import Delta, Prefill, Sampling
 
 torch.set_num_threads(1)
 CTX, EOS = 128, 1
@@ -384,10 +384,22 @@ class Faulty:
     def __init__(self, runner: Runner, fault: Any):
         self.runner, self.fault = runner, fault
         self.batches: list[Batch] = []
+        self.forgotten: list[int] = []
 
     @property
     def vocab_size(self) -> int:
         return self.runner.vocab_size
+
+    @property
+    def bytes(self) -> int:
+        return self.runner.bytes
+
+    def fork(self, source: int, target: int) -> None:
+        self.runner.fork(source, target)
+
+    def forget(self, row: int) -> None:
+        self.forgotten.append(row)
+        self.runner.forget(row)
 
     def run(self, batch: Batch) -> torch.Tensor:
         self.batches.append(batch)
@@ -438,6 +450,32 @@ async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
         cancelled = [batch for batch in runner.batches if not is_marked(batch[0])]
         assert len(cancelled) == 4, "the prompt, two tokens, and the step under way when the cancel came"
         await nothing_runs(engine)
+
+
+async def test_a_backend_is_told_of_every_row_that_is_void(folder: Path) -> None:
+    computing, go_on = threading.Event(), threading.Event()
+    full: list[Batch] = []
+
+    def fault(batch: Batch) -> None:
+        if not full and len(batch) == 3 and max(each.sequence.answered for each in batch) >= 2:
+            full.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        if is_marked(batch[0]) and batch[0].sequence.answered == 3 and not computing.is_set():
+            computing.set()
+            assert go_on.wait(DEADLINE)
+
+    engine, (runner,) = faulty(folder, fault, parallel=3)
+    async with serving(engine):
+        await asyncio.gather(*(say(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
+        assert len(full) == 1
+        assert sorted(runner.forgotten) in ([0, 1, 2, 2], [0, 0, 1, 2], [0, 1, 1, 2]), "three ends and a preemption"
+        stream = engine.generate(generation(MARKED))
+        await first(stream)
+        assert await asyncio.to_thread(computing.wait, DEADLINE)
+        await stream.aclose()
+        go_on.set()
+        await say(engine, PROMPT, max_tokens=1)
+        assert runner.forgotten[4:] == [0, 0], "a cancel, too, before somebody else gets the row"
 
 
 async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -> None:
@@ -563,6 +601,15 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
         steps = engine.occupancy.steps
         await say(engine, PROMPT, max_tokens=5)
         assert engine.occupancy.steps >= steps + 5
+
+
+async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEngine) -> None:
+    prompt = [20 + index for index in range(40)]
+    said = await say(engine, prompt, max_tokens=2, progress=True)
+    known = [each.progress for each in said.deltas]
+    assert known[:2] == [Prefill(done=16, total=40, cached=0), Prefill(done=32, total=40, cached=0)]
+    assert known[2:] == [None] * len(known[2:]), "the last part is told by the first token"
+    assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
 
 
 async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:

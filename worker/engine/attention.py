@@ -58,6 +58,11 @@ class Pool:
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 
+    def copy_row(self, source: int, target: int) -> None:
+        """All that row `source` holds into row `target`, in every layer."""
+        rows = self._store.view(*self._store.shape[:2], self.rows, self.ctx_size, *self._store.shape[3:])
+        rows[:, :, target] = rows[:, :, source]
+
     def read(self, layer: int, rows: slice, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Views `[rows, kv_heads, span, head_dim]`; nothing is copied."""
         shape = (self.rows, self.ctx_size, *self.keys[layer].shape[1:])

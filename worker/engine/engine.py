@@ -240,6 +240,7 @@ class TransformersEngine:
                 prompt=prompt,
             )
             choice = Choice(index, sequence, stream, Answer(self._decode, request.stop, prompt), now)
+            choice.tells_progress = request.progress
             if has_penalties(request.sampling):
                 choice.repeats = Repeats(sequence, request.sampling.repeat_last_n)
             if request.prompt_logprobs:

@@ -23,7 +23,7 @@ from worker.engine.scheduler import Batch, Pace, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
 from worker.engine.steploop import Outbox
 from worker.errors import RequestError, SequenceFailed
-from worker.generation import Delta, Finish, Timings, TokenLogprob
+from worker.generation import Delta, Finish, Prefill, Timings, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ class Choice:
     prompt: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the prompt's tokens as far as they are known, the first one (which has none) included; empty once
     they are said, or if nobody asked."""
+    tells_progress: bool = False
+    told: int = 0
+    """Tokens of the prompt that the reader was told are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ class Generating:
         if youngest.preempted or alone:
             self._fail(youngest, SequenceFailed("the device has no memory for this request's step; shorten it"))
         else:
-            self._scheduler.preempt(youngest)
+            self._runner.forget(self._scheduler.preempt(youngest))
         rest = self._present(segment for segment in batch if segment.sequence is not youngest)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -237,6 +240,8 @@ class Generating:
         if len(choice.prompt) == segment.start + 1:
             choice.prompt.extend(map(self._logprob, result.prompt))
         if not segment.completes:
+            if choice.tells_progress:
+                self._tell_progress(choice)
             return
         if not result.chooses:
             self._finish(choice, Piece(), "length", now)
@@ -245,6 +250,14 @@ class Generating:
         else:
             choice.answered = choice.answered or now
             self._say(choice, result.sampled, sequence.append(result.sampled.token), now)
+
+    def _tell_progress(self, choice: Choice) -> None:
+        """How far its prompt is. Once only as far as that: a preempted sequence begins again without a word."""
+        done = min(choice.sequence.computed, choice.sequence.prompt_tokens)
+        if done > choice.told:
+            choice.told = done
+            prefill = Prefill(done=done, total=choice.sequence.prompt_tokens, cached=0)
+            self._put(choice.stream, Delta(index=choice.index, progress=prefill))
 
     def _say(self, choice: Choice, sampled: Sampled, finish: Finish | None, now: float) -> None:
         piece = Piece()
@@ -298,7 +311,9 @@ class Generating:
         self._put(stream, error)
 
     def _forget(self, choice: Choice) -> None:
-        self._scheduler.remove(choice.sequence)
+        row = self._scheduler.remove(choice.sequence)
+        if row is not None:
+            self._runner.forget(row)
         choice.stream.choices.remove(choice)
         self._choices.pop(choice.sequence.id, None)
         self.release(choice.stream, 1)

@@ -13,16 +13,29 @@ from worker.engine.scheduler import Batch
 
 
 class Runner(Protocol):
-    """What computes a step."""
+    """What computes a step: a backend. Its cache has one row for each sequence that may run at once."""
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def bytes(self) -> int:
+        """Of the cache, allocated and touched at load; nothing of it grows later."""
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits `[sum of segment.logits, vocab]` in float32, in the order of the segments.
 
         Running a batch again, or a part of it, gives the same: keys and values are written at fixed places.
         """
+
+    def fork(self, source: int, target: int) -> None:
+        """What row `source` holds is what row `target` holds from now on, for another choice of the same prompt.
+
+        Called right behind the step that computed the last token of the prompt, before anything else runs.
+        """
+
+    def forget(self, row: int) -> None:
+        """The sequence of `row` has ended, was cancelled or preempted: what the row holds is void."""
 
 
 class PackedRunner:
@@ -37,6 +50,16 @@ class PackedRunner:
     def vocab_size(self) -> int:
         size: int = self._model.config.get_text_config().vocab_size
         return size
+
+    @property
+    def bytes(self) -> int:
+        return self._pool.bytes
+
+    def fork(self, source: int, target: int) -> None:
+        self._pool.copy_row(source, target)
+
+    def forget(self, row: int) -> None:
+        """Nothing to do: a token sees its own row only as far as this sequence has written it."""
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:

@@ -89,23 +89,29 @@ class Scheduler:
         """Queue behind all that wait."""
         self._waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """It has ended, or nobody wants it any more; its row is free at once. Unknown sequences are ignored."""
+    def remove(self, sequence: Sequence) -> int | None:
+        """It has ended, or nobody wants it any more; its row, if it had one, is free at once, and returned.
+
+        Unknown sequences are ignored.
+        """
         held = self._running.pop(sequence.id, None)
         if held is not None:
             self._rows.give_back(held[1])
             self._allowed = min(self._allowed + 1, self._rows.count)
-        elif sequence in self._waiting:
+            return held[1]
+        if sequence in self._waiting:
             self._waiting.remove(sequence)
+        return None
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back before those who never ran, and run fewer until one has ended."""
+    def preempt(self, sequence: Sequence) -> int:
+        """Put a running sequence back before those who never ran, and run fewer until one has ended; the row it had."""
         _, row = self._running.pop(sequence.id)
         self._rows.give_back(row)
         sequence.restart()
         before = sum(each.preempted and each.id < sequence.id for each in self._waiting)
         self._waiting.insert(before, sequence)
         self._allowed = max(1, len(self._running))
+        return row
 
     def next(self, prompt_budget: int) -> Batch:
         """Admit whoever has room, then the parts of the next step: all who decode, then prompts.
