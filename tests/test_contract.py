@@ -35,6 +35,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     tuple[str, ...]: st.lists(WORD).map(tuple),
     list[int]: st.lists(st.integers(0, 2**62)),
     list[str]: st.lists(TEXT),
+    list[list[int]]: st.lists(st.lists(st.integers(0, 2**62))),
     dict[str, int]: st.dictionaries(TEXT, st.integers(0, 2**62)),
 }
 

@@ -270,6 +270,22 @@ class Pulse:
     running: int
     waiting: int
     measured: dict[str, int]
+    parallel: int = 0
+    """Sequences that may run at once; 0: not said."""
+    prefill_rate: float = 0.0
+    """Prompt tokens computed per second since the pulse before this one; those out of a cache cost nothing and do not
+    count."""
+    decode_rate: float = 0.0
+    """Tokens of answers chosen per second since the pulse before this one."""
+    cache_used: int = 0
+    """Tokens whose keys and values running sequences hold; what several of them share counts once."""
+    cache_reusable: int = 0
+    """Tokens of ended sequences that are kept for prompts that begin with them; they make way when room is wanted."""
+    cache_total: int = 0
+    """Tokens that the cache has room for; 0: there is none."""
+    slots: list[list[int]] = dataclasses.field(default_factory=list)
+    """Who runs: `[place, task, prompt tokens left, tokens decoded, tokens that may still follow]`, by place. A task is
+    a number that rises with arrival."""
 
 
 @dataclass(frozen=True, kw_only=True)

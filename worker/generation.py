@@ -58,8 +58,10 @@ class Generation:
     sampling: Sampling = Sampling()
     prompt_logprobs: bool = False
     """Report the logprobs of the prompt's own tokens as well (the first one has none)."""
+    timings: bool = False
+    """Report times and counts so far on every delta, not on the last of each choice only."""
     progress: bool = False
-    """Tell how far the prompt is after each step that computes a part of it, but the last (`Delta.progress`)."""
+    """Tell how far the prompt is after each step that computes a part of it (`Delta.progress`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """On the first delta, if asked for: one for each prompt token."""
     timings: "Timings | None" = None
-    """On the last delta of each choice."""
+    """On the last delta of each choice; on every one that has text or tokens, if asked for."""
     progress: "Prefill | None" = None
     """Only if asked for; such a delta comes before all others of its choice and says nothing else."""
 
@@ -100,6 +102,8 @@ class Prefill:
     done: int
     total: int
     cached: int
+    seconds: float = field(default=0.0, compare=False)
+    """Since the first step that carried a token of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -607,8 +607,8 @@ async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEn
     prompt = [20 + index for index in range(40)]
     said = await say(engine, prompt, max_tokens=2, progress=True)
     known = [each.progress for each in said.deltas]
-    assert known[:2] == [Prefill(done=16, total=40, cached=0), Prefill(done=32, total=40, cached=0)]
-    assert known[2:] == [None] * len(known[2:]), "the last part is told by the first token"
+    assert known[:3] == [Prefill(done=done, total=40, cached=0) for done in (16, 32, 40)]
+    assert known[3:] == [None] * len(known[3:]), "then the answer begins"
     assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from worker.contract import Exit
 from worker.engine import memory
-from worker.engine.steploop import Outbox
+from worker.engine.steploop import Outbox, Report
 from worker.errors import RequestError, SequenceFailed, StartError
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,7 @@ class Embedding:
         self._rows, self._budget = rows, budget
         self._waiting: list[tuple[Job, int]] = []
         self._running = 0
+        self._tokens = 0
         self._live = 0
         self._lock = threading.Lock()
 
@@ -195,12 +196,16 @@ class Embedding:
     def load(self) -> tuple[int, int]:
         return self._running, len(self._waiting) - self._running
 
+    def report(self) -> Report:
+        return Report(parallel=self._rows, prefill_tokens=self._tokens)
+
     def step(self) -> None:
         lengths = [len(job.prompts[index]) for job, index in self._waiting]
         batch = [self._waiting[each] for each in choose(lengths, self._budget, self._rows)]
         self._running = len(batch)
         for job, index, vector in self._compute(batch):
             job.vectors[index] = vector
+            self._tokens += len(job.prompts[index])
             if len(job.vectors) == len(job.prompts):
                 self._answer(job)
         taken = set(map(id, batch))

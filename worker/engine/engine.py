@@ -80,7 +80,7 @@ class TransformersEngine:
         if runner is not None:
             rows, chunk = options.parallel, options.prefill_chunk
             work = self._generating = Generating(
-                runner, outbox, self._piece, rows=rows, chunk=chunk, pace=pace or Pace()
+                runner, outbox, self._piece, rows=rows, ctx_size=ctx_size, chunk=chunk, pace=pace or Pace()
             )
         else:
             assert embedder is not None
@@ -241,6 +241,7 @@ class TransformersEngine:
             )
             choice = Choice(index, sequence, stream, Answer(self._decode, request.stop, prompt), now)
             choice.tells_progress = request.progress
+            choice.wants_timings = request.timings
             if has_penalties(request.sampling):
                 choice.repeats = Repeats(sequence, request.sampling.repeat_last_n)
             if request.prompt_logprobs:

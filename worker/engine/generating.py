@@ -21,7 +21,7 @@ from worker.engine.runner import Runner
 from worker.engine.sampler import Likelihood, Pick, Sampled, likelihoods, sample, uniform
 from worker.engine.scheduler import Batch, Pace, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
-from worker.engine.steploop import Outbox
+from worker.engine.steploop import Outbox, Report
 from worker.errors import RequestError, SequenceFailed
 from worker.generation import Delta, Finish, Prefill, Timings, TokenLogprob
 
@@ -63,6 +63,20 @@ class Choice:
     tells_progress: bool = False
     told: int = 0
     """Tokens of the prompt that the reader was told are computed."""
+    wants_timings: bool = False
+    """On every delta."""
+
+    def timings(self, now: float) -> Timings:
+        """Counts and times so far."""
+        answered = self.answered or now
+        return Timings(
+            prompt_tokens=self.sequence.prompt_tokens,
+            cached_tokens=0,
+            completion_tokens=self.sequence.answered,
+            queue_seconds=self.started - self.submitted,
+            prefill_seconds=answered - self.started,
+            decode_seconds=now - answered,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +98,21 @@ class Generating:
     """The engine's `Work` for text. Methods run on the step loop's thread unless they say otherwise."""
 
     def __init__(
-        self, runner: Runner, outbox: Outbox, piece: Callable[[int], bytes], *, rows: int, chunk: int, pace: Pace
+        self,
+        runner: Runner,
+        outbox: Outbox,
+        piece: Callable[[int], bytes],
+        *,
+        rows: int,
+        ctx_size: int,
+        chunk: int,
+        pace: Pace,
     ):
         self._runner, self._outbox, self._piece = runner, outbox, piece
-        self._chunk, self._pace = chunk, pace
+        self._rows, self._ctx_size, self._chunk, self._pace = rows, ctx_size, chunk, pace
         self._scheduler = Scheduler(rows, chunk)
         self._choices: dict[int, Choice] = {}
+        self._prefill_tokens = self._decode_tokens = 0
         self._live = 0
         self._lock = threading.Lock()
 
@@ -134,6 +157,20 @@ class Generating:
     @property
     def load(self) -> tuple[int, int]:
         return self._scheduler.running, self._scheduler.waiting
+
+    def report(self) -> Report:
+        places = self._scheduler.places
+        return Report(
+            parallel=self._rows,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            cache_used=sum(sequence.computed for _, sequence in places),
+            cache_total=self._rows * self._ctx_size,
+            slots=tuple(
+                (row, each.id, max(0, each.prompt_tokens - each.computed), each.answered, each.limit - each.answered)
+                for row, each in places
+            ),
+        )
 
     def step(self) -> None:
         batch = self._scheduler.next(self._pace.budget(self._scheduler.decoding, self._chunk))
@@ -236,12 +273,13 @@ class Generating:
         """Record what the step found, and tell the reader."""
         segment, sequence = result.segment, result.segment.sequence
         choice = self._choices[sequence.id]
+        self._count(segment, is_answered=result.sampled is not None)
         sequence.computed = segment.end
         if len(choice.prompt) == segment.start + 1:
             choice.prompt.extend(map(self._logprob, result.prompt))
+        if choice.tells_progress:
+            self._tell_progress(choice, now)
         if not segment.completes:
-            if choice.tells_progress:
-                self._tell_progress(choice)
             return
         if not result.chooses:
             self._finish(choice, Piece(), "length", now)
@@ -251,13 +289,18 @@ class Generating:
             choice.answered = choice.answered or now
             self._say(choice, result.sampled, sequence.append(result.sampled.token), now)
 
-    def _tell_progress(self, choice: Choice) -> None:
+    def _tell_progress(self, choice: Choice, now: float) -> None:
         """How far its prompt is. Once only as far as that: a preempted sequence begins again without a word."""
         done = min(choice.sequence.computed, choice.sequence.prompt_tokens)
         if done > choice.told:
             choice.told = done
-            prefill = Prefill(done=done, total=choice.sequence.prompt_tokens, cached=0)
+            prefill = Prefill(done=done, total=choice.sequence.prompt_tokens, cached=0, seconds=now - choice.started)
             self._put(choice.stream, Delta(index=choice.index, progress=prefill))
+
+    def _count(self, segment: Segment, *, is_answered: bool) -> None:
+        if not segment.is_decode:
+            self._prefill_tokens += segment.length
+        self._decode_tokens += is_answered
 
     def _say(self, choice: Choice, sampled: Sampled, finish: Finish | None, now: float) -> None:
         piece = Piece()
@@ -272,19 +315,10 @@ class Generating:
             piece = Piece(piece.text + rest.text, piece.tokens + rest.tokens, rest.stop)
             self._finish(choice, piece, "stop" if rest.stop is not None else finish, now)
         elif piece.text or piece.tokens or choice.prompt:
-            self._send(choice, piece, None, None)
+            self._send(choice, piece, None, choice.timings(now) if choice.wants_timings else None)
 
     def _finish(self, choice: Choice, piece: Piece, finish: Finish, now: float) -> None:
-        sequence = choice.sequence
-        timings = Timings(
-            prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=0,
-            completion_tokens=sequence.answered,
-            queue_seconds=choice.started - choice.submitted,
-            prefill_seconds=(choice.answered or now) - choice.started,
-            decode_seconds=now - (choice.answered or now),
-        )
-        self._send(choice, piece, finish, timings)
+        self._send(choice, piece, finish, choice.timings(now))
         self._forget(choice)
         if choice.stream.has_ended:
             self._put(choice.stream, None)

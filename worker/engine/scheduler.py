@@ -72,6 +72,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def places(self) -> list[tuple[int, Sequence]]:
+        """Who runs in which row, by row."""
+        return sorted(((row, each) for each, row in self._running.values()), key=lambda place: place[0])
+
+    @property
     def decoding(self) -> int:
         """Running sequences whose prompt is computed."""
         return sum(sequence.is_decoding for sequence, _ in self._running.values())

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,6 +30,33 @@ PULSE_INTERVAL = 1.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a pulse says of the work, beyond its load. The two counters only rise; meanings as in `contract.Pulse`."""
+
+    parallel: int
+    prefill_tokens: int
+    """Counted since the start."""
+    decode_tokens: int = 0
+    """Counted since the start."""
+    cache_used: int = 0
+    cache_reusable: int = 0
+    cache_total: int = 0
+    slots: tuple[tuple[int, int, int, int, int], ...] = ()
+
+
+class Rate:
+    """How fast a counter rises, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, float] | None = None
+
+    def since(self, count: int, now: float) -> float:
+        """Per second since the look before this one, to a tenth; 0.0 at the first look. `now` in seconds."""
+        (before, then), self._seen = self._seen or (count, now), (count, now)
+        return round((count - before) / (now - then), 1) if now > then else 0.0
+
+
 class Work(Protocol):
     """What a step loop does. All of it is called on the loop's thread."""
 
@@ -38,6 +66,9 @@ class Work(Protocol):
     @property
     def load(self) -> tuple[int, int]:
         """How many run, how many wait."""
+
+    def report(self) -> Report:
+        """For a pulse: once a second, between two steps."""
 
     def step(self) -> None:
         """One step. Whatever fails for one request's sake ends that request; raising ends the process."""
@@ -90,6 +121,7 @@ class StepLoop:
         self._closing = False
         self._has_ended = False
         self._steps = 0
+        self._prefill, self._decode = Rate(), Rate()
         self.occupancy = Occupancy(steps=0, running=0, waiting=0)
         self.fatal: Future[StartError] = Future()
         """Done when the loop has died and the process must end. After a sticky device error the result says with which
@@ -158,6 +190,19 @@ class StepLoop:
         self._outbox.flush()
 
     def _say(self) -> None:
-        now = self.occupancy
-        measured = memory.measured(self._devices)
-        self._pulse(contract.Pulse(steps=now.steps, running=now.running, waiting=now.waiting, measured=measured))
+        now, at, report = self.occupancy, time.monotonic(), self._work.report()
+        self._pulse(
+            contract.Pulse(
+                steps=now.steps,
+                running=now.running,
+                waiting=now.waiting,
+                measured=memory.measured(self._devices),
+                parallel=report.parallel,
+                prefill_rate=self._prefill.since(report.prefill_tokens, at),
+                decode_rate=self._decode.since(report.decode_tokens, at),
+                cache_used=report.cache_used,
+                cache_reusable=report.cache_reusable,
+                cache_total=report.cache_total,
+                slots=[list(slot) for slot in report.slots],
+            )
+        )

@@ -1,0 +1,138 @@
+"""Promises of `worker.engine.steploop` and of what `Generating` reports to it: pulses are whole and true."""
+
+import asyncio
+import threading
+
+import torch
+
+from worker import contract
+from worker.detokenize import Answer
+from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.scheduler import Batch, Pace
+from worker.engine.sequence import Sequence
+from worker.engine.steploop import Outbox, Rate, Report, StepLoop
+from worker.errors import RequestError
+from worker.generation import Generation, Sampling
+
+DEADLINE = 20.0
+VOCAB = 16
+
+
+class Flat:
+    """A runner for which token 5 always follows."""
+
+    vocab_size, bytes = VOCAB, 0
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        logits = torch.zeros(sum(segment.logits for segment in batch), VOCAB)
+        logits[:, 5] = 1.0
+        return logits
+
+    def fork(self, source: int, target: int) -> None:
+        raise AssertionError("nobody asked for a second choice")
+
+    def forget(self, row: int) -> None:
+        pass
+
+
+class Unhurried(Pace):
+    """Never less than the whole chunk."""
+
+    def budget(self, decoding: int, chunk: int) -> int:
+        return chunk
+
+
+def generating() -> Generating:
+    return Generating(Flat(), Outbox(), lambda token: b"x", rows=2, ctx_size=50, chunk=8, pace=Unhurried())
+
+
+def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:
+    """A request of `prompt` tokens for up to `limit`, on its way."""
+    stream = Stream(asyncio.get_running_loop())
+    request = Generation(id="", prompt=(3,) * prompt, sampling=Sampling(temperature=0.0))
+    sequence = Sequence.of(request, id=number, limit=limit, ends=(), seed=0)
+    stream.choices.append(Choice(0, sequence, stream, Answer(lambda tokens: "x" * len(tokens)), 0.0))
+    assert work.admit(stream, 10)
+    work.add(stream)
+    return stream
+
+
+async def test_a_report_says_who_runs_how_far_they_are_and_what_the_cache_holds() -> None:
+    work = generating()
+    ask(work, 7, prompt=4, limit=5)
+    work.step()
+    work.step()
+    ask(work, 8, prompt=12, limit=3)
+    third = ask(work, 9, prompt=2, limit=3)
+    work.step()
+    said = work.report()
+    assert said.slots == ((0, 7, 0, 3, 2), (1, 8, 4, 0, 3))
+    assert (work.load, said.parallel) == ((2, 1), 2)
+    assert (said.cache_used, said.cache_total) == (4 + 2 + 8, 100)
+    assert (said.prefill_tokens, said.decode_tokens) == (4 + 8, 3)
+    work.cancel(third)
+    while work.has_work:
+        work.step()
+    said = work.report()
+    assert (said.slots, said.cache_used) == ((), 0)
+    assert (said.prefill_tokens, said.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
+
+
+def test_a_rate_is_what_came_since_the_look_before() -> None:
+    rate = Rate()
+    assert rate.since(1000, 5.0) == 0.0, "nothing is known of the time before"
+    assert rate.since(1100, 7.0) == 50.0
+    assert rate.since(1100, 8.0) == 0.0
+    assert rate.since(1101, 8.0) == 0.0, "no time, no rate"
+    assert rate.since(1102, 11.0) == 0.3
+
+
+class Counting:
+    """Work that makes 100 prompt tokens and 10 of answers a step."""
+
+    has_work, load = True, (2, 1)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def report(self) -> Report:
+        slots = ((0, 4, 0, 9, 1), (1, 5, 30, 0, 8))
+        return Report(
+            parallel=4,
+            prefill_tokens=100 * self.steps,
+            decode_tokens=10 * self.steps,
+            cache_used=70,
+            cache_reusable=20,
+            cache_total=400,
+            slots=slots,
+        )
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def abandon(self, error: RequestError) -> None:
+        pass
+
+
+async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> None:
+    heard: list[contract.Pulse] = []
+    enough = threading.Event()
+
+    def hear(pulse: contract.Pulse) -> None:
+        heard.append(pulse)
+        if len(heard) == 3:
+            enough.set()
+
+    loop = StepLoop(Counting(), Outbox(), pulse=hear, devices=("cpu",), threads=1, interval=0.02)
+    try:
+        assert await asyncio.to_thread(enough.wait, DEADLINE)
+    finally:
+        await asyncio.to_thread(loop.close)
+    assert (heard[0].prefill_rate, heard[0].decode_rate) == (0.0, 0.0)
+    later = heard[2]
+    assert later.decode_rate > 0
+    assert abs(later.prefill_rate - 10 * later.decode_rate) <= 0.6, "both of the same steps and time, to a tenth"
+    assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
+    assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
+    assert contract.decode(contract.encode(later)) == later
+    assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
