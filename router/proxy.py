@@ -45,6 +45,8 @@ BUFFERED = 1 << 20
 """Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
 LONGEST_TAIL = 1 << 20
 """Bytes of an incomplete event that are held back at most."""
+_TOLD = b"data: "
+"""How an event begins that says something; comments do not."""
 LARGE = 1 << 16
 """Bytes from which a body goes out in pieces."""
 CROWDED = 0.05
@@ -365,9 +367,9 @@ class Proxy:
         if answer.committed and IGNORED_FIELDS_HEADER in upstream.headers:
             await answer.comment(f"ignored-fields {upstream.headers[IGNORED_FIELDS_HEADER]}")
         async for chunk in upstream.content.iter_any():
-            if answer.first_byte is None:
-                answer.first_byte = time.monotonic()
             tail += chunk
+            if answer.first_byte is None and (tail.startswith(_TOLD) or b"\n" + _TOLD in tail):
+                answer.first_byte = time.monotonic()  # a comment is no answer yet
             end = tail.rfind(b"\n\n") + 2
             if end < 2:
                 if len(tail) > LONGEST_TAIL:

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from worker.fields import Json
-from worker.generation import Delta, Finish, Generation, Timings, TokenLogprob
+from worker.generation import Delta, Finish, Generation, Prefill, Timings, TokenLogprob
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -23,30 +23,32 @@ class Totals:
     def __init__(self, generations: Sequence[Generation]):
         self._prompt_tokens = sum(len(generation.prompt) for generation in generations)
         self._open = sum(generation.n for generation in generations)
-        self._cached = 0
-        self._completion_tokens = 0
-        self._prefill_seconds = 0.0
-        self._decode_seconds = 0.0
+        self._latest: dict[tuple[int, int], Timings] = {}
+        self._is_completion_hidden = False
 
-    def add(self, delta: Delta) -> None:
+    def add(self, number: int, delta: Delta) -> None:
+        """Take the next delta of generation `number`."""
         if delta.finish is not None:
             self._open -= 1
         if delta.timings is not None:
-            self._add(delta.index, delta.timings)
-
-    def _add(self, index: int, timings: Timings) -> None:
-        if index == 0:  # what further choices share with the first of their prompt was no earlier request's work
-            self._cached += timings.cached_tokens
-        self._completion_tokens += timings.completion_tokens
-        self._prefill_seconds = max(self._prefill_seconds, timings.prefill_seconds)
-        self._decode_seconds = max(self._decode_seconds, timings.decode_seconds)
+            self._latest[number, delta.index] = delta.timings
 
     @property
     def is_complete(self) -> bool:
         return self._open <= 0
 
     def without_completion(self) -> None:
-        self._completion_tokens = 0
+        self._is_completion_hidden = True
+
+    @property
+    def _cached(self) -> int:
+        """Of the first choice of each prompt: what further ones share with it was no earlier request's work."""
+        return sum(timings.cached_tokens for (_, index), timings in self._latest.items() if index == 0)
+
+    @property
+    def _completion_tokens(self) -> int:
+        shown = () if self._is_completion_hidden else self._latest.values()
+        return sum(timings.completion_tokens for timings in shown)
 
     def usage(self) -> Json:
         return {
@@ -58,17 +60,36 @@ class Totals:
         }
 
     def timings(self) -> Json:
-        """As llama-server reports them. Choices run side by side, so seconds are the longest one's."""
-        prompt_n = self._prompt_tokens - self._cached
+        """As llama-server reports them, so far. Choices run side by side, so seconds are the longest one's."""
+        cached, completion_tokens = self._cached, self._completion_tokens
+        prompt_n = self._prompt_tokens - cached
+        prefill_seconds = max((timings.prefill_seconds for timings in self._latest.values()), default=0.0)
+        decode_seconds = max((timings.decode_seconds for timings in self._latest.values()), default=0.0)
         return {
-            "cache_n": self._cached,
+            "cache_n": cached,
             "prompt_n": prompt_n,
-            "prompt_ms": self._prefill_seconds * 1e3,
-            "prompt_per_second": _rate(prompt_n, self._prefill_seconds),
-            "predicted_n": self._completion_tokens,
-            "predicted_ms": self._decode_seconds * 1e3,
-            "predicted_per_second": _rate(self._completion_tokens, self._decode_seconds),
+            "prompt_ms": prefill_seconds * 1e3,
+            "prompt_per_second": _rate(prompt_n, prefill_seconds),
+            "predicted_n": completion_tokens,
+            "predicted_ms": decode_seconds * 1e3,
+            "predicted_per_second": _rate(completion_tokens, decode_seconds),
         }
+
+    def so_far(self) -> Json:
+        """What a chunk adds that comes with timings of its own."""
+        return {"timings": self.timings()} if self._latest else {}
+
+
+def progress_of(prefill: Prefill) -> Json:
+    """How far a prompt is, as llama-server's `return_progress` puts it: counts of tokens, milliseconds."""
+    return {
+        "prompt_progress": {
+            "total": prefill.total,
+            "cache": prefill.cached,
+            "processed": prefill.done,
+            "time_ms": prefill.seconds * 1e3,
+        }
+    }
 
 
 def _rate(count: int, seconds: float) -> float:
@@ -96,11 +117,21 @@ class _Choice:
 class ChatReply:
     """`chat.completion` and its chunks."""
 
-    def __init__(self, head: Json, generations: Sequence[Generation], *, include_usage: bool):
+    def __init__(
+        self,
+        head: Json,
+        generations: Sequence[Generation],
+        *,
+        include_usage: bool,
+        has_progress: bool = False,
+    ):
+        """`has_progress`: chunks tell how far the prompt is. Where the generation has timings on every delta, every
+        chunk has them."""
         [self._generation] = generations
         self._head = head
         self._totals = Totals(generations)
         self._include_usage = include_usage
+        self._has_progress = has_progress
         self._begun: set[int] = set()
         self._held: dict[int, list[TokenLogprob]] = {}
 
@@ -110,8 +141,8 @@ class ChatReply:
 
     def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
         choices = [_Choice([], []) for _ in range(self._generation.n)]
-        for _, delta in deltas:
-            self._totals.add(delta)
+        for number, delta in deltas:
+            self._totals.add(number, delta)
             choices[delta.index].add(delta)
         return {
             **self._head,
@@ -130,16 +161,20 @@ class ChatReply:
         }
 
     def frames(self, number: int, delta: Delta) -> bytes:
-        del number  # a chat has one prompt
-        self._totals.add(delta)
+        self._totals.add(number, delta)
+        if delta.progress is not None and not self._has_progress:
+            return b""
         frames = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             frames.append(self._chunk(delta.index, {"role": "assistant", "content": None}))
+        if delta.progress is not None:
+            frames.append(self._chunk(delta.index, {}, **progress_of(delta.progress)))
         held = self._held.setdefault(delta.index, [])
         held.extend(delta.logprobs)
         if delta.text:
-            frames.append(self._chunk(delta.index, {"content": delta.text}, held))
+            timings = self._totals.so_far() if self._generation.timings else {}
+            frames.append(self._chunk(delta.index, {"content": delta.text}, held, **timings))
             held.clear()
         if delta.finish is not None:
             timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
@@ -194,6 +229,7 @@ class TextReply:
         *,
         n: int,
         include_usage: bool,
+        has_progress: bool = False,
         has_logprobs: bool,
         echoes: Sequence[str],
         is_only_echo: bool,
@@ -203,6 +239,7 @@ class TextReply:
         self._generations = generations
         self._n = n
         self._include_usage = include_usage
+        self._has_progress = has_progress
         self._has_logprobs = has_logprobs
         self._echoes = echoes
         self._is_only_echo = is_only_echo
@@ -215,7 +252,7 @@ class TextReply:
         made = [[_Choice([], []) for _ in range(generation.n)] for generation in self._generations]
         prompts: dict[int, Sequence[TokenLogprob]] = {}
         for number, delta in deltas:
-            delta = self._count(delta)
+            delta = self._count(number, delta)
             made[number][delta.index].add(delta)
             if delta.prompt_logprobs:
                 prompts[number] = delta.prompt_logprobs
@@ -230,8 +267,10 @@ class TextReply:
         return {**self._head, "choices": choices, "usage": self._totals.usage(), "timings": self._totals.timings()}
 
     def frames(self, number: int, delta: Delta) -> bytes:
-        delta = self._count(delta)
+        delta = self._count(number, delta)
         key, index = (number, delta.index), number * self._n + delta.index
+        if delta.progress is not None:
+            return self._chunk(index, "", None, **progress_of(delta.progress)) if self._has_progress else b""
         text = delta.text
         if key not in self._streams:
             self._streams[key] = _LegacyLogprobs(self._special_ids, self._echoes[number])
@@ -241,7 +280,8 @@ class TextReply:
         held.extend(delta.logprobs)
         frames = []
         if text or delta.prompt_logprobs:
-            frames.append(self._chunk(index, text, self._arrays(key, delta.prompt_logprobs, held)))
+            timings = self._totals.so_far() if self._generations[number].timings else {}
+            frames.append(self._chunk(index, text, self._arrays(key, delta.prompt_logprobs, held), **timings))
             held.clear()
         if delta.finish is not None:
             timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
@@ -251,9 +291,9 @@ class TextReply:
     def closing(self) -> bytes:
         return _closing(self._head, self._totals, self._include_usage)
 
-    def _count(self, delta: Delta) -> Delta:
+    def _count(self, number: int, delta: Delta) -> Delta:
         """The delta as it is shown: of an echo alone, nothing that was generated."""
-        self._totals.add(delta)
+        self._totals.add(number, delta)
         if not self._is_only_echo:
             return delta
         self._totals.without_completion()

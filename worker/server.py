@@ -29,7 +29,7 @@ from worker.deltas import Batch, Deltas
 from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
 from worker.faces import Call, Model, Result, embeddings, llama_server, openai
 from worker.fields import Json, parse
-from worker.generation import Engine
+from worker.generation import Engine, Prefill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ class _Exchange:
             if delta.tokens and not self._completion_tokens:
                 self._ttft = time.monotonic() - self.began
             self._completion_tokens += len(delta.tokens)
-            if delta.timings is not None and delta.index == 0:
+            if delta.finish is not None and delta.timings is not None and delta.index == 0:
                 self._cached_tokens += delta.timings.cached_tokens
 
     def to_event(self) -> contract.Request:
@@ -100,6 +100,66 @@ class _Exchange:
             outcome=self.outcome,
             ttft=self._ttft,
         )
+
+
+class _Told:
+    """What a stream says: frames of deltas, and a comment wherever it says nothing for the ping interval."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._began = asyncio.get_running_loop().time()
+        self._prompts: dict[int, Prefill] = {}
+        """How far they are, by generation; of several choices, the first one's."""
+
+    async def first(self, deltas: Deltas, exchange: _Exchange) -> bytes | None:
+        """The first frames, which commit the stream. Waits for something to say: a token, or, once a prompt is being
+        computed, what tells how far it is. Until then whatever fails has a status of its own."""
+        interval, due = self._call.ping_interval, None
+        while True:
+            batch = await _until(due, deltas)
+            if batch is None:
+                return self._comment()
+            frames = self._frames(batch, exchange)
+            if not batch or frames or any(delta.progress is None for _, delta in batch):
+                return frames
+            due = None if interval is None else self._began + interval
+
+    async def next(self, deltas: Deltas, exchange: _Exchange) -> bytes | None:
+        """What to write next, perhaps nothing; None at the end."""
+        interval = self._call.ping_interval
+        due = None if interval is None else asyncio.get_running_loop().time() + interval
+        while True:
+            batch = await _until(due, deltas)
+            if batch is None:
+                return self._comment()
+            if not batch:
+                return None
+            if frames := self._frames(batch, exchange):
+                return frames
+
+    def _frames(self, batch: Batch, exchange: _Exchange) -> bytes:
+        exchange.count(batch)
+        for number, delta in batch:
+            if delta.progress is not None and delta.index == 0:
+                self._prompts[number] = delta.progress
+        return b"".join(self._call.reply.frames(number, delta) for number, delta in batch)
+
+    def _comment(self) -> bytes:
+        """Why it is still silent: `: prefill done=512 total=2048`, of all prompts that have begun, or a ping."""
+        done = sum(prompt.done for prompt in self._prompts.values())
+        total = sum(prompt.total for prompt in self._prompts.values())
+        if done == total:
+            return _PING
+        return f": prefill done={done} total={total}\n\n".encode()
+
+
+async def _until(due: float | None, deltas: Deltas) -> Batch | None:
+    """What arrives next; None if nothing does before `due` (seconds of the loop's clock; None: however long)."""
+    try:
+        async with asyncio.timeout_at(due):
+            return await deltas.some()
+    except TimeoutError:
+        return None
 
 
 class Server:
@@ -294,18 +354,18 @@ class Server:
                 self._running.discard(deltas)
 
     async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas) -> web.StreamResponse:
-        """The answer frame by frame. Raises what fails before the first delta: it still has its own status."""
-        batch: Batch | None = await deltas.some()
+        """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
+        status."""
+        told = _Told(call)
         connection = exchange.connection
         response = web.StreamResponse(headers={**_STREAM_HEADERS, **_headers(exchange, call.ignored)})
+        frames = await told.first(deltas, exchange)
         await connection.begin(response)
         try:
-            while batch or batch is None:
-                exchange.count(batch or [])
-                frames = b"".join(call.reply.frames(number, delta) for number, delta in batch or ())
-                if frames or batch is None:
-                    await connection.write(response, frames or _PING)
-                batch = await _within(call.ping_interval, deltas)
+            while frames is not None:
+                if frames:
+                    await connection.write(response, frames)
+                frames = await told.next(deltas, exchange)
             await connection.write(response, call.reply.closing())
         except ClientGone:
             raise
@@ -356,15 +416,6 @@ async def _send(exchange: _Exchange, response: web.Response) -> web.StreamRespon
     response.headers.update(_headers(exchange))
     await exchange.connection.send(response)
     return response
-
-
-async def _within(seconds: float | None, deltas: Deltas) -> Batch | None:
-    """What arrives next; None if nothing does within `seconds` (None: however long)."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await deltas.some()
-    except TimeoutError:
-        return None
 
 
 def _known(exchange: _Exchange, error: Exception) -> RequestError:

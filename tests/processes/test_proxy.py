@@ -222,6 +222,29 @@ async def test_a_refusal_that_comes_in_pieces_is_one_frame_of_a_begun_stream(tmp
         writer.close()
 
 
+async def test_comments_of_a_worker_reach_the_client_and_are_no_first_token(tmp_path: Path) -> None:
+    heard = asyncio.Event()
+
+    async def patient(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(b": prefill done=5 total=20\n\n"))
+        await heard.wait()
+        await upstream.send(b"".join(map(chunk, [*WORDS, DONE])) + END)
+
+    async with world(tmp_path, patient) as up:
+        reader, writer = await up.connect()
+        begin = time.monotonic()
+        writer.write(request({"stream": True}))
+        await reader.readuntil(b": prefill done=5 total=20\n\n")
+        before = time.monotonic() - begin
+        await until(lambda: time.monotonic() > begin + 2 * before)
+        heard.set()
+        await reader.readuntil(DONE)
+        await up.idle()
+        await until(lambda: up.count('router_ttft_seconds_count{model="a"}') == 1)
+        assert up.count('router_ttft_seconds_sum{model="a"}') > before, "the first token came later than the comment"
+        writer.close()
+
+
 async def test_a_model_that_may_not_be_loaded_again_is_502_when_its_worker_is_lost(tmp_path: Path) -> None:
     async def die(upstream: Upstream) -> None:
         up.launcher.die("a")

@@ -3,6 +3,7 @@
 Words in a prompt that change its course:
     hold        waits for `gate` before the first token
     hold-later  waits for `gate` after the second token
+    prefill     tells that half of the prompt is done, waits for `gate`, then tells of the whole
     silent      says nothing at all, only its end
     full        raises QueueFull
     break       raises an error that nobody foresaw
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from worker import detokenize
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
-from worker.generation import Delta, Finish, Generation, Occupancy, Timings, TokenLogprob
+from worker.generation import Delta, Finish, Generation, Occupancy, Prefill, Timings, TokenLogprob
 
 SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
 CACHED, PREFILL, DECODE = 2, 0.5, 0.25
@@ -85,6 +86,12 @@ class FakeEngine:
             words = self._words(request)
             if "hold" in words:
                 await self.gate.wait()
+            if "prefill" in words and request.progress:
+                total = len(request.prompt)
+                yield Delta(progress=Prefill(done=total // 2, total=total, cached=CACHED, seconds=0.125))
+                await self._note("halfway")
+                await self.gate.wait()
+                yield Delta(progress=Prefill(done=total, total=total, cached=CACHED, seconds=PREFILL))
             if "fail" in words:
                 raise SequenceFailed("the logits of this sequence are not numbers")
             choices = [_Choice(self, request, index) for index in range(request.n)]
@@ -175,11 +182,14 @@ class _Choice:
             return self._end("stop", piece.text, token, piece.stop)
         if self.said == self._limit:
             return self._end("length", piece.text + self._answer.finish().text, token)
-        return self._delta(piece.text, token)
+        return self._delta(piece.text, token, timings=self._timings() if self._request.timings else None)
 
     def _end(self, finish: Finish, text: str, token: int | None = None, stop: str | None = None) -> Delta:
         self.finish = finish
-        timings = Timings(
+        return self._delta(text, token, finish=finish, stop=stop, timings=self._timings())
+
+    def _timings(self) -> Timings:
+        return Timings(
             prompt_tokens=len(self._request.prompt),
             cached_tokens=CACHED if self._index == 0 else len(self._request.prompt) - 1,
             completion_tokens=self.said,
@@ -187,7 +197,6 @@ class _Choice:
             prefill_seconds=PREFILL,
             decode_seconds=DECODE,
         )
-        return self._delta(text, token, finish=finish, stop=stop, timings=timings)
 
     def _delta(self, text: str, token: int | None, **further: Any) -> Delta:
         wanted = self._request.sampling.logprobs

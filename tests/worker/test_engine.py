@@ -612,6 +612,16 @@ async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEn
     assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
 
 
+async def test_times_and_counts_come_with_every_delta_if_asked(engine: TransformersEngine) -> None:
+    said = await say(engine, PROMPT, max_tokens=6, timings=True)
+    known = [each.timings for each in said.deltas]
+    assert all(known)
+    counts = [each.completion_tokens for each in known if each is not None]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert len({each.prefill_seconds for each in known if each is not None}) == 1, "the prompt is over"
+
+
 async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:
     assert engine.capabilities == {"completion"}
     with pytest.raises(UnsupportedByModel):

@@ -132,8 +132,8 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": "root ::= x"}, "grammar", "unsupported_parameter"),
     ({"lora": [{"id": 0, "scale": 1}]}, "lora", "unsupported_parameter"),
     ({"adapters": "french"}, "adapters", "unsupported_parameter"),
-    ({"return_progress": True}, "return_progress", "unsupported_parameter"),
-    ({"timings_per_token": True}, "timings_per_token", "unsupported_parameter"),
+    ({"return_progress": 1}, "return_progress", "invalid_value"),
+    ({"timings_per_token": "yes"}, "timings_per_token", "invalid_value"),
     ({"store": True}, "store", "unsupported_parameter"),
     ({"mirostat": 2}, "mirostat", "unsupported_parameter"),
     ({"typical_p": 0.9}, "typical_p", "unsupported_parameter"),
@@ -386,6 +386,56 @@ async def test_a_chat_streams_in_the_shape_of_the_api() -> None:
     assert len({chunk["id"] for chunk in (first, one, two, last)}) == 1
     assert "usage" not in first
     assert [("timings" in chunk) for chunk in (first, one, two, last)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_tells_how_far_its_prompt_is_if_asked(path: str) -> None:
+    async with serving.serving() as world:
+        world.engine.gate.set()
+        body = serving.chat("prefill") if "chat" in path else {"prompt": "prefill it now"}
+        frames = serving.chunks(await world.stream(path, {**body, "return_progress": True}))
+        total = len(world.engine.requests[0].prompt)
+        told = [frame["prompt_progress"] for frame in frames[:-1] if "prompt_progress" in frame]
+        assert told == [
+            {"total": total, "cache": 2, "processed": total // 2, "time_ms": 125.0},
+            {"total": total, "cache": 2, "processed": total, "time_ms": 500.0},
+        ]
+        first_text = next(at for at, frame in enumerate(frames) if _text_of(frame))
+        assert all("prompt_progress" not in frame for frame in frames[first_text:-1])
+        assert all(frame["choices"][0]["finish_reason"] is None for frame in frames[:first_text])
+        plain = await world.stream(path, body)
+        assert not any("prompt_progress" in frame for frame in plain)
+        assert len(plain) == len(frames) - 2, "nothing else is different"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_of_text_has_the_timings_so_far_if_asked(path: str) -> None:
+    async with serving.serving() as world:
+        body = serving.chat("hello") if "chat" in path else {"prompt": "hello"}
+        frames = serving.chunks(await world.stream(path, {**body, "timings_per_token": True, "n": 2}))[:-1]
+        said = [frame for frame in frames if _text_of(frame)]
+        counts = [frame["timings"]["predicted_n"] for frame in said]
+        assert counts == sorted(counts)
+        assert counts[0] == 1, "only what has been said counts"
+        assert frames[-1]["timings"]["predicted_n"] > counts[0]
+        whole = (await world.post(path, {**body, "n": 2}))[2]
+        assert frames[-1]["timings"] == whole["timings"]
+        plain = serving.chunks(await world.stream(path, {**body, "n": 2}))[:-1]
+        assert ["timings" in frame for frame in plain] == [False] * (len(plain) - 1) + [True]
+
+
+def _text_of(frame: Any) -> str:
+    choice = frame["choices"][0]
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+async def test_what_only_chunks_can_tell_is_reported_as_ignored_where_there_are_none() -> None:
+    async with serving.serving() as world:
+        _, headers, body = await world.post(
+            "/v1/chat/completions", serving.chat("hello", return_progress=True, timings_per_token=True)
+        )
+        assert headers["X-Ignored-Fields"] == "return_progress,timings_per_token"
+        assert "timings" in body
 
 
 async def test_usage_comes_in_a_chunk_of_its_own_if_asked_for() -> None:

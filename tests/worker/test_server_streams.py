@@ -239,6 +239,45 @@ async def test_silence_in_a_stream_is_broken_by_comments() -> None:
         assert text.startswith(f"0 {SCRIPT}")
 
 
+async def test_a_stream_that_waits_for_its_prompt_says_how_far_it_is() -> None:
+    body = chat("prefill", stream=True, sse_ping_interval=0.02)
+    async with serving() as world, world.client.post(world.url + CHAT, json=body) as answer:
+        total = len(world.engine.requests[0].prompt)
+        comment = f": prefill done={total // 2} total={total}\n\n".encode()
+        assert answer.status == 200
+        received = b""
+        while received.count(comment) < 2:
+            received += await answer.content.readany()
+        assert received.replace(comment, b"") == b"", "nothing else has been said"
+        world.engine.gate.set()
+        received += await answer.read()
+        frames = received.replace(comment, b"").decode().removesuffix("\n\n").split("\n\n")
+        assert chunks(frames)[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
+        assert chunks(frames)[-1] == "[DONE]"
+
+
+async def test_no_word_of_a_prompt_is_said_where_comments_are_off() -> None:
+    body = chat("prefill", stream=True, sse_ping_interval=-1)
+    async with serving() as world, talking(world, CHAT, body) as (reader, _):
+        await world.engine.until("halfway")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reader.read(1)
+        world.engine.gate.set()
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        heard = [await reader.readline() for _ in range(6)]
+        while b"[DONE]" not in heard[-1]:
+            heard.append(await reader.readline())
+        assert not any(line.startswith(b": ") for line in heard)
+
+
+async def test_a_prompt_that_fails_before_anything_was_said_keeps_its_status() -> None:
+    async with serving() as world:
+        world.engine.gate.set()
+        status, _, _ = await world.post(CHAT, chat("prefill fail", stream=True))
+        assert status == 500
+
+
 async def test_nothing_is_sent_before_the_first_delta_decides_the_status() -> None:
     body = chat("hold", stream=True, sse_ping_interval=0.01)
     async with serving() as world, talking(world, CHAT, body) as (reader, _):

@@ -42,7 +42,12 @@ async def chat(body: Json, model: Model) -> Call:
     generations = common.generations(id, [tokens])
     return Call(
         generations=generations,
-        reply=ChatReply(common.head(id, model), generations, include_usage=common.include_usage),
+        reply=ChatReply(
+            common.head(id, model),
+            generations,
+            include_usage=common.include_usage,
+            has_progress=common.has_progress,
+        ),
         stream=common.stream,
         ping_interval=common.ping_interval,
         ignored=ignored,
@@ -83,6 +88,7 @@ async def completions(body: Json, model: Model) -> Call:
         generations,
         n=common.n,
         include_usage=common.include_usage,
+        has_progress=common.has_progress,
         has_logprobs=logprobs is not None,
         echoes=echoes if echo else [""] * len(prompts),
         is_only_echo=is_only_echo,
@@ -111,6 +117,10 @@ class _Common:
     n: int
     stream: bool
     include_usage: bool
+    has_progress: bool
+    """Chunks of a stream tell how far the prompt is."""
+    has_timings: bool
+    """Each chunk of a stream has the timings so far, not the last one only."""
     ping_interval: float | None
 
     def check_max_tokens(self) -> None:
@@ -131,6 +141,8 @@ class _Common:
                 n=self.n,
                 sampling=self.sampling,
                 prompt_logprobs=prompt_logprobs,
+                progress=self.stream,  # comments tell it, where chunks do not
+                timings=self.has_timings,
             )
             for number, prompt in enumerate(prompts)
         )
@@ -155,6 +167,7 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         logprobs=logprobs,
         seed=options.seed if options.seed >= 0 else None,
     )
+    stream = fields.flag("stream") or False
     stream_options = Fields(fields.mapping("stream_options") or {}, path="stream_options.")
     return _Common(
         model=fields.text("model") or options.name,
@@ -162,10 +175,20 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         sampling=picked,
         stop=stop,
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
-        stream=fields.flag("stream") or False,
+        stream=stream,
         include_usage=stream_options.flag("include_usage") or False,
+        has_progress=_only_streamed(fields, "return_progress", stream),
+        has_timings=_only_streamed(fields, "timings_per_token", stream),
         ping_interval=read_ping_interval(fields),
     )
+
+
+def _only_streamed(fields: Fields, name: str, stream: bool) -> bool:
+    """A flag about chunks; reported as ignored where an answer in one piece has none."""
+    is_set = fields.flag(name) or False
+    if is_set and not stream:
+        fields.mark_unused(name)
+    return is_set and stream
 
 
 def _best_of(fields: Fields, common: _Common) -> int:
@@ -206,10 +229,6 @@ def _refuse_unbuilt(fields: Fields) -> None:
         "reasoning_format",
         ["none", "auto"],
         "reasoning_format: reasoning is not separated yet; leave it out and find it in content",
-    )
-    fields.refuse("return_progress", [False], "return_progress is not supported yet; leave it out")
-    fields.refuse(
-        "timings_per_token", [False], "timings_per_token is not supported yet; the last chunk has the timings"
     )
 
 
