@@ -12,7 +12,7 @@ A limit (`--device-limit`) is something else: a budget for the reservations of o
 physical rule. Foreign memory does not count against it. Law: PURE.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Device:
     """Never given out."""
     limit: int | None = None
     """Budget for all our reservations here, margin included; None: the device's own size is the only limit."""
+    pool: DeviceId | None = None
+    """The device whose memory this one uses, if it has none of its own: all that is here is charged there."""
 
     @property
     def capacity(self) -> int:
@@ -111,28 +113,46 @@ class Resident:
         return self.measured.get(device, self.reserved.get(device, 0))
 
 
+NO_LIMIT = 1 << 62
+"""More bytes than any device has: what a budget leaves where there is none, and a view with nothing to compare."""
+
+
 class _Row:
-    """One device with some of our workers on it and something promised to others."""
+    """What is free on one device: by the driver, by the ledger, and within the limit. The least of them counts.
 
-    __slots__ = ("binds", "budget", "driver", "foreign", "ours", "promised", "top")
+    They are kept apart since whoever leaves gives back what it occupies by the driver's figure, and what it has
+    reserved by the others. All three move alike in every view, so that the least of several views is one view more.
+    """
 
-    def __init__(self, *, top: int, budget: int | None, driver: int, foreign: int, binds: bool):
-        self.top = top
-        self.budget = budget
-        self.driver = driver
-        self.foreign = foreign
+    __slots__ = ("binds", "by_driver", "by_ledger", "by_limit", "free", "promised")
+
+    def __init__(self, by_driver: int, by_ledger: int, by_limit: int, *, binds: bool, promised: bool = False):
+        self.by_driver = by_driver
+        self.by_ledger = by_ledger
+        self.by_limit = by_limit
         self.binds = binds
-        self.ours = 0
-        self.promised = 0
+        self.promised = promised
+        self.free = min(by_driver, by_ledger, by_limit)
 
     def copy(self) -> "_Row":
-        row = _Row(top=self.top, budget=self.budget, driver=self.driver, foreign=self.foreign, binds=self.binds)
-        row.ours, row.promised = self.ours, self.promised
-        return row
+        return _Row(self.by_driver, self.by_ledger, self.by_limit, binds=self.binds, promised=self.promised)
 
-    def free(self) -> int:
-        room = self.top - max(self.driver, self.foreign + self.ours) - self.promised
-        return room if self.budget is None else min(room, self.budget - self.ours - self.promised)
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        return self.by_driver, self.by_ledger, self.by_limit
+
+    def move(self, occupied: int, reserved: int) -> None:
+        self.by_driver += occupied
+        self.by_ledger += reserved
+        self.by_limit += reserved
+        self.free = min(self.by_driver, self.by_ledger, self.by_limit)
+
+    def lower(self, other: "_Row") -> None:
+        """To the other's figures, wherever they are less."""
+        self.by_driver = min(self.by_driver, other.by_driver)
+        self.by_ledger = min(self.by_ledger, other.by_ledger)
+        self.by_limit = min(self.by_limit, other.by_limit)
+        self.free = min(self.by_driver, self.by_ledger, self.by_limit)
 
 
 class View:
@@ -140,69 +160,169 @@ class View:
 
         free = total - margin - max(driver - those who left, foreign + reserved of those who stay) - promised
 
-    and within the limit likewise, less what is foreign. A device that is not known is not looked at.
+    and within the limit likewise, less what is foreign. A device that is not known is not looked at, nor is one that
+    has no memory of its own: what is there is charged to its pool.
     """
 
     def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
         """`residents`: everybody whose memory is in the devices' figures. Without `memory` only SLOTS can be short."""
+        ours: dict[DeviceId, int] = {}
+        for resident in residents:
+            for id, reserved in resident.reserved.items():
+                ours[id] = ours.get(id, 0) + reserved
+        self._used = {d.id: max(d.used, d.foreign + ours.get(d.id, 0)) for d in devices}
         self._rows = {
             device.id: _Row(
-                top=device.total - device.margin,
-                budget=None if device.limit is None else device.limit - device.margin,
-                driver=device.used,
-                foreign=device.foreign,
+                device.total - device.margin - device.used,
+                device.total - device.margin - device.foreign - ours.get(device.id, 0),
+                NO_LIMIT if device.limit is None else device.limit - device.margin - ours.get(device.id, 0),
                 binds=memory or device.id.index == SLOTS,
             )
             for device in devices
+            if device.pool is None
         }
-        for resident in residents:
-            for id, reserved in resident.reserved.items():
-                if id in self._rows:
-                    self._rows[id].ours += reserved
 
     def copy(self) -> "View":
         """A view of its own that begins as this one stands."""
-        view = View((), ())
+        view = View.__new__(View)
+        view._used = self._used
         view._rows = {id: row.copy() for id, row in self._rows.items()}
         return view
 
     def leave(self, resident: Resident) -> None:
         """As if it were gone."""
-        self._move(resident, -1)
+        self._move(resident, +1)
 
     def stay(self, resident: Resident) -> None:
         """Takes `leave` back."""
-        self._move(resident, +1)
+        self._move(resident, -1)
 
     def promise(self, claim: Bytes) -> None:
         """Give room away that neither driver nor reservations show yet."""
         for id, needed in claim.items():
             if id in self._rows:
-                self._rows[id].promised += needed
+                self._rows[id].move(-needed, -needed)
+                self._rows[id].promised |= needed > 0
+
+    def lower(self, other: "View") -> None:
+        """From now on say what is free in both, as long as whoever leaves, leaves both."""
+        for id, row in self._rows.items():
+            row.lower(other._rows[id])
 
     def free(self, id: DeviceId) -> int:
         """Bytes for whoever comes next; negative where too much is in use already."""
-        return self._rows[id].free()
+        return self._rows[id].free
 
     def used(self, id: DeviceId) -> int:
-        """Bytes that driver or ledger count, whichever is more; without what was promised."""
-        row = self._rows[id]
-        return max(row.driver, row.foreign + row.ours)
+        """Bytes that driver or ledger counted at first, whichever is more."""
+        return self._used[id]
 
     def short(self, claim: Bytes) -> list[DeviceId]:
         """The devices on which `claim` does not fit."""
         rows = self._rows
-        return [id for id, needed in claim.items() if id in rows and rows[id].binds and rows[id].free() < needed]
+        return [id for id, needed in claim.items() if id in rows and rows[id].free < needed and rows[id].binds]
 
-    def keeps_its_promises(self) -> bool:
-        """Whether there is room for all that was promised."""
-        return all(row.free() >= 0 for row in self._rows.values() if row.promised and row.binds)
+    def enough(self, claim: Bytes, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
+        """Who has to leave so that `claim` fits: taken in `order`, skipping who is not in the way, until it does; less
+        whoever is not needed after all, beginning with the last. None if they would not do together."""
+        lacking = {id: self._rows[id].copy() for id in self.short(claim)}
+        for id, row in lacking.items():
+            row.move(-claim[id], -claim[id])
+        taken: list[Resident] = []
+        short = list(lacking)
+        for one in order:
+            if not short:
+                break
+            if is_on(one, short):
+                taken.append(one)
+                _shift(lacking, one, +1)
+                short = [id for id in short if lacking[id].free < 0]
+        if short:
+            return None
+        if len(taken) == 1:
+            return (taken[0],)
+        needed: list[Resident] = []
+        for one in reversed(taken):
+            _shift(lacking, one, -1)
+            if any(row.free < 0 for row in lacking.values()):
+                _shift(lacking, one, +1)
+                needed.append(one)
+        return tuple(reversed(needed))
+
+    def is_like(self, other: "View", devices: Iterable[DeviceId]) -> bool:
+        """Whether both say the same of these devices, whoever leaves."""
+        rows, others = self._rows, other._rows
+        return all(rows[id].figures == others[id].figures for id in devices if id in rows)
 
     def _move(self, resident: Resident, sign: int) -> None:
-        for id in resident.reserved.keys() | resident.measured.keys():
+        for id, reserved in resident.reserved.items():
             if row := self._rows.get(id):
-                row.ours += sign * resident.reserved.get(id, 0)
-                row.driver += sign * resident.occupied(id)
+                row.move(sign * resident.measured.get(id, reserved), sign * reserved)
+        for id, measured in resident.measured.items():
+            if id not in resident.reserved and (row := self._rows.get(id)):
+                row.move(sign * measured, 0)
+
+
+def _shift(rows: Mapping[DeviceId, _Row], resident: Resident, sign: int) -> None:
+    """Like `View._move`, of a few rows only."""
+    for id, row in rows.items():
+        reserved = resident.reserved.get(id, 0)
+        row.move(sign * resident.measured.get(id, reserved), sign * reserved)
+
+
+def is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
+    """Whether any of its memory is on one of the devices."""
+    return any(id in one.reserved or id in one.measured for id in devices)
+
+
+class Stages:
+    """Views of one moment after another, the last with everything that is to come. Whoever leaves, leaves all.
+
+    Kept as three views only, however many there are (see `View.lower`): the last, the least of all, and the least of
+    those rows in which something is promised.
+    """
+
+    def __init__(self, first: View):
+        self.last = first
+        self.least = first.copy()
+        self.many = False
+        """Whether there is more than one."""
+        self._promises = first.copy()
+        for row in self._promises._rows.values():
+            row.move(NO_LIMIT, NO_LIMIT)
+
+    def leave(self, resident: Resident) -> None:
+        for view in (self.last, self.least, self._promises):
+            view.leave(resident)
+
+    def stay(self, resident: Resident) -> None:
+        for view in (self.last, self.least, self._promises):
+            view.stay(resident)
+
+    def promise(self, claim: Bytes) -> None:
+        """On each of them."""
+        self.last.promise(claim)
+        self.least.promise(claim)
+        for id, needed in claim.items():
+            if needed and id in self._promises._rows:
+                self._promises._rows[id] = self.least._rows[id].copy()
+
+    def book(self, claim: Bytes, victims: Sequence[Resident]) -> None:
+        """From the last one on: if there are victims that leave later, that is one more."""
+        if victims:
+            self.last = self.last.copy()
+            self.many = True
+        for one in victims:
+            self.last.leave(one)
+        self.last.promise(claim)
+        self.least.lower(self.last)
+        for id, row in self.last._rows.items():
+            if row.promised:
+                self._promises._rows[id].lower(row)
+
+    def keep_their_promises(self) -> bool:
+        """Whether there is room, on each of them, for all that was promised there."""
+        return all(row.free >= 0 for row in self._promises._rows.values() if row.binds)
 
 
 class Ledger:

@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
-from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, View
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View, is_on
 
 Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
 """Why a resident stays: never a victim; in use; its load is awaited; inside its turn; not on those devices; enough
@@ -191,12 +191,35 @@ class _Offer:
     victims: tuple[Resident, ...] = ()
 
 
+@dataclass
+class _Line:
+    """Who could be the victim of one demand, the first to go first."""
+
+    order: list[Resident]
+    late: dict[int, float]
+    """Those who may not leave yet: when at the latest they may, by id."""
+    moments: list[float]
+    """When any of them may leave at the soonest, if that is to come."""
+    at: Mapping[DeviceId, Sequence[int]]
+    """All residents by device, by id."""
+
+    def __post_init__(self) -> None:
+        self._place = {one.id: place for place, one in enumerate(self.order)}
+
+    def on(self, short: Sequence[DeviceId]) -> list[Resident]:
+        """Of them, at least those with memory on one of these devices."""
+        if len(short) != 1:
+            return self.order
+        places = self._place
+        return [self.order[place] for place in sorted([places[id] for id in self.at.get(short[0], ()) if id in places])]
+
+
 class _Walk:
     """One walk along the queue: what has been granted, claimed and decided so far.
 
     here     everybody who occupies memory, and what was granted
-    steps    for each claim that only waits for those who leave: also without as many of these as it takes, the first to
-             go first, and with the claim
+    now      the least of here and of steps: for each claim that only waits for those who leave, also without as many
+             of these as it takes, the first to go first, and with the claim
     stages   first without all who leave, and with all such claims; then, for each claim that waits until its victims
              may leave: also without these, and with the claim
     bare     without anybody who could be a victim; with all claims
@@ -215,13 +238,17 @@ class _Walk:
         self.unpromised = sorted(self.leaving.values(), key=lambda one: (one.retired_at, one.id))
         self.claimed: dict[int, Resident] = {}
         self.bounds: dict[int, float] = {}  # of the claimed: when at the latest they may leave
+        self.rank: dict[int, int] = {}  # of those who stay: by worth, the idle first; worked out when it is asked for
+        self.at: dict[DeviceId, list[int]] = {}  # and who is where
+        self.keep: dict[int, Keep] = {id: "pinned" if one.pinned else "elsewhere" for id, one in self.staying.items()}
 
         self.here = View(devices, residents, memory=policy.memory)
+        self.step = self.here
+        self.now_free = self.here.copy()
         soon = self.here.copy()
         for one in self.leaving.values():
             soon.leave(one)
-        self.steps: list[View] = []
-        self.stages = [soon]
+        self.stages = Stages(soon)
         self.bare = soon.copy()
         self.homes: dict[str, list[DeviceId]] = {}
         for one in self.staying.values():
@@ -260,8 +287,8 @@ class _Walk:
             self._decline(demand, groups)
         elif offer := self._room(demand, groups):
             self._grant(demand, offer)
-        elif offer := self._least_disturbing(demand, groups):
-            self._claim(demand, offer)
+        elif offer := self._least_disturbing(demand, groups, line := self._line(demand)):
+            self._claim(demand, offer, line)
         elif demand.luxury:
             self.drop.add(demand.id)
         else:
@@ -277,12 +304,12 @@ class _Walk:
             return
         spared = set()
         for one in sorted(evicted, key=_worth, reverse=True):
-            _stay(one, self.stages)
-            if all(stage.keeps_its_promises() for stage in self.stages):
+            self.stages.stay(one)
+            if self.stages.keep_their_promises():
                 del self.evict[one.id], self.leaving[one.id]
                 spared.add(one.id)
             else:
-                _leave(one, self.stages)
+                self.stages.leave(one)
         if spared:
             self.waits = {id: self._let_off(spared, wait) for id, wait in self.waits.items()}
 
@@ -308,34 +335,57 @@ class _Walk:
         return list(groups.values())
 
     def _places(
-        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], room: Callable[[DeviceId], int]
+        self,
+        demand: Demand,
+        groups: Iterable[Sequence[DeviceId]],
+        room: Callable[[DeviceId], int],
+        *,
+        roomy: bool = False,
     ) -> Iterator[tuple[Place, Bytes]]:
-        """All sets of devices, the largest shard on the roomiest; with what it would reserve there."""
+        """All sets of devices, the largest shard on the roomiest; with what it would reserve there. With `roomy` none
+        with a device that has no room for the least of the shards: that could not be had."""
         count = len(demand.shards)
+        least = min(demand.shards) if roomy and self.policy.memory else None
         for group in groups:
+            roomless = {id for id in group if room(id) < least} if least is not None else frozenset[DeviceId]()
+            if count == 1:
+                for id in group:
+                    if id not in roomless:
+                        yield (id,), self._share(demand, (id,))
+                continue
             runs = (group[first : first + count] for first in range(0, len(group) - count + 1, count))
             for devices in combinations(group, count) if len(group) <= MANY_DEVICES else runs:
-                place = _assign(demand.shards, devices, room)
-                yield place, self._share(demand, place)
+                if roomless.isdisjoint(devices):
+                    place = _assign(demand.shards, devices, room)
+                    yield place, self._share(demand, place)
 
     def _share(self, demand: Demand, place: Place) -> Bytes:
-        claim = dict(zip(place, demand.shards, strict=True))
+        """What it reserves there: a shard is charged to the memory that its device uses."""
+        claim: dict[DeviceId, int] = {}
+        for id, shard in zip(place, demand.shards, strict=True):
+            pool = self.devices[id].pool or id
+            claim[pool] = claim.get(pool, 0) + shard
+        node = place[0].node
         if demand.host:
-            host = DeviceId(place[0].node, HOST)
-            # With unified memory there is one pool, known by the accelerator's name.
+            host = DeviceId(node, HOST)
+            # A node that tells nothing of its main memory has it in the accelerator's.
             home = host if host in self.devices else place[0]
             claim[home] = claim.get(home, 0) + demand.host
-        claim[DeviceId(place[0].node, SLOTS)] = 1
+        claim[DeviceId(node, SLOTS)] = 1
         return claim
 
+    def _pools(self, place: Iterable[DeviceId]) -> set[DeviceId]:
+        return {self.devices[id].pool or id for id in place}
+
     def _capacity(self, id: DeviceId) -> int:
-        return self.devices[id].capacity
+        return self.devices[self.devices[id].pool or id].capacity
+
+    def _bare(self, id: DeviceId) -> int:
+        return self.bare.free(self.devices[id].pool or id)
 
     def _free(self, id: DeviceId) -> int:
-        return min(view.free(id) for view in self._views())
-
-    def _views(self) -> list[View]:
-        return [self.here, *self.steps, *self.stages]
+        id = self.devices[id].pool or id
+        return min(self.now_free.free(id), self.stages.least.free(id))
 
     def _could_hold(self, claim: Bytes) -> bool:
         return all(self._capacity(id) >= needed for id, needed in claim.items() if self._binds(id))
@@ -344,17 +394,19 @@ class _Walk:
         return id in self.devices and (self.policy.memory or id.index == SLOTS)
 
     def _copies(self, model: str, place: Place) -> int:
-        return sum(id in place for id in self.homes.get(model, ()))
+        homes = self.homes.get(model)
+        return sum(map(homes.count, self._pools(place))) if homes else 0
 
     def _is_noisy(self, demand: Demand, place: Place) -> bool:
         """Whether it may not load there now: one of the loads there, or its own, needs quiet."""
-        return any(id in self.hushed or (demand.quiet and id in self.loading) for id in place)
+        return any(id in self.hushed or (demand.quiet and id in self.loading) for id in self._pools(place))
 
     def _occupy(self, demand: Demand, place: Place) -> None:
-        self.homes.setdefault(demand.model, []).extend(place)
-        self.loading.update(place)
+        pools = self._pools(place)
+        self.homes.setdefault(demand.model, []).extend(pools)
+        self.loading |= pools
         if demand.quiet:
-            self.hushed.update(place)
+            self.hushed |= pools
 
     # 1. Start
 
@@ -362,8 +414,8 @@ class _Walk:
         """Where it fits beside here and beside coming: where the fewest copies are, then where it is emptiest."""
         fitting = [
             _Offer(place, claim)
-            for place, claim in self._places(demand, groups, self._free)
-            if not (_short(claim, self._views()) or self._is_noisy(demand, place))
+            for place, claim in self._places(demand, groups, self._free, roomy=True)
+            if not (self.now_free.short(claim) or self.stages.least.short(claim) or self._is_noisy(demand, place))
         ]
         return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
 
@@ -372,41 +424,68 @@ class _Walk:
 
     def _grant(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
-        for view in (*self._views(), self.bare):
-            view.promise(offer.claim)
+        self.here.promise(offer.claim)
+        self.now_free.promise(offer.claim)
+        if self.step is not self.here:
+            self.step.promise(offer.claim)
+        self.stages.promise(offer.claim)
+        self.bare.promise(offer.claim)
         self._occupy(demand, offer.place)
 
     # 2. Claim
 
-    def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
+    def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line) -> _Offer | None:
         """None if it would fit nowhere, whoever left."""
-        order = self._order(demand)
-        # After those claimed ahead have left there may be room enough; sooner, if others leave now.
-        horizons = [self.stages] if len(self.stages) == 1 else [self.stages[-1:], self.stages]
-        offers = [
-            _Offer(place, claim, victims)
-            for place, claim in self._places(demand, groups, self.bare.free)
-            if not self.bare.short(claim)
-            for stages in horizons
-            if (victims := _victims(claim, order, stages)) is not None
-        ]
-        return min(
-            offers,
-            key=lambda offer: (
-                self._bound_of(demand, offer),
-                *_disturbance(offer.victims),
-                self._is_noisy(demand, offer.place),
-                self._appeal(demand, offer.place),
-            ),
-            default=None,
-        )
+        best: _Offer | None = None
+        best_key: tuple[Any, ...] = ()
+        for place, claim in self._places(demand, groups, self._bare, roomy=True):
+            for victims in () if self.bare.short(claim) else self._victims(claim, line):
+                offer = _Offer(place, claim, victims)
+                bound = self._bound_of(offer, line)
+                if best is not None and bound > best_key[0]:
+                    continue
+                key = (bound, *_disturbance(victims), self._is_noisy(demand, place), self._appeal(demand, place))
+                if best is None or key < best_key:
+                    best, best_key = offer, key
+        return best
 
-    def _order(self, demand: Demand) -> list[Resident]:
-        """Who could be its victim, the first to go first."""
+    def _victims(self, claim: Bytes, line: _Line) -> Iterator[tuple[Resident, ...]]:
+        """Who would have to leave for a place: once those claimed ahead have left, and sooner."""
+        last, least = self.stages.last, self.stages.least
+        views = [last] if not self.stages.many or last.is_like(least, claim) else [last, least]
+        for view in views:
+            victims = view.enough(claim, line.on(view.short(claim)))
+            if victims is not None:
+                yield victims
+
+    def _line(self, demand: Demand) -> _Line:
+        """Who could be its victim."""
+        if not self.rank:
+            self._look_around()
         able = [one for one in self.staying.values() if not one.pinned]
         if demand.luxury:
             able = [one for one in able if one.luxury and not one.busy and one.last_used < demand.since]
-        return sorted(able, key=lambda one: (self._bound(one, demand), one.busy, *_worth(one)))
+        late: dict[int, float] = {}
+        moments: list[float] = []
+        keys = []
+        for one in able:
+            bound = -inf
+            if one.busy or one.starting or one.turn_ends > self.now:
+                moment = self._may_leave_at(one, demand)
+                if moment > self.now:
+                    late[one.id] = bound = self._latest(one, demand)
+                    if moment < inf:
+                        moments.append(moment)
+            keys.append((bound, self.rank[one.id]))
+        order = [one for _, one in sorted(zip(keys, able, strict=True), key=_first)]
+        return _Line(order, late, moments, self.at)
+
+    def _look_around(self) -> None:
+        by_worth = sorted(self.staying.values(), key=lambda one: (one.busy, *_worth(one)))
+        self.rank = {one.id: rank for rank, one in enumerate(by_worth)}
+        for one in by_worth:
+            for id in one.reserved.keys() | one.measured.keys():
+                self.at.setdefault(id, []).append(one.id)
 
     def _may_leave_at(self, one: Resident, demand: Demand) -> float:
         """The moment from which it may leave for this demand, if nobody begins or ends to use it."""
@@ -421,34 +500,31 @@ class _Walk:
         """The moment from which it may leave whether it is used or not."""
         return inf if one.starting else max(one.turn_ends, demand.since + self.policy.patience)
 
-    def _bound(self, one: Resident, demand: Demand) -> float:
-        return -inf if self._may_leave_at(one, demand) <= self.now else self._latest(one, demand)
-
-    def _bound_of(self, demand: Demand, offer: _Offer) -> float:
+    def _bound_of(self, offer: _Offer, line: _Line) -> float:
         """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
-        bound = max((self._bound(one, demand) for one in offer.victims), default=-inf)
+        bound = max((line.late.get(one.id, -inf) for one in offer.victims), default=-inf)
         if self.claimed and (short := self._short_without(offer)):
             ahead = (self.bounds[one.id] for one in _all_on(short, self.claimed.values()))
             bound = max(bound, self.now, *ahead)
         return bound
 
-    def _short_without(self, offer: _Offer) -> set[DeviceId]:
+    def _short_without(self, offer: _Offer) -> list[DeviceId]:
         """Where it would not fit on some stage, though its own victims had left."""
-        if len(self.stages) == 1:
-            return set()  # they were chosen so
+        if not self.stages.many:
+            return []  # they were chosen so
         for one in offer.victims:
-            _leave(one, self.stages)
-        short = _short(offer.claim, self.stages)
+            self.stages.least.leave(one)
+        short = self.stages.least.short(offer.claim)
         for one in offer.victims:
-            _stay(one, self.stages)
+            self.stages.least.stay(one)
         return short
 
-    def _claim(self, demand: Demand, offer: _Offer) -> None:
+    def _claim(self, demand: Demand, offer: _Offer, line: _Line) -> None:
         """Keep the place for it; send the victims away if all of them may leave and nothing else is missing."""
-        late = [one for one in offer.victims if self._bound(one, demand) > -inf]
+        late = [one for one in offer.victims if one.id in line.late]
         missing = self._short_without(offer)
         ahead = _all_on(missing, self.claimed.values())
-        disturbed = {*offer.place, *(id for one in offer.victims for id in _spots(one))}
+        disturbed = {*self._pools(offer.place), *(id for one in offer.victims for id in _spots(one))}
         measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
         is_hushed = bool(offer.victims) and not disturbed.isdisjoint(measured)
         must_refine = bool(offer.victims) and not demand.sure
@@ -463,12 +539,11 @@ class _Walk:
         if goes:
             for one in offer.victims:
                 self._send_away(one, Eviction(reason="evicted", for_demand=demand.id, idle=not one.busy))
-            for stage in self.stages:
-                stage.promise(offer.claim)
+            self.stages.promise(offer.claim)
             self._step(offer)
         else:
-            self._note_moments(demand)
-            self._book(demand, offer)
+            self.moments += line.moments
+            self._book(offer, line)
         self.bare.promise(offer.claim)
         self._occupy(demand, offer.place)
 
@@ -490,36 +565,30 @@ class _Walk:
     def _send_away(self, one: Resident, eviction: Eviction) -> None:
         self.evict[one.id] = eviction
         self.leaving[one.id] = self.staying.pop(one.id)
-        _leave(one, self.stages)
+        del self.keep[one.id]
+        self.stages.leave(one)
 
     def _step(self, offer: _Offer) -> None:
         """Promise it those who leave: the first to go to the first in line, so that nobody behind overtakes it."""
-        step = (self.steps or [self.here])[-1].copy()
+        step = self.step.copy()
         for one in offer.victims:
             step.leave(one)
-        promised = _victims(offer.claim, self.unpromised, [step])
+        promised = step.enough(offer.claim, self.unpromised)
         assert promised is not None, "it fits on the first stage, where all of them are gone"
         for one in promised:
             step.leave(one)
             self.unpromised.remove(one)
         step.promise(offer.claim)
-        self.steps.append(step)
+        self.step = step
+        self.now_free.lower(step)
 
-    def _book(self, demand: Demand, offer: _Offer) -> None:
+    def _book(self, offer: _Offer, line: _Line) -> None:
         """Its victims leave later: nobody behind may count on their staying, nor on their leaving sooner."""
-        if offer.victims:
-            self.stages.append(self.stages[-1].copy())
+        self.stages.book(offer.claim, offer.victims)
         for one in offer.victims:
-            self.stages[-1].leave(one)
             self.claimed[one.id] = self.staying.pop(one.id)
-            self.bounds[one.id] = self._bound(one, demand)
-        self.stages[-1].promise(offer.claim)
-
-    def _note_moments(self, demand: Demand) -> None:
-        """When somebody more may leave for it, the answer may be another."""
-        for one in self._order(demand):
-            if self.now < (moment := self._may_leave_at(one, demand)) < inf:
-                self.moments.append(moment)
+            self.bounds[one.id] = line.late.get(one.id, -inf)
+            del self.keep[one.id]
 
     # 3. Refuse, or stay in line
 
@@ -537,7 +606,7 @@ class _Walk:
 
     def _hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Whoever could leave, it would not fit: it waits, and is in nobody's way."""
-        claim = self._nearest(demand, groups, self.bare.free)
+        claim = self._nearest(demand, groups, self._bare)
         missing = self.bare.short(claim)
         shortage = self._shortage({id: claim[id] for id in missing}, self._free)
         on = _all_on(missing, (*self.staying.values(), *self.claimed.values()))
@@ -579,8 +648,15 @@ class _Walk:
             shortage=shortage,
             place=offer.place if offer else (),
             victims=tuple(sorted(one.id for one in offer.victims)) if offer else (),
-            keep={one.id: self._why_kept(one, shortage) for one in self.staying.values()},
+            keep=self._kept(shortage),
         )
+
+    def _kept(self, shortage: Collection[DeviceId]) -> Mapping[int, Keep]:
+        keep = dict(self.keep)
+        for one in self.staying.values() if shortage else ():
+            if not one.pinned and is_on(one, shortage):
+                keep[one.id] = self._why_kept(one)
+        return keep
 
     def _let_off(self, spared: set[int], wait: Wait) -> Wait:
         if spared.isdisjoint(wait.on):
@@ -592,11 +668,7 @@ class _Walk:
             keep={**wait.keep, **{id: "unneeded" for id in wait.on if id in spared}},
         )
 
-    def _why_kept(self, one: Resident, shortage: Collection[DeviceId]) -> Keep:
-        if one.pinned:
-            return "pinned"
-        if not _is_on(one, shortage):
-            return "elsewhere"
+    def _why_kept(self, one: Resident) -> Keep:
         if one.busy and one.starting:
             return "starting"
         if one.busy:
@@ -615,43 +687,6 @@ def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable
     by_room = sorted(devices, key=lambda id: -room(id))
     placed = dict(zip(by_size, by_room, strict=True))
     return tuple(placed[shard] for shard in range(len(shards)))
-
-
-def _short(claim: Bytes, views: Iterable[View]) -> set[DeviceId]:
-    """Where it does not fit, in any of the views."""
-    return {id for view in views for id in view.short(claim)}
-
-
-def _leave(one: Resident, views: Iterable[View]) -> None:
-    for view in views:
-        view.leave(one)
-
-
-def _stay(one: Resident, views: Iterable[View]) -> None:
-    for view in views:
-        view.stay(one)
-
-
-def _victims(claim: Bytes, order: Sequence[Resident], views: Sequence[View]) -> tuple[Resident, ...] | None:
-    """Who has to leave so that `claim` fits in all views: enough, nobody superfluous; None if nobody would do."""
-    short = _short(claim, views)
-    taken: list[Resident] = []
-    for one in order:
-        if not short:
-            break
-        if _is_on(one, short):
-            _leave(one, views)
-            taken.append(one)
-            short = _short(claim, views)
-    needed: list[Resident] = []
-    for one in reversed(taken):
-        _stay(one, views)
-        if not short and _short(claim, views):
-            _leave(one, views)
-            needed.append(one)
-    for one in needed:
-        _stay(one, views)
-    return None if short else tuple(reversed(needed))
 
 
 def _disturbance(victims: Sequence[Resident]) -> tuple[float, ...]:
@@ -675,6 +710,10 @@ def _cost(one: Resident) -> float:
     return one.load_seconds * sum(bytes for id, bytes in one.reserved.items() if id.index != SLOTS)
 
 
+def _first(pair: tuple[tuple[float, int], Resident]) -> tuple[float, int]:
+    return pair[0]
+
+
 def _linger(one: Resident, demand: Demand) -> float:
     if one.linger is not None:
         return one.linger
@@ -687,12 +726,8 @@ def _spots(one: Resident) -> Place:
     return tuple(id for id in one.reserved if id.index >= 0) or tuple(id for id in one.reserved if id.index == HOST)
 
 
-def _is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
-    return any(id in one.reserved or id in one.measured for id in devices)
-
-
 def _all_on(devices: Collection[DeviceId], residents: Iterable[Resident]) -> list[Resident]:
-    return [one for one in residents if _is_on(one, devices)]
+    return [one for one in residents if is_on(one, devices)] if devices else []
 
 
 def _scarce(shortage: Collection[DeviceId]) -> Cause:
