@@ -49,6 +49,8 @@ class Reading:
     """As the driver calls it, for people."""
     uuid: str = ""
     """How a worker is told to use it; empty for main memory."""
+    pool: DeviceId | None = None
+    """Main memory, for an accelerator that has none of its own; total and used are then those of main memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +327,15 @@ class Stages:
         return all(row.free >= 0 for row in self._promises._rows.values() if row.binds)
 
 
+def pooled(sizes: Bytes, pools: Mapping[DeviceId, DeviceId]) -> dict[DeviceId, int]:
+    """`sizes` by the memory that each device uses; `pools` names those that have none of their own."""
+    found: dict[DeviceId, int] = {}
+    for id, size in sizes.items():
+        pool = pools.get(id, id)
+        found[pool] = found.get(pool, 0) + size
+    return found
+
+
 class Ledger:
     """Readings and residents to devices; remembers the last quiet value of each device's foreign memory."""
 
@@ -343,22 +354,31 @@ class Ledger:
         self._foreign: dict[DeviceId, int] = {}
 
     def observe(self, readings: Sequence[Reading], residents: Sequence[Resident]) -> list[Device]:
-        """The devices as they stand, in order of their ids.
+        """The devices as they stand, in order of their ids. Of several with one memory the largest margin and the
+        smallest limit hold for all.
 
         The readings must be at least as new as the residents' states: a worker's memory that the driver does not
         show yet would be taken off the foreign row.
         """
-        devices = [
-            Device(
+        members: dict[DeviceId, list[DeviceId]] = {}
+        for reading in readings:
+            members.setdefault(reading.pool or reading.id, []).append(reading.id)
+        own = {reading.id: reading for reading in readings if reading.pool is None}
+        foreign = {id: self._observe_foreign(reading, residents) for id, reading in own.items()}
+        devices = []
+        for reading in readings:
+            pool = reading.pool or reading.id
+            limits = [limit for id in members[pool] if (limit := self._limit(id)) is not None]
+            device = Device(
                 id=reading.id,
-                total=reading.total,
-                used=reading.used,
-                foreign=self._observe_foreign(reading, residents),
-                margin=self._margin(reading.id),
-                limit=self._limit(reading.id),
+                total=own[pool].total,
+                used=own[pool].used,
+                foreign=foreign[pool],
+                margin=max(self._margin(id) for id in members[pool]),
+                limit=min(limits, default=None),
+                pool=reading.pool,
             )
-            for reading in readings
-        ]
+            devices.append(device)
         if self._models_max:
             nodes = {reading.id.node for reading in readings}
             devices.extend(self._slots(DeviceId(node, SLOTS), residents) for node in nodes)

@@ -23,7 +23,7 @@ from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed,
 from router.estimate import Checkpoint, Estimate
 from router.events import EventLog
 from router.launchers import Launcher, Program, WorkerLost, WorkerProcess
-from router.ledger import HOST, SLOTS, Bytes, DeviceId, Reading, Resident
+from router.ledger import HOST, SLOTS, Bytes, DeviceId, Reading, Resident, pooled
 from router.lifecycle import State, advance
 from router.planner import Demand, Start
 from router.presets import Preset
@@ -116,6 +116,8 @@ class Worker:
         self.facts: Checkpoint | None = None
         self.costs: Costs | None = None
         self.devices: frozenset[DeviceId] = frozenset()
+        self.pools: dict[DeviceId, DeviceId] = {}
+        """Of devices without memory of their own: whose they use."""
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
         self.process: WorkerProcess | None = None
@@ -171,6 +173,11 @@ class Worker:
     def measured(self) -> Bytes:
         return self.process.measured if self.process is not None else {}
 
+    @property
+    def occupied(self) -> Bytes:
+        """What it measures, by the memory that its devices use."""
+        return pooled(self.measured, self.pools)
+
     def demand(self) -> Demand:
         """This worker as the planner sees it while QUEUED with its costs known."""
         assert self.costs is not None
@@ -197,7 +204,7 @@ class Worker:
             id=self.id,
             model=self.preset.id,
             reserved=self.reserved,
-            measured=self.measured,
+            measured=self.occupied,
             last_used=self.last_used,
             busy=busy,
             leaving=self.retired.is_set() or self.state is State.STOPPING,
@@ -540,6 +547,7 @@ async def weigh(worker: Worker, world: World) -> None:
 def _choose_devices(worker: Worker, readings: Sequence[Reading]) -> None:
     """The devices that this model may take: those it names, else all accelerators, else main memory."""
     preset = worker.preset
+    worker.pools = {reading.id: reading.pool for reading in readings if reading.pool is not None}
     accelerators = [reading for reading in readings if reading.id.index >= 0]
     if not preset.device:
         chosen = {reading.id for reading in accelerators}
@@ -593,7 +601,7 @@ def _tell_estimate(worker: Worker, world: World) -> None:
 def _settle_reservation(worker: Worker) -> None:
     """Once ready, a worker is charged its estimate or what it measures, whichever is more: its pools are allocated,
     but what a longer prompt computes may still come."""
-    for device, size in worker.measured.items():
+    for device, size in worker.occupied.items():
         worker.reserved[device] = max(worker.reserved.get(device, 0), size)
 
 
@@ -641,10 +649,8 @@ estimated = _estimated
 
 
 def place_bytes(worker: Worker) -> dict[DeviceId, int]:
-    """The reservation in the order of shards, main memory last, for the launcher."""
-    place = {device: worker.reserved[device] for device in worker.place}
-    rest = {id: size for id, size in worker.reserved.items() if id not in place and id.index != SLOTS}
-    return place | rest
+    """What a worker that starts may take, in the order of shards, main memory last, for the launcher."""
+    return _estimated(worker)
 
 
 def _by_name(sizes: Bytes) -> dict[str, int]:
@@ -683,7 +689,8 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
 def _serve_fields(worker: Worker) -> dict[str, Any]:
     preset = worker.preset
     names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
-    reserved = {name: worker.reserved[device] for name, device in zip(names, worker.place, strict=True)}
+    shares = _estimated(worker)
+    reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
     return {
         "devices": tuple(names),
         "name": preset.id,

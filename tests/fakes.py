@@ -15,7 +15,7 @@ import selectors
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -23,7 +23,7 @@ from aiohttp import ClientSession
 
 from router.launchers import Listen, Program, WorkerLost
 from router.launchers.process import uncancelled
-from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
+from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from worker import contract
 
 T = TypeVar("T")
@@ -195,9 +195,12 @@ class FakeLauncher:
         *,
         on_reading: Callable[[], None] = lambda: None,
         reading_lag: float = 0.0,
+        pools: Mapping[DeviceId, DeviceId] | None = None,
     ):
         self.totals = dict(totals or {CPU: 8 * GIB})
         self.models = dict(models or {})
+        self.pools = dict(pools or {})
+        """Accelerators without memory of their own, and whose they use."""
         self.on_reading = on_reading
         """Called after each new reading; assign it once there is a fleet."""
         self.reading_lag = reading_lag
@@ -249,7 +252,8 @@ class FakeLauncher:
 
     def used(self, device: DeviceId) -> int:
         """Bytes really in use, by anybody; readings may lag behind."""
-        return self.foreign[device] + sum(sizes.get(device, 0) for sizes in self._occupied.values())
+        pool = self.pools.get(device, device)
+        return self.foreign[pool] + sum(pooled(sizes, self.pools).get(pool, 0) for sizes in self._occupied.values())
 
     # Launcher
 
@@ -343,7 +347,10 @@ class FakeLauncher:
     # Memory
 
     def _read(self) -> list[Reading]:
-        return [_reading(device, total, self.used(device)) for device, total in self.totals.items()]
+        return [
+            replace(_reading(device, total, self.used(device)), pool=self.pools.get(device))
+            for device, total in self.totals.items()
+        ]
 
     def _memory_changed(self) -> None:
         for device, total in self.totals.items():

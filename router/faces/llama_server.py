@@ -10,7 +10,7 @@ from router.access import Access
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
 from router.events import Event
 from router.fleet import Fleet, Model
-from router.ledger import SLOTS
+from router.ledger import SLOTS, pooled
 from router.life import Worker, estimated
 from router.lifecycle import State
 from router.presets import Preset, args, effective
@@ -93,11 +93,11 @@ def wall_clock(fleet: Fleet, at: float) -> float:
 
 def memory_of(worker: Worker) -> dict[str, dict[str, int | None]]:
     """MiB by device: estimated, measured, reserved."""
-    planned = estimated(worker)
+    planned, measured = pooled(estimated(worker), worker.pools), worker.occupied
     return {
         str(device): {
             "estimated_mib": -(-planned.get(device, 0) // MIB),
-            "measured_mib": -(-worker.measured[device] // MIB) if device in worker.measured else None,
+            "measured_mib": -(-measured[device] // MIB) if device in measured else None,
             "reserved_mib": -(-size // MIB),
         }
         for device, size in worker.reserved.items()

@@ -88,9 +88,9 @@ class Devices:
         readings = [reading for each in self._accelerators if (reading := self._read(each, host))]
         return [*readings, host]
 
-    def pool(self, device: DeviceId) -> DeviceId:
-        """Where `device`'s memory is charged: main memory for an accelerator that shares it, else the device."""
-        return CPU if any(each.unified and each.id == device for each in self._accelerators) else device
+    def pool(self, device: DeviceId) -> DeviceId | None:
+        """Main memory for an accelerator that has none of its own; None: it has."""
+        return CPU if any(each.unified and each.id == device for each in self._accelerators) else None
 
     def device_id(self, text: str) -> DeviceId:
         """The device that a person calls `text`: `cpu`, `none`, `cuda:0`, `gpu0`, `0`, or a UUID or its beginning.
@@ -149,7 +149,7 @@ class Devices:
             self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
             return device.last
         self._problems.pop(device.id, None)
-        device.last = Reading(device.id, total, used, device.name, device.uuid)
+        device.last = Reading(device.id, total, used, device.name, device.uuid, self.pool(device.id))
         return device.last
 
     def _reopen(self) -> None:

@@ -30,7 +30,7 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
             "names": [each.name for each in readings],
             "problems": {str(device): problem for device, problem in devices.problems.items()},
             "notes": list(devices.notes),
-            "pools": {str(device): str(devices.pool(device)) for device in devices.ids},
+            "pools": {str(device): str(devices.pool(device) or device) for device in devices.ids},
         }
     if verb == "name":
         try:

@@ -1,12 +1,13 @@
 """What is used on each device."""
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, View
+from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, Stages, View, pooled
 from tests.router.fleets import COUNT, CPU, GPU, machine, resident
 
 WORLD = 100
@@ -172,3 +173,75 @@ def test_without_memory_only_slots_can_be_short() -> None:
 
 def test_an_unknown_device_is_not_looked_at() -> None:
     assert View(machine([], {GPU[0]: WORLD}), []).short({GPU[0]: 1, COUNT: 1, GPU[1]: 5}) == []
+
+
+# Several views as one
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.integers(0, 1 << 40))
+def test_stages_say_the_least_of_many_views(seed: int) -> None:
+    """Kept as three views, they say what a list of all of them would."""
+    random = Random(seed)
+    here = [
+        resident(id, {GPU[id % 2]: random.randint(1, 9)}, measured={GPU[id % 2]: random.randint(1, 12), CPU: 2})
+        for id in range(1, 8)
+    ]
+    devices = machine(here, {GPU[0]: 40, GPU[1]: 50, CPU: 20}, foreign={GPU[0]: random.randint(0, 9)})
+    stages, views = Stages(View(devices, here)), [View(devices, here)]
+    for _ in range(random.randint(1, 12)):
+        one, claim = random.choice(here), {random.choice(GPU[:2]): random.randint(0, 9), CPU: 1}
+        match random.choice(["leave", "stay", "promise", "book", "book"]):
+            case "leave":
+                stages.leave(one)
+                for view in views:
+                    view.leave(one)
+            case "stay":
+                stages.stay(one)
+                for view in views:
+                    view.stay(one)
+            case "promise":
+                stages.promise(claim)
+                for view in views:
+                    view.promise(claim)
+            case "book":
+                victims = random.sample(here, random.randint(0, 2))
+                stages.book(claim, victims)
+                views += [views[-1].copy()] if victims else []
+                for each in victims:
+                    views[-1].leave(each)
+                views[-1].promise(claim)
+        for id in (*GPU[:2], CPU):
+            assert stages.least.free(id) == min(view.free(id) for view in views)
+            assert stages.last.free(id) == views[-1].free(id)
+        assert stages.keep_their_promises() == all(
+            row.free >= 0 for view in views for row in view._rows.values() if row.promised
+        )
+
+
+# One memory under two names
+
+
+def unified(*, margin: int = 0, limit: int | None = None) -> Ledger:
+    return Ledger(margin=lambda id: margin if id == GPU[0] else 1, limit=lambda id: limit if id == GPU[0] else None)
+
+
+def test_an_accelerator_without_memory_of_its_own_shows_that_of_its_pool() -> None:
+    readings = [Reading(GPU[0], WORLD, 47, pool=CPU), Reading(CPU, WORLD, 47)]
+    ours = [resident(1, {CPU: 30})]
+    assert [(d.id, d.used, d.foreign, d.pool) for d in unified().observe(readings, ours)] == [
+        (CPU, 47, 17, None),
+        (GPU[0], 47, 17, CPU),
+    ]
+
+
+def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() -> None:
+    readings = [Reading(GPU[0], WORLD, 0, pool=CPU), Reading(CPU, WORLD, 0)]
+    devices = unified(margin=5, limit=60).observe(readings, [])
+    assert [(device.margin, device.limit) for device in devices] == [(5, 60), (5, 60)]
+    assert View(devices, []).short({CPU: 56}) == [CPU]
+    assert View(devices, []).short({CPU: 55}) == []
+
+
+def test_sizes_are_added_where_their_memory_is() -> None:
+    assert pooled({GPU[0]: 30, CPU: 4, GPU[1]: 7}, {GPU[0]: CPU}) == {CPU: 34, GPU[1]: 7}

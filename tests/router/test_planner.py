@@ -1,13 +1,14 @@
 """Who starts where, who leaves: small worlds. Sizes are in any unit, times in seconds around NOW."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
-from router.ledger import HOST, DeviceId, Resident
-from router.planner import Demand, Eviction, Plan
-from tests.router.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, resident
+from router.ledger import HOST, Device, DeviceId, Resident
+from router.planner import Demand, Eviction, Plan, Policy, plan
+from tests.router.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, machine, resident
 
 ONE = {GPU[0]: 100}
 TWO = {GPU[0]: 100, GPU[1]: 100}
@@ -615,3 +616,31 @@ def test_going_back_and_forth_between_two_models_that_exclude_each_other_goes_by
 
 def test_a_demand_can_be_written_by_hand() -> None:
     assert demand(1, 5) == Demand(id=1, model="m1", shards=(5,), since=NOW, devices=frozenset({GPU[0]}))
+
+
+# One memory under two names
+
+
+def one_pool(residents: Sequence[Resident], total: int = 120) -> list[Device]:
+    """An accelerator that uses main memory."""
+    [host] = machine(residents, {CPU: total})
+    return [host, replace(host, id=GPU[0], pool=CPU)]
+
+
+def test_shards_on_an_accelerator_without_memory_are_charged_to_main_memory() -> None:
+    found = plan([demand(1, 37, host=2)], [], one_pool([]), NOW, Policy(patience=PATIENCE))
+    assert found.start[1].place == (GPU[0],)
+    assert found.start[1].claim == {CPU: 39, COUNT: 1}
+
+
+def test_workers_on_either_name_of_one_memory_make_room_for_each_other() -> None:
+    on_cpu, on_gpu = resident(1, {CPU: 60}), resident(2, {CPU: 50})
+    for on in ([CPU], [GPU[0]]):
+        found = plan([demand(9, 65, on=on)], [on_cpu, on_gpu], one_pool([on_cpu, on_gpu]), NOW, Policy(patience=0.0))
+        assert set(found.evict) == {1}
+
+
+def test_one_memory_is_not_given_out_twice_in_one_plan() -> None:
+    asked = [demand(1, 70, on=[CPU]), demand(2, 70)]
+    found = plan(asked, [], one_pool([]), NOW, Policy(patience=PATIENCE))
+    assert (set(found.start), set(found.waits)) == ({1}, {2})
