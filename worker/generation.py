@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Finish = Literal["stop", "length"]
+GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,19 @@ class Sampling:
     unmodified distribution: softmax of the raw logits."""
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer may be: its text is one of a formal language."""
+
+    kind: GrammarKind
+    """`choice`: `text` is a JSON array of strings; `gbnf`: llama.cpp's notation; `lark`: llguidance's."""
+    text: str
+    field: str = field(default="grammar", compare=False)
+    """The field of the request that states it: the one that an error names."""
+    lenient: bool = False
+    """Of a JSON schema: pass over keywords that no grammar of ours can enforce, instead of refusing them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One request: a prompt of token ids and how to go on from it."""
@@ -56,6 +70,10 @@ class Generation:
     n: int = 1
     """Choices; choice i > 0 of a seeded request uses seed + i."""
     sampling: Sampling = Sampling()
+    grammar: Grammar | None = None
+    """The answer is a text of this language, whole unless something else ends it; its end ends the answer."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens whose text is part of the answer's text; that of all others is left out."""
     prompt_logprobs: bool = False
     """Report the logprobs of the prompt's own tokens as well (the first one has none)."""
     timings: bool = False
@@ -150,8 +168,8 @@ class Engine(Protocol):
         """Deltas of all choices, in the order they arise; ends after the last choice's `finish`.
 
         Closing the generator cancels: within one step the sequences are gone from the batch. A reader that is slow
-        never holds up the step loop. Raises ContextExceeded, InvalidValue (a token id outside the vocabulary),
-        QueueFull before the first delta; SequenceFailed at any time.
+        never holds up the step loop. Raises ContextExceeded, InvalidValue (a token id outside the vocabulary, a
+        grammar that cannot be compiled), QueueFull before the first delta; SequenceFailed at any time.
         """
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:

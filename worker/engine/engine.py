@@ -26,6 +26,7 @@ from worker.detokenize import Answer, TokenBytes
 from worker.engine import architectures, attention, embedding, loader, memory
 from worker.engine.embedding import Embedder, Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.grammar import Grammars, Matcher
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
@@ -73,6 +74,8 @@ class TransformersEngine:
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._ends = _ends(config, Path(options.snapshot), tokenizer)
         self._piece = _token_bytes(tokenizer)
+        self._special = _special(tokenizer)
+        self._grammars = Grammars(tokenizer, ends=self._ends, vocab_size=self._vocab_size)
         self._ids = count()
         outbox = Outbox()
         self._generating = self._embedding = None
@@ -80,7 +83,14 @@ class TransformersEngine:
         if runner is not None:
             rows, chunk = options.parallel, options.prefill_chunk
             work = self._generating = Generating(
-                runner, outbox, self._piece, rows=rows, ctx_size=ctx_size, chunk=chunk, pace=pace or Pace()
+                runner,
+                outbox,
+                self._piece,
+                rows=rows,
+                ctx_size=ctx_size,
+                chunk=chunk,
+                pace=pace or Pace(),
+                grammars=self._grammars,
             )
         else:
             assert embedder is not None
@@ -199,6 +209,7 @@ class TransformersEngine:
     async def close(self) -> None:
         """Stop the step loop; whatever runs ends with Draining. Returns once the current step is over."""
         await asyncio.to_thread(self._loop.close)
+        self._grammars.close()
 
     # Text
 
@@ -208,7 +219,10 @@ class TransformersEngine:
         if work is None:
             raise UnsupportedByModel("this model gives embeddings; it cannot generate text")
         prompt = self._check(request)
-        stream = self._stream(request, prompt)
+        matcher = None
+        if request.grammar is not None:
+            matcher = await asyncio.to_thread(self._grammars.matcher, request.grammar)
+        stream = self._stream(request, prompt, matcher)
         if not work.admit(stream, self._options.parallel + self._options.queue_size):
             raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
         try:
@@ -222,7 +236,7 @@ class TransformersEngine:
             work.release(stream, request.n)
             self._loop.post(partial(work.cancel, stream))
 
-    def _stream(self, request: Generation, prompt: Sequence[int]) -> Stream:
+    def _stream(self, request: Generation, prompt: Sequence[int], matcher: Matcher | None) -> Stream:
         """The request's sequences, with fresh seeds where it has none."""
         stream = Stream(asyncio.get_running_loop())
         now = time.monotonic()
@@ -239,7 +253,9 @@ class TransformersEngine:
                 seed=secrets.randbits(63) if seed is None else seed + index,
                 prompt=prompt,
             )
-            choice = Choice(index, sequence, stream, Answer(self._decode, request.stop, prompt), now)
+            decode = partial(self._decode_with, request.shown) if request.shown else self._decode
+            choice = Choice(index, sequence, stream, Answer(decode, request.stop, prompt), now)
+            choice.matcher = matcher and matcher.copy()
             choice.tells_progress = request.progress
             choice.wants_timings = request.timings
             if has_penalties(request.sampling):
@@ -312,6 +328,13 @@ class TransformersEngine:
             text: str = self.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
             return text
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _decode_with(self, shown: frozenset[int], tokens: Sequence[int]) -> str:
+        """As `_decode`, but with the text of those special tokens that are `shown`."""
+        if shown.isdisjoint(tokens):
+            return self._decode(tokens)
+        kept = [token for token in tokens if token not in self._special or token in shown]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     # Vectors
 
@@ -413,6 +436,12 @@ def _ends(config: Any, snapshot: Path, tokenizer: transformers.PreTrainedTokeniz
     for value in found:
         tokens.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
     return frozenset(tokens)
+
+
+def _special(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that an answer's text leaves out."""
+    added = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
+    return frozenset(added.union(tokenizer.all_special_ids))
 
 
 def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:

@@ -17,8 +17,9 @@ import torch
 
 from worker.detokenize import Answer, Piece
 from worker.engine import memory
+from worker.engine.grammar import Grammars, Matcher
 from worker.engine.runner import Runner
-from worker.engine.sampler import Likelihood, Pick, Sampled, likelihoods, sample, uniform
+from worker.engine.sampler import Likelihood, Masks, Pick, Sampled, likelihoods, sample, uniform
 from worker.engine.scheduler import Batch, Pace, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
 from worker.engine.steploop import Outbox, Report
@@ -53,6 +54,8 @@ class Choice:
     answer: Answer
     submitted: float
     repeats: Repeats | None = None
+    matcher: Matcher | None = None
+    """Where it stands in its grammar."""
     started: float = 0.0
     answered: float = 0.0
     unsaid: list[TokenLogprob | int] = field(default_factory=list)
@@ -107,8 +110,9 @@ class Generating:
         ctx_size: int,
         chunk: int,
         pace: Pace,
+        grammars: Grammars | None = None,
     ):
-        self._runner, self._outbox, self._piece = runner, outbox, piece
+        self._runner, self._outbox, self._piece, self._grammars = runner, outbox, piece, grammars
         self._rows, self._ctx_size, self._chunk, self._pace = rows, ctx_size, chunk, pace
         self._scheduler = Scheduler(rows, chunk)
         self._choices: dict[int, Choice] = {}
@@ -242,6 +246,9 @@ class Generating:
         """Compute and choose. Changes no sequence, so it may be repeated with fewer."""
         if not batch:
             return []
+        choosers = [self._choices[segment.sequence.id] for segment in batch if _Result(segment).chooses]
+        matchers = [choice.matcher for choice in choosers if choice.matcher is not None]
+        masking = self._grammars.masks(matchers) if self._grammars and matchers else None  # goes on beside the model
         logits = self._runner.run(batch)
         found: list[_Result] = []
         rows: list[int] = []
@@ -255,7 +262,11 @@ class Generating:
                 picks.append(self._pick(self._choices[segment.sequence.id]))
         if not rows:
             return found
-        chosen = iter(sample(logits if len(rows) == len(logits) else logits[rows], picks))
+        masks = None
+        if masking is not None:
+            held = [row for row, choice in enumerate(choosers) if choice.matcher is not None]
+            masks = Masks(held, masking.result())
+        chosen = iter(sample(logits if len(rows) == len(logits) else logits[rows], picks, masks))
         return [replace(result, sampled=next(chosen)) if result.chooses else result for result in found]
 
     def _pick(self, choice: Choice) -> Pick:
@@ -284,10 +295,32 @@ class Generating:
         if not result.chooses:
             self._finish(choice, Piece(), "length", now)
         elif result.sampled is None:
-            self._fail(sequence, SequenceFailed("the model gave no finite logits for this request"))
+            self._end_without_token(choice, now)
         else:
             choice.answered = choice.answered or now
-            self._say(choice, result.sampled, sequence.append(result.sampled.token), now)
+            finish = sequence.append(result.sampled.token)
+            try:
+                self._say(choice, result.sampled, self._match(choice, result.sampled.token, finish), finish, now)
+            except SequenceFailed as error:
+                self._fail(sequence, error)
+
+    def _match(self, choice: Choice, token: int, finish: Finish | None) -> bool:
+        """Whether the text's grammar ends with `token`. Raises SequenceFailed if it cannot have it."""
+        if choice.matcher is None or finish == "stop":
+            return False
+        choice.matcher.take(token)
+        return choice.matcher.is_over
+
+    def _end_without_token(self, choice: Choice, now: float) -> None:
+        """There was none to choose: a failure, or the end of a grammar where no end of sequence was allowed."""
+        matcher = choice.matcher
+        if matcher is None:
+            self._fail(choice.sequence, SequenceFailed("the model gave no finite logits for this request"))
+        elif matcher.can_only_end(choice.sequence.ends):
+            self._finish(choice, choice.answer.finish(), "stop", now)
+        else:
+            why = matcher.failure or "no finite logits, or a grammar that allows no token of this model"
+            self._fail(choice.sequence, SequenceFailed(f"this request cannot go on: {why}"))
 
     def _tell_progress(self, choice: Choice, now: float) -> None:
         """How far its prompt is. Once only as far as that: a preempted sequence begins again without a word."""
@@ -302,7 +335,8 @@ class Generating:
             self._prefill_tokens += segment.length
         self._decode_tokens += is_answered
 
-    def _say(self, choice: Choice, sampled: Sampled, finish: Finish | None, now: float) -> None:
+    def _say(self, choice: Choice, sampled: Sampled, is_over: bool, finish: Finish | None, now: float) -> None:
+        """Tell the reader of a token; `is_over`: its text is complete with it."""
         piece = Piece()
         if finish != "stop":
             likelihood = sampled.likelihood
@@ -310,10 +344,10 @@ class Generating:
             piece = choice.answer.push(sampled.token)
         if piece.stop is not None:
             self._finish(choice, piece, "stop", now)
-        elif finish is not None:
+        elif finish is not None or is_over:
             rest = choice.answer.finish()
             piece = Piece(piece.text + rest.text, piece.tokens + rest.tokens, rest.stop)
-            self._finish(choice, piece, "stop" if rest.stop is not None else finish, now)
+            self._finish(choice, piece, "stop" if rest.stop is not None or is_over else finish or "stop", now)
         elif piece.text or piece.tokens or choice.prompt:
             self._send(choice, piece, None, choice.timings(now) if choice.wants_timings else None)
 

@@ -1,8 +1,8 @@
 """Logits to tokens: every row of a step at once, each by its own request's rules.
 
-In this order: repetition penalty, presence and frequency penalties and logit bias, forbidden ends, temperature, top-k,
-top-p, min-p, then one draw. The last four only say which tokens stay; tokens as likely as the last one that stays, stay
-as well, so that no order among equals can change an answer.
+In this order: repetition penalty, presence and frequency penalties and logit bias, forbidden ends and grammars,
+temperature, top-k, top-p, min-p, then one draw. The last four only say which tokens stay; tokens as likely as the last
+one that stays, stay as well, so that no order among equals can change an answer.
 
 A draw is the inverse of the cumulative distribution, in the order of the vocabulary, at a number in [0, 1) that depends
 on the sequence's seed and on the position alone: the same seed gives the same text whatever else is in the batch.
@@ -13,7 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from worker.engine.memory import upload
 from worker.engine.sequence import Repeats
@@ -36,6 +38,16 @@ class Pick:
     """What the penalties look back at, up to date; None where there are none."""
     forbidden: Sequence[int] = ()
     """Tokens that must not come now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens the grammars of some rows allow now."""
+
+    rows: Sequence[int]
+    bits: NDArray[np.uint8]
+    """uint8 `[len(rows), bytes]`: bit `i % 8` of byte `i // 8` is set if token i may come. At least a bit for each
+    token of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ def has_penalties(sampling: Sampling) -> bool:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Sampled | None]:
+def sample(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None = None) -> list[Sampled | None]:
     """The next token of each row of `logits` `[rows, vocab]` (float32; overwritten).
 
     None for a row that has no token to choose: NaN or infinite logits, or every token forbidden. One synchronisation
@@ -78,6 +90,8 @@ def sample(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Sampled | None]:
     which = _indices(asking, logits.device)
     raw = torch.log_softmax(logits[which], dim=-1) if asking else None
     _edit(logits, picks)
+    if masks is not None and masks.rows:
+        _mask(logits, masks)
     best = logits.max(dim=-1)
     tokens = best.indices
     drawing = [row for row, pick in enumerate(picks) if pick.sampling.temperature > 0.0]
@@ -132,6 +146,31 @@ def _edit(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
     if add:
         rows, columns, terms = _columns(add, logits.device)
         logits.index_put_((rows, columns), terms, accumulate=True)
+
+
+def _mask(logits: torch.Tensor, masks: Masks) -> None:
+    """Minus infinity, in place, wherever a bit is not set."""
+    vocab = logits.shape[-1]
+    allowed = unpacked(masks.bits, logits.device)[:, :vocab]
+    # 1 - 1/1 is 0 and 1 - 1/0 is minus infinity: four plain passes, a quarter of the time of a fill by a mask
+    bias = allowed.reciprocal_().neg_().add_(1.0)
+    if len(masks.rows) == len(logits):
+        logits.add_(bias)
+    else:
+        logits.index_add_(0, _indices(masks.rows, logits.device), bias)
+
+
+def unpacked(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    """Packed bits as float32 zeros and ones, `[rows, 8 * bytes]`. Only the packed form crosses to the device."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little")).float()
+    return unpacked_there(torch.from_numpy(bits).pin_memory().to(device, non_blocking=True))
+
+
+def unpacked_there(packed: torch.Tensor) -> torch.Tensor:
+    """`unpacked`, of bits that are on a device already."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1).float()
 
 
 def _columns(
