@@ -27,6 +27,7 @@ from router.ledger import HOST, SLOTS, Bytes, DeviceId, Reading, Resident, poole
 from router.lifecycle import State, advance
 from router.planner import Demand, Start
 from router.presets import Preset
+from router.stages import Stages
 from worker import contract
 
 log = logging.getLogger("router.life")
@@ -125,6 +126,7 @@ class Worker:
         self.progress: contract.Progress | None = None
         """Of its download, or its load."""
         self.progress_told = -1.0
+        self.stages = Stages()
         self.waits_for = ""
         """Why it is still QUEUED, in a word of the planner."""
         self.ahead = 0
@@ -293,6 +295,7 @@ async def _live(worker: Worker, world: World) -> None:
     )
     if worker.state is State.DOWNLOADING:
         command = world.files.download(preset)
+        worker.stages.begin("download", world.now())
         worker.snapshot = await world.launcher.download(program, command, _listener(worker, world))
         world.files.fetched(preset, worker.snapshot)
     else:
@@ -303,16 +306,19 @@ async def _live(worker: Worker, world: World) -> None:
         _enter(worker, world, State.QUEUED)
     _tell_estimate(worker, world)
     world.changed()
+    worker.stages.begin("wait", world.now())
     start = await _room(worker, world, program)
     worker.place = start.place
     command_ = replace(
         options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker)
     )  # the launcher fills in devices, socket and leash
     began = world.now()
+    worker.stages.begin("start", began)
     listener = _listener(worker, world)
     async with world.launcher.serve(program, command_, place_bytes(worker), listener) as process:
         worker.process = process
         worker.load_seconds = world.now() - began
+        worker.stages.end(world.now())
         await world.launcher.refresh()  # readings must be as new as what READY subtracts from them
         assert worker.costs is not None
         _settle_reservation(worker)
@@ -474,6 +480,7 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
         data["reserved"] = {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS}
     elif worker.state is State.READY and worker.process is not None and was is not None:
         data["load_seconds"] = round(worker.load_seconds, 3)
+        data["stages"] = {stage: round(seconds, 3) for stage, seconds in worker.stages.seconds.items()}
         data["measured"] = _by_name(worker.measured)
         data["estimated"] = {str(id): size for id, size in _estimated(worker).items()}
         data["pid"] = worker.process.pid
@@ -494,15 +501,9 @@ def _listener(worker: Worker, world: World) -> Any:
     def listen(event: contract.Event) -> None:
         match event:
             case contract.Progress():
+                worker.stages.hear(event.stage, event.done, event.total, world.now())
                 if _is_news(worker, event, world.now()):
-                    world.events.append(
-                        "progress",
-                        worker.preset.id,
-                        worker=worker.id,
-                        stage=event.stage,
-                        done=event.done,
-                        total=event.total,
-                    )
+                    world.events.append("progress", worker.preset.id, worker=worker.id, **worker.stages.told())
                 worker.progress = event
             case contract.Pulse():
                 worker.pulse = event
@@ -521,6 +522,7 @@ def _listener(worker: Worker, world: World) -> Any:
                     completion_tokens=event.completion_tokens,
                     outcome=event.outcome,
                     ttft=event.ttft,
+                    token_seconds=event.token_seconds,
                 )
 
     return listen

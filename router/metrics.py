@@ -6,7 +6,7 @@ Durations are seconds, sizes bytes. `model` is a configured name or `unknown`.
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.events import Event, EventLog
@@ -18,6 +18,8 @@ from router.lifecycle import State
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STATES = ("unloaded", "downloading", "loading", "loaded")
+STAGES = ("download", "wait", "start", "weights", "warmup")
+TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 INTENDED = frozenset({"", "abandoned", "config_changed", "draining", "evicted", "idle", "requested", "shutdown"})
 """Why a load may end without having failed."""
 
@@ -42,8 +44,21 @@ class Metrics:
         )
         self._loads = Counter("router_loads", "Loads by outcome.", ["model", "result"], registry=registry)
         self._load_seconds = Histogram(
-            "router_load_seconds", "Start of a worker to ready.", ["model", "stage"], registry=registry, buckets=WAITS
+            "router_load_seconds",
+            "Loads by stage; total: from the start of a worker to ready.",
+            ["model", "stage"],
+            registry=registry,
+            buckets=WAITS,
         )
+        self._token_seconds = Histogram(
+            "router_token_seconds",
+            "Mean time per token of an answer after its first.",
+            ["model"],
+            registry=registry,
+            buckets=TOKEN_WAITS,
+        )
+        self._downloaded = Counter("router_download_bytes", "Fetched.", ["model"], registry=registry)
+        self._fetched: dict[str, tuple[int, int]] = {}
         self._evictions = Counter(
             "router_evictions", "Workers retired by the planner.", ["model", "reason"], registry=registry
         )
@@ -62,16 +77,30 @@ class Metrics:
                     ("completion", data["completion_tokens"]),
                 ):
                     self._token_count.labels(event.model, kind).inc(count)
+                if data.get("token_seconds"):
+                    self._token_seconds.labels(event.model).observe(data["token_seconds"])
+            case "progress" if data["stage"] == "download":
+                self._fold_download(event.model, data["worker"], data["done"])
             case "plan" if data["decision"] == "evict":
                 cause = "count" if data["short_of"] == ["slots"] else "memory"
                 self._evictions.labels(event.model, cause if data["reason"] == "evicted" else data["reason"]).inc()
             case "state" if data["state"] == "ready" and "load_seconds" in data:
                 self._loads.labels(event.model, "ready").inc()
                 self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
+                for stage in STAGES:
+                    if stage in data.get("stages", ()):
+                        self._load_seconds.labels(event.model, stage).observe(data["stages"][stage])
             case "state" if data["state"] == "stopped":
                 self._exits.labels(event.model, data["reason"] or "stopped").inc()
                 if data.get("was") in ("starting", "queued", "downloading"):
                     self._loads.labels(event.model, _result(data["reason"])).inc()
+
+    def _fold_download(self, model: str, worker: int, done: int) -> None:
+        """What a download finds on disk at its first word was fetched before."""
+        before = self._fetched.get(model)
+        if before is not None and before[0] == worker:
+            self._downloaded.labels(model).inc(max(0, done - before[1]))
+        self._fetched[model] = worker, done
 
     def render(self, model: str | None = None) -> bytes:
         """The text of all metrics; with `model` its own only, plus llama-server's unlabelled names."""
@@ -93,6 +122,13 @@ class Metrics:
             "n_decode_total": ("counter", pulse.steps if pulse else 0),
             "requests_processing": ("gauge", pulse.running if pulse else 0),
             "requests_deferred": ("gauge", pulse.waiting if pulse else 0),
+            "prompt_tokens_seconds": ("gauge", pulse.prefill_rate if pulse else 0),
+            "predicted_tokens_seconds": ("gauge", pulse.decode_rate if pulse else 0),
+            "kv_cache_tokens": ("gauge", pulse.cache_used if pulse else 0),
+            "kv_cache_usage_ratio": (
+                "gauge",
+                pulse.cache_used / pulse.cache_total if pulse and pulse.cache_total else 0,
+            ),
         }
         for name, (kind, value) in rows.items():
             yield f"# TYPE llamacpp:{name} {kind}"
@@ -111,6 +147,7 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._devices()
         yield from self._models()
+        yield from self._workers()
 
     def _devices(self) -> Iterator[Metric]:
         labels = ["node", "device"]
@@ -169,6 +206,39 @@ class _Gauges(Collector):
             if shown.measured and sum(planned.values()):
                 ratio.add_metric([id], sum(shown.measured.values()) / sum(planned.values()))
         yield from (state, memory, ratio, running, waiting)
+
+    def _workers(self) -> Iterator[Metric]:
+        """What engines said in their last pulses, copies of a model together, and how far loads are."""
+        steps = CounterMetricFamily("worker_steps", "Steps of the engine since its start.", labels=["model"])
+        sequences = GaugeMetricFamily(
+            "worker_sequences", "Running, waiting for a place, and places.", labels=["model", "state"]
+        )
+        rates = GaugeMetricFamily(
+            "worker_tokens_per_second", "In the last second: prompts and answers.", labels=["model", "kind"]
+        )
+        cache = GaugeMetricFamily(
+            "worker_cache_tokens", "Keys and values held: in use, kept for reuse, room.", labels=["model", "kind"]
+        )
+        progress = GaugeMetricFamily(
+            "router_load_progress_ratio", "Of the current stage of a load.", labels=["model", "stage"]
+        )
+        for id, model in self._fleet.models.items():
+            for worker in model.workers:
+                if worker.progress is not None and worker.state < State.READY and worker.progress.stage in STAGES:
+                    progress.add_metric([id, worker.progress.stage], worker.stages.share)
+            said = [worker.pulse for worker in model.workers if worker.state == State.READY and worker.pulse]
+            if not said:
+                continue
+            steps.add_metric([id], sum(pulse.steps for pulse in said))
+            sequences.add_metric([id, "running"], sum(pulse.running for pulse in said))
+            sequences.add_metric([id, "waiting"], sum(pulse.waiting for pulse in said))
+            sequences.add_metric([id, "places"], sum(pulse.parallel for pulse in said))
+            rates.add_metric([id, "prefill"], sum(pulse.prefill_rate for pulse in said))
+            rates.add_metric([id, "decode"], sum(pulse.decode_rate for pulse in said))
+            cache.add_metric([id, "used"], sum(pulse.cache_used for pulse in said))
+            cache.add_metric([id, "reusable"], sum(pulse.cache_reusable for pulse in said))
+            cache.add_metric([id, "total"], sum(pulse.cache_total for pulse in said))
+        yield from (steps, sequences, rates, cache, progress)
 
 
 def _result(reason: str) -> str:

@@ -29,7 +29,7 @@ ROUTER = [
     "router.ledger  router.estimate  router.names",
     "router.presets",
     "router.settings  router.keys  router.log",
-    "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.values",
+    "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values",
     "router",
 ]
 WORKER = [
@@ -54,7 +54,8 @@ BORDER = {"worker.contract", "worker.routes"}
 
 PURE = [
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.ledger", "router.lifecycle",
-    "router.backoff", "router.names", "router.planner", "router.presets", "router.settings", "router.values",
+    "router.backoff", "router.names", "router.planner", "router.presets", "router.settings", "router.stages",
+    "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.detokenize", "worker.errors", "worker.fields", "worker.generation", "worker.sampling",
     "worker.engine.architectures", "worker.engine.kv_cache", "worker.engine.scheduler", "worker.engine.sequence",

@@ -260,6 +260,8 @@ class Request:
     """ok, cancelled or error."""
     ttft: float = 0.0
     """Seconds from arrival at the worker to the first token; 0.0: there was none."""
+    token_seconds: float = 0.0
+    """Seconds per token after the first one, on average over all choices; 0.0: there was no such token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from worker.deltas import Batch, Deltas
 from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
 from worker.faces import Call, Model, Result, embeddings, llama_server, openai
 from worker.fields import Json, parse
-from worker.generation import Engine, Prefill
+from worker.generation import Engine, Prefill, Timings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,14 +82,24 @@ class _Exchange:
         self._cached_tokens = 0
         self._completion_tokens = 0
         self._ttft = 0.0
+        self._further_tokens = 0
+        self._further_seconds = 0.0
 
     def count(self, batch: Batch) -> None:
         for _, delta in batch:
             if delta.tokens and not self._completion_tokens:
                 self._ttft = time.monotonic() - self.began
             self._completion_tokens += len(delta.tokens)
-            if delta.finish is not None and delta.timings is not None and delta.index == 0:
-                self._cached_tokens += delta.timings.cached_tokens
+            if delta.finish is not None and delta.timings is not None:
+                self._add(delta.index, delta.timings)
+
+    def _add(self, index: int, timings: Timings) -> None:
+        """Another choice has ended."""
+        if index == 0:
+            self._cached_tokens += timings.cached_tokens
+        if timings.completion_tokens > 1:
+            self._further_tokens += timings.completion_tokens - 1
+            self._further_seconds += timings.decode_seconds
 
     def to_event(self) -> contract.Request:
         return contract.Request(
@@ -99,6 +109,7 @@ class _Exchange:
             completion_tokens=self._completion_tokens,
             outcome=self.outcome,
             ttft=self._ttft,
+            token_seconds=self._further_seconds / self._further_tokens if self._further_tokens else 0.0,
         )
 
 

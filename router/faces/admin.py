@@ -7,7 +7,7 @@ from typing import Any
 
 from router import __version__
 from router.events import Event
-from router.faces.llama_server import KEEP_ALIVE, status
+from router.faces.llama_server import KEEP_ALIVE, pulse, status
 from router.lifecycle import State
 from router.site import Site
 
@@ -45,6 +45,7 @@ def state(site: Site) -> dict[str, Any]:
                 "measured": {str(device): size for device, size in worker.measured.items()},
                 "retired": worker.retired.is_set(),
                 "steps": worker.pulse.steps if worker.pulse is not None else None,
+                "pulse": pulse(worker),
             }
             for worker in fleet.workers()
         ],

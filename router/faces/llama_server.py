@@ -70,6 +70,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
             result["waiting_for"] = worker.waits_for
         if worker.progress is not None and worker.state < State.READY:
             result["progress"] = progress(worker)
+        if (beat := pulse(worker)) is not None:
+            result["pulse"] = beat
         memory = memory_of(worker)
         if memory:
             result["memory"] = memory
@@ -107,10 +109,27 @@ def memory_of(worker: Worker) -> dict[str, dict[str, int | None]]:
 
 def progress(worker: Worker) -> dict[str, Any]:
     """Progress of a load as llama-server shapes it, `value` from 0 to 1 within the current stage."""
-    said = worker.progress
-    assert said is not None
-    share = said.done / said.total if said.total else 0.0
-    return {"stages": ["text_model"], "current": "text_model", "value": round(share, 4), "stage": said.stage}
+    return _bar(worker.stages.share, worker.stages.told())
+
+
+def _bar(share: float, told: Mapping[str, Any]) -> dict[str, Any]:
+    return {"stages": ["text_model"], "current": "text_model", "value": round(share, 4), **told}
+
+
+def pulse(worker: Worker) -> dict[str, Any] | None:
+    """What a worker's engine does, as of its last pulse: counts of sequences and tokens, tokens per second."""
+    said = worker.pulse
+    if said is None or worker.state < State.READY:
+        return None
+    return {
+        "steps": said.steps,
+        "running": said.running,
+        "waiting": said.waiting,
+        "parallel": said.parallel or worker.preset.parallel,
+        "prefill_tokens_per_second": said.prefill_rate,
+        "decode_tokens_per_second": said.decode_rate,
+        "cache": {"used": said.cache_used, "reusable": said.cache_reusable, "total": said.cache_total},
+    }
 
 
 def preset_text(preset: Preset) -> str:
@@ -234,14 +253,31 @@ async def slots(site: Site, key: Key, query: Mapping[str, str]) -> list[dict[str
     found: list[dict[str, Any]] = []
     for model, worker in loaded:
         _, meta, _ = await site.describe(model.preset)
-        running = worker.pulse.running if worker.pulse is not None else 0
-        found += [
-            {"id": at, "model": model.preset.id, "n_ctx": meta.get("n_ctx", 0), "is_processing": at < running}
-            for at in range(model.preset.parallel)
-        ]
+        found += [{"model": model.preset.id, "n_ctx": meta.get("n_ctx", 0), **slot} for slot in _slots(worker)]
     if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
         raise SlotsBusy("no slot is free; requests wait for one by themselves", retry_after=1)
     return found
+
+
+def _slots(worker: Worker) -> list[dict[str, Any]]:
+    """The places of one batch: whose task is where and how far it is; where the engine does not say (vectors have no
+    place of their own), as many as run are taken."""
+    said = worker.pulse
+    known = {place: rest for place, *rest in said.slots} if said is not None else {}
+    running = said.running if said is not None and not known else 0
+    slots: list[dict[str, Any]] = []
+    for at in range(worker.preset.parallel):
+        task, prompt_left, decoded, remain = known.get(at, (-1, 0, 0, 0))
+        slots.append(
+            {
+                "id": at,
+                "id_task": task,
+                "is_processing": at in known or at < running,
+                "n_prompt_tokens_left": prompt_left,
+                "next_token": {"n_decoded": decoded, "n_remain": remain},
+            }
+        )
+    return slots
 
 
 async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
@@ -334,7 +370,8 @@ async def render(site: Site, event: Event) -> list[bytes]:
             return [frame(event.id, event.model, "download_progress", told)]
         case "progress":
             share = data["done"] / data["total"] if data["total"] else 0.0
-            bar = {"stages": ["text_model"], "current": "text_model", "value": round(share, 4), "stage": data["stage"]}
+            told = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
+            bar = _bar(min(1.0, share), told)
             return [frame(event.id, event.model, "status_change", {"status": "loading", "progress": bar})]
         case "state":
             return await _render_state(site, event)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, UnixConnector
 
 from router.fleet import Limits
 from router.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
+from worker import contract
 from worker.routes import Face, error_frame
 
 WORDS = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % number for number in range(6)]
@@ -243,6 +245,45 @@ async def test_comments_of_a_worker_reach_the_client_and_are_no_first_token(tmp_
         await until(lambda: up.count('router_ttft_seconds_count{model="a"}') == 1)
         assert up.count('router_ttft_seconds_sum{model="a"}') > before, "the first token came later than the comment"
         writer.close()
+
+
+async def test_what_a_pulse_says_is_told_wherever_somebody_looks(tmp_path: Path) -> None:
+    async def whole(upstream: Upstream) -> None:
+        await upstream.send(WHOLE)
+
+    async with world(tmp_path, whole, keys={"parallel": 3}) as up:
+        assert (await ask(up, {})).status == 200
+        slots = [[0, 41, 0, 7, 5], [2, 44, 90, 0, 12]]
+        up.launcher.say(
+            "a",
+            contract.Pulse(
+                steps=70, running=2, waiting=1, measured={"cpu": 1}, parallel=3, prefill_rate=80.0, decode_rate=6.5,
+                cache_used=110, cache_reusable=30, cache_total=600, slots=slots,
+            ),
+        )  # fmt: skip
+        async with ClientSession(connector=UnixConnector(str(up.socket))) as client:
+
+            async def get(path: str) -> Any:
+                async with client.get(f"http://x{path}") as answer:
+                    assert answer.status == 200
+                    return await answer.json()
+
+            beat = {
+                "steps": 70, "running": 2, "waiting": 1, "parallel": 3, "prefill_tokens_per_second": 80.0,
+                "decode_tokens_per_second": 6.5, "cache": {"used": 110, "reusable": 30, "total": 600},
+            }  # fmt: skip
+            [entry] = (await get("/models"))["data"]
+            assert entry["status"]["pulse"] == beat
+            assert (await get("/router/state"))["workers"][0]["pulse"] == beat
+            told = await get("/slots")
+            assert [slot["is_processing"] for slot in told] == [True, False, True]
+            assert [slot["id_task"] for slot in told] == [41, -1, 44]
+            assert [slot["next_token"] for slot in told] == [
+                {"n_decoded": 7, "n_remain": 5}, {"n_decoded": 0, "n_remain": 0}, {"n_decoded": 0, "n_remain": 12},
+            ]  # fmt: skip
+            up.launcher.say("a", contract.Pulse(steps=71, running=1, waiting=0, measured={"cpu": 1}))
+            told = await get("/slots")
+            assert [slot["is_processing"] for slot in told] == [True, False, False], "an engine without places"
 
 
 async def test_a_model_that_may_not_be_loaded_again_is_502_when_its_worker_is_lost(tmp_path: Path) -> None:

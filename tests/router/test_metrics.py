@@ -1,13 +1,16 @@
 """What happened and what is so, as Prometheus reads it: values in, text out."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.faces.llama_server import status
 from router.fleet import Limits
 from router.launchers import WorkerLost
+from router.log import state_line
 from router.metrics import CONTENT_TYPE, Metrics
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
@@ -168,3 +171,106 @@ async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
     strange = samples(metrics, 'q"\\x')
     assert any(name.startswith("router_model_state") for name in strange)
     await world.stop()
+
+
+PULSE = contract.Pulse(
+    steps=9,
+    running=1,
+    waiting=2,
+    measured={"cpu": GIB},
+    parallel=4,
+    prefill_rate=120.5,
+    decode_rate=33.0,
+    cache_used=300,
+    cache_reusable=50,
+    cache_total=1200,
+)
+
+
+@virtual
+async def test_what_engines_say_of_themselves_is_told_for_as_long_as_they_live() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    assert not any(name.startswith("worker_") for name in samples(metrics)), "nothing is made up before a pulse"
+    world.launcher.say("a", PULSE)
+    found = samples(metrics)
+    told = {name: value for name, value in found.items() if name.startswith("worker_")}
+    assert told == {
+        'worker_steps_total{model="a"}': 9.0,
+        'worker_sequences{model="a",state="running"}': 1.0,
+        'worker_sequences{model="a",state="waiting"}': 2.0,
+        'worker_sequences{model="a",state="places"}': 4.0,
+        'worker_tokens_per_second{kind="prefill",model="a"}': 120.5,
+        'worker_tokens_per_second{kind="decode",model="a"}': 33.0,
+        'worker_cache_tokens{kind="used",model="a"}': 300.0,
+        'worker_cache_tokens{kind="reusable",model="a"}': 50.0,
+        'worker_cache_tokens{kind="total",model="a"}': 1200.0,
+    }
+    alone = samples(metrics, "a")
+    assert alone["llamacpp:prompt_tokens_seconds"] == 120.5
+    assert alone["llamacpp:predicted_tokens_seconds"] == 33.0
+    assert alone["llamacpp:kv_cache_tokens"] == 300.0
+    assert alone["llamacpp:kv_cache_usage_ratio"] == 0.25
+    await world.stop()
+    assert not any(name.startswith("worker_") for name in samples(metrics))
+
+
+@virtual
+async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
+    model = FakeModel(shards=(GIB,), download_seconds=40.0)
+    world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
+    metrics = Metrics(world.fleet, world.events)
+    world.launcher.hold("start a")
+    asked = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(50)
+    (worker,) = world.fleet.models["a"].workers
+    listen = world.launcher._listeners[str(worker)]
+    for stage, done in (("start", 0), ("weights", 0), ("weights", GIB // 4)):
+        listen(contract.Progress(stage=stage, done=done, total=GIB if stage == "weights" else 0))
+        await asyncio.sleep(5)
+    assert samples(metrics)['router_load_progress_ratio{model="a",stage="weights"}'] == 0.25
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)["progress"]
+    assert (shown["value"], shown["stage"], shown["unit"]) == (0.25, "weights", "bytes")
+    assert (shown["done"], shown["total"]) == (GIB // 4, GIB)
+    assert shown["rate"] == pytest.approx(GIB / 4 / 5)
+    assert shown["eta"] == pytest.approx(15.0)
+    listen(contract.Progress(stage="warmup", done=64, total=512))
+    await asyncio.sleep(2)
+    world.launcher.release("start a")
+    await asked
+    found = samples(metrics)
+    assert not any(name.startswith("router_load_progress") for name in found), "the load is over"
+    seconds = {
+        stage: found[f'router_load_seconds_sum{{model="a",stage="{stage}"}}']
+        for stage in ("download", "wait", "start", "weights", "warmup", "total")
+    }
+    assert seconds["download"] == pytest.approx(40.0, abs=0.5)
+    assert seconds["weights"] == pytest.approx(10.0, abs=0.1)
+    assert seconds["warmup"] >= 2.0
+    in_start = seconds["start"] + seconds["weights"] + seconds["warmup"]
+    assert in_start == pytest.approx(seconds["total"], abs=0.01), "no second of a start is unaccounted for"
+    assert found['router_download_bytes_total{model="a"}'] == GIB
+    ready = next(event for event in world.events.since(0) or () if event.data.get("state") == "ready")
+    assert "stages=download:40.0s,wait:0.0s,start:" in state_line(ready)
+    await world.stop()
+
+
+@virtual
+async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> None:
+    world = Schedule({"a": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    for worker, done in ((1, 600), (1, 1000), (2, 1000), (2, 1000), (3, 0), (3, 10)):
+        world.events.append("progress", "a", worker=worker, stage="download", done=done, total=1000)
+    assert samples(metrics)['router_download_bytes_total{model="a"}'] == 410.0
+    await world.stop()
+
+
+def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
+    world, metrics = made("a")
+    for seconds in (0.0, 0.02, 0.04):
+        request = contract.Request(id="r", completion_tokens=5, token_seconds=seconds)
+        world.events.mention("request", "a", **dataclasses.asdict(request))
+    found = samples(metrics)
+    assert found['router_token_seconds_count{model="a"}'] == 2.0
+    assert found['router_token_seconds_sum{model="a"}'] == pytest.approx(0.06)

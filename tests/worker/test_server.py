@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.worker import serving as worlds
-from tests.worker.fake_engine import FakeEngine
+from tests.worker.fake_engine import DECODE, FakeEngine
 from tests.worker.serving import LOOPBACK, TOKEN, Serving, chat, serving
 from worker import contract, routes
 from worker.contract import Exit
@@ -315,6 +315,7 @@ async def test_each_request_is_announced_once_at_its_end() -> None:
         assert (event.prompt_tokens, event.completion_tokens) == (len(world.engine.requests[0].prompt), 6)
         assert event.cached_tokens == 2
         assert event.ttft > 0
+        assert event.token_seconds == DECODE / 2, "two choices, of two tokens after the first each"
         await world.post("/v1/embeddings", {"input": ["hi", "ho"]})
         assert (world.events[1].prompt_tokens, world.events[1].completion_tokens) == (4, 0)
         assert world.events[1].ttft == 0

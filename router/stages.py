@@ -1,0 +1,68 @@
+"""How far a load is: its stages, how long each took, how fast the current one goes.
+
+Law: PURE; time is an argument, in seconds of a monotonic clock.
+"""
+
+from typing import Any
+
+UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
+"""What the steps of a stage are; those of the others cannot be counted."""
+
+
+class Stages:
+    """The stages of one load, one behind another: download, wait, start, weights, warmup."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._since = 0.0
+        self._seconds: dict[str, float] = {}
+        self._done = self._total = 0
+        self._first: tuple[float, int] | None = None
+        """When something of this stage was done first, and how much that was: what was there before took no time."""
+        self._rate = 0.0
+
+    def begin(self, stage: str, now: float) -> None:
+        """The stage before is over. Nothing happens if it is this one already."""
+        if stage == self._stage:
+            return
+        self.end(now)
+        self._stage, self._since = stage, now
+        self._done = self._total = 0
+        self._first, self._rate = None, 0.0
+
+    def hear(self, stage: str, done: int, total: int, now: float) -> None:
+        """`done` of `total` (0: unknown) steps of `stage` are made, which begins if it has not."""
+        self.begin(stage, now)
+        self._done, self._total = done, total
+        at, before = self._first = self._first or (now, done)
+        if now > at:
+            self._rate = max(0.0, (done - before) / (now - at))
+
+    def end(self, now: float) -> None:
+        """No stage is current any more."""
+        if self._stage:
+            self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+        self._stage = ""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long each stage took that is over, in their order."""
+        return dict(self._seconds)
+
+    @property
+    def share(self) -> float:
+        """Of the current stage, 0 to 1; 0 while its total is unknown."""
+        return min(1.0, self._done / self._total) if self._total else 0.0
+
+    def told(self) -> dict[str, Any]:
+        """The current stage for people and programs. `rate` is in units per second and `eta` in seconds; null where
+        they would be guesses."""
+        left = self._total - self._done
+        return {
+            "stage": self._stage,
+            "done": self._done,
+            "total": self._total,
+            "unit": UNITS.get(self._stage),
+            "rate": round(self._rate, 1) if self._rate else None,
+            "eta": round(left / self._rate, 1) if self._rate and self._total else None,
+        }

@@ -1,0 +1,54 @@
+"""Promises of `router.stages`: where a load is, and how fast it goes, without guesses."""
+
+from router.stages import Stages
+
+
+def test_stages_follow_one_another_and_their_times_add_up() -> None:
+    stages = Stages()
+    stages.begin("wait", 10.0)
+    stages.begin("start", 12.0)
+    stages.hear("start", 0, 0, 13.0)
+    stages.hear("weights", 0, 100, 15.0)
+    stages.hear("weights", 100, 100, 19.0)
+    stages.hear("warmup", 16, 64, 20.0)
+    assert stages.seconds == {"wait": 2.0, "start": 3.0, "weights": 5.0}, "what is not over has no time yet"
+    stages.end(20.5)
+    stages.end(99.0)
+    assert stages.seconds == {"wait": 2.0, "start": 3.0, "weights": 5.0, "warmup": 0.5}
+    assert sum(stages.seconds.values()) == 20.5 - 10.0
+
+
+def test_a_stage_that_comes_twice_counts_its_time_twice() -> None:
+    stages = Stages()
+    for at, stage in enumerate(("weights", "warmup", "weights")):
+        stages.begin(stage, float(at))
+    stages.end(7.0)
+    assert stages.seconds == {"weights": 1.0 + 5.0, "warmup": 1.0}
+
+
+def test_the_rate_is_of_what_was_done_since_the_stage_began() -> None:
+    stages = Stages()
+    stages.hear("download", 4000, 10000, 5.0)  # found on disk
+    assert stages.told() == {
+        "stage": "download",
+        "done": 4000,
+        "total": 10000,
+        "unit": "bytes",
+        "rate": None,
+        "eta": None,
+    }
+    stages.hear("download", 5000, 10000, 7.0)
+    assert stages.share == 0.5
+    assert (stages.told()["rate"], stages.told()["eta"]) == (500.0, 10.0)
+    stages.hear("weights", 0, 10000, 8.0)
+    assert (stages.told()["rate"], stages.told()["eta"], stages.share) == (None, None, 0.0)
+
+
+def test_an_unknown_total_is_never_a_share_nor_an_eta() -> None:
+    stages = Stages()
+    stages.hear("download", 0, 0, 1.0)
+    stages.hear("download", 700, 0, 2.0)
+    assert stages.share == 0.0
+    assert (stages.told()["rate"], stages.told()["eta"]) == (700.0, None)
+    stages.hear("start", 0, 0, 3.0)
+    assert stages.told()["unit"] is None
