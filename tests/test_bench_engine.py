@@ -1,0 +1,96 @@
+"""scripts/bench_engine: what it computes from what it measured, and that everybody really takes part."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "bench_engine"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    loader = SourceFileLoader("bench_engine", str(PROGRAM))
+    spec = spec_from_loader("bench_engine", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules["bench_engine"] = module  # dataclasses look their module up
+    loader.exec_module(module)
+    return module
+
+
+class Steady:
+    """Gives `rate` tokens per second to each request; None: fails."""
+
+    def __init__(self, bench: Any, name: str, rate: float | None):
+        self.bench, self.name, self.rate = bench, name, rate
+        self.asked: list[int] = []
+
+    def run(self, requests: Sequence[Any]) -> Any:
+        self.asked.append(len(requests))
+        if self.rate is None:
+            raise RuntimeError("out of order")
+        return self.bench.Trace(0.0, [[(n + 1) / self.rate for n in range(each.new)] for each in requests])
+
+
+def test_percentiles_are_by_nearest_rank(bench: Any) -> None:
+    assert [bench.percentile(range(1, 101), percent) for percent in (1, 50, 99)] == [1, 50, 99]
+    assert bench.percentile([7.0], 99) == 7.0
+
+
+def test_a_floor_counts_weights_once_and_the_cache_of_every_sequence(bench: Any) -> None:
+    shape = bench.Shape(64, 128, 2, 4, 2, 1024, True, "float32", (10, 10), (20, 20))
+    # 2 for keys and values, 2 layers, 2 heads of 16, 4 bytes; 10 tokens of prompt and half of the answer
+    assert bench.floor_seconds(shape, 3, 1000, 4, 100.0) == (1000 + 3 * 20 * 2 * 2 * 2 * 16 * 4) / 100.0
+
+
+def test_everybody_takes_a_turn_at_every_level_and_begins_once(bench: Any) -> None:
+    shape = bench.SHAPES["tiny"]
+    some = [Steady(bench, "ours, paged", 10.0), Steady(bench, "other", 5.0), Steady(bench, "broken", None)]
+    found = bench.take_turns(some, [1, 4], shape, rounds=3, seconds=99.0, patience=1e9)
+    assert [each.asked for each in some] == [[1, 4] * 3, [1, 4] * 3, [1, 4]]
+    assert found[1]["ours, paged"].rates == pytest.approx([10.0] * 3)
+    assert found[4]["other"].summary(0.1)["gap_p50"] == pytest.approx(0.2)
+    assert found[4]["other"].summary(0.1)["floor"] == pytest.approx(0.5)
+    assert found[4]["broken"].summary(0.1) == {"error": "RuntimeError: out of order"}
+
+
+def test_who_would_take_too_long_is_left_out_and_named_in_the_table(bench: Any) -> None:
+    shape = bench.SHAPES["tiny"]
+    slow = Steady(bench, "slow", 0.5)
+    found = bench.take_turns([slow], [1, 16], shape, rounds=1, seconds=99.0, patience=60.0)
+    assert slow.asked == [1]
+    assert found[16]["slow"].error.startswith("left out")
+    assert "left out" in bench._row("16", "slow", found[16]["slow"].summary(0.1), 1.0)
+
+
+def test_what_a_random_model_says_is_text_and_comes_back_as_the_same_tokens(bench: Any) -> None:
+    tokenizer = bench.make_tokenizer(1024)
+    assert len(tokenizer) == 1024
+    tokens = [300, 1000, 512, 1023]
+    assert tokenizer.decode(tokens).isprintable()
+    assert all(tokenizer(tokenizer.decode([token]), add_special_tokens=False).input_ids == [token] for token in tokens)
+
+
+@pytest.mark.slow
+def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAM), "--shape", "tiny", "--levels", "1,3", "--rounds", "1", "--threads", "1"]
+    done = subprocess.run(
+        [*command, "--no-http", "--no-long-prompt", "--no-host", "--out", str(tmp_path / "engine")],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "engine.json").read_text())
+    for rows in report["levels"].values():
+        assert {"ours, paged", "one at a time", "static batch", "continuous batch"} <= rows.keys()
+        assert all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert report["bandwidth"] > 1e8
+    table = (tmp_path / "engine.md").read_text()
+    assert table.count("| ours, paged |") == 2
+    assert str(tmp_path) in table
