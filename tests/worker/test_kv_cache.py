@@ -5,6 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engine.kv_cache import Rows, pool_bytes
+from worker.engine.sequence import Sequence
+
+
+def sequence(id: int) -> Sequence:
+    return Sequence(id=id, prompt_tokens=1, tokens=[5], limit=1, ends=frozenset())
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -13,16 +18,16 @@ def test_no_row_is_lost_or_lent_twice(count: int, moves: list[int]) -> None:
     rows, owner = Rows(count), 0
     held: list[int] = []
     for move in moves:
-        if move < 6 and rows.can_take:
+        if move < 6 and rows.has_row:
             owner += 1
-            taken = rows.take(owner)
+            taken = rows.attach(sequence(owner))
             assert taken == min(set(range(count)) - set(held)), "the lowest free row is given"
             held.append(taken)
         elif held:
             rows.give_back(held.pop(move % len(held)))
         rows.check_integrity()
         assert sorted(rows.owners) == sorted(held)
-        assert rows.can_take == (len(held) < count)
+        assert rows.has_row == (len(held) < count)
 
 
 def test_giving_back_a_row_that_nobody_has_is_a_fault() -> None:

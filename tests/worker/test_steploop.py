@@ -8,6 +8,7 @@ import torch
 from worker import contract
 from worker.detokenize import Answer
 from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.kv_cache import Rows
 from worker.engine.scheduler import Batch, Pace
 from worker.engine.sequence import Sequence
 from worker.engine.steploop import Outbox, Rate, Report, StepLoop
@@ -43,7 +44,7 @@ class Unhurried(Pace):
 
 
 def generating() -> Generating:
-    return Generating(Flat(), Outbox(), lambda token: b"x", rows=2, ctx_size=50, chunk=8, pace=Unhurried())
+    return Generating(Flat(), Outbox(), lambda token: b"x", capacity=Rows(2, 50), chunk=8, pace=Unhurried())
 
 
 def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:

@@ -27,6 +27,7 @@ from worker.engine import architectures, attention, embedding, loader, memory
 from worker.engine.embedding import Embedder, Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
+from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
@@ -63,10 +64,14 @@ class TransformersEngine:
         ctx_size: int,
         pulse: Callable[[contract.Pulse], None],
         runner: Runner | None = None,
+        capacity: Capacity | None = None,
         pace: Pace | None = None,
         embedder: Embedder | None = None,
     ):
-        """With a `runner` it generates, with an `embedder` it embeds. Starts the step loop."""
+        """With a `runner` it generates, with an `embedder` it embeds. Starts the step loop.
+
+        `capacity`: what the runner's cache has room for; None: the whole context in each of `parallel` rows.
+        """
         self.tokenizer = tokenizer
         self.ctx_size = ctx_size
         """Tokens that prompt and answer of one request may have together."""
@@ -81,14 +86,13 @@ class TransformersEngine:
         self._generating = self._embedding = None
         work: Generating | Embedding
         if runner is not None:
-            rows, chunk = options.parallel, options.prefill_chunk
+            capacity = capacity or Rows(options.parallel, ctx_size)
             work = self._generating = Generating(
                 runner,
                 outbox,
                 self._piece,
-                rows=rows,
-                ctx_size=ctx_size,
-                chunk=chunk,
+                capacity=capacity,
+                chunk=options.prefill_chunk,
                 pace=pace or Pace(),
                 grammars=self._grammars,
             )
@@ -253,6 +257,8 @@ class TransformersEngine:
                 seed=secrets.randbits(63) if seed is None else seed + index,
                 prompt=prompt,
             )
+            if request.n > 1:
+                sequence.group = stream.choices[0].sequence.id if index else sequence.id
             decode = partial(self._decode_with, request.shown) if request.shown else self._decode
             choice = Choice(index, sequence, stream, Answer(decode, request.stop, prompt), now)
             choice.matcher = matcher and matcher.copy()

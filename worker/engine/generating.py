@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ import torch
 from worker.detokenize import Answer, Piece
 from worker.engine import memory
 from worker.engine.grammar import Grammars, Matcher
+from worker.engine.kv_cache import Capacity
 from worker.engine.runner import Runner
 from worker.engine.sampler import Likelihood, Masks, Pick, Sampled, likelihoods, sample, uniform
 from worker.engine.scheduler import Batch, Pace, Scheduler, Segment
@@ -74,7 +75,7 @@ class Choice:
         answered = self.answered or now
         return Timings(
             prompt_tokens=self.sequence.prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=self.sequence.cached,
             completion_tokens=self.sequence.answered,
             queue_seconds=self.started - self.submitted,
             prefill_seconds=answered - self.started,
@@ -91,6 +92,8 @@ class _Result:
     """How likely the tokens of the prompt behind those of the segment were."""
     sampled: Sampled | None = None
     """None although it `chooses`: there was no token to choose."""
+    forks: tuple[tuple[Sequence, Sampled | None], ...] = ()
+    """Further choices of the prompt that the segment completes, and the first token of each."""
 
     @property
     def chooses(self) -> bool:
@@ -106,15 +109,14 @@ class Generating:
         outbox: Outbox,
         piece: Callable[[int], bytes],
         *,
-        rows: int,
-        ctx_size: int,
+        capacity: Capacity,
         chunk: int,
         pace: Pace,
         grammars: Grammars | None = None,
     ):
         self._runner, self._outbox, self._piece, self._grammars = runner, outbox, piece, grammars
-        self._rows, self._ctx_size, self._chunk, self._pace = rows, ctx_size, chunk, pace
-        self._scheduler = Scheduler(rows, chunk)
+        self._capacity, self._chunk, self._pace = capacity, chunk, pace
+        self._scheduler = Scheduler(capacity, chunk)
         self._choices: dict[int, Choice] = {}
         self._prefill_tokens = self._decode_tokens = 0
         self._live = 0
@@ -165,11 +167,12 @@ class Generating:
     def report(self) -> Report:
         places = self._scheduler.places
         return Report(
-            parallel=self._rows,
+            parallel=self._capacity.rows,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
-            cache_used=sum(sequence.computed for _, sequence in places),
-            cache_total=self._rows * self._ctx_size,
+            cache_used=max(0, sum(sequence.computed for _, sequence in places) - self._capacity.shared),
+            cache_reusable=self._capacity.reusable,
+            cache_total=self._capacity.tokens,
             slots=tuple(
                 (row, each.id, max(0, each.prompt_tokens - each.computed), each.answered, each.limit - each.answered)
                 for row, each in places
@@ -179,6 +182,7 @@ class Generating:
     def step(self) -> None:
         batch = self._scheduler.next(self._pace.budget(self._scheduler.decoding, self._chunk))
         begin = time.monotonic()
+        self._forget_void()
         for segment in batch:
             choice = self._choices[segment.sequence.id]
             choice.started = choice.started or begin
@@ -206,10 +210,11 @@ class Generating:
         log.warning("out of memory in a step of %d sequences: %s", len(batch), error)
         youngest = max(batch, key=lambda segment: segment.sequence.id).sequence
         alone = len(batch) == 1
-        if youngest.preempted or alone:
+        if youngest.spared or alone:
             self._fail(youngest, SequenceFailed("the device has no memory for this request's step; shorten it"))
         else:
-            self._runner.forget(self._scheduler.preempt(youngest))
+            self._scheduler.preempt(youngest)
+            self._forget_void()
         rest = self._present(segment for segment in batch if segment.sequence is not youngest)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -246,7 +251,7 @@ class Generating:
         """Compute and choose. Changes no sequence, so it may be repeated with fewer."""
         if not batch:
             return []
-        choosers = [self._choices[segment.sequence.id] for segment in batch if _Result(segment).chooses]
+        choosers = [choice for segment in batch for choice in self._choosers(segment)]
         matchers = [choice.matcher for choice in choosers if choice.matcher is not None]
         masking = self._grammars.masks(matchers) if self._grammars and matchers else None  # goes on beside the model
         logits = self._runner.run(batch)
@@ -257,17 +262,33 @@ class Generating:
         for segment in batch:
             found.append(_Result(segment, prompt=_prompt_likelihoods(segment, logits[first : first + segment.logits])))
             first += segment.logits
-            if found[-1].chooses:
+            for choice in self._choosers(segment):
                 rows.append(first - 1)
-                picks.append(self._pick(self._choices[segment.sequence.id]))
+                picks.append(self._pick(choice))
         if not rows:
             return found
         masks = None
         if masking is not None:
             held = [row for row, choice in enumerate(choosers) if choice.matcher is not None]
             masks = Masks(held, masking.result())
-        chosen = iter(sample(logits if len(rows) == len(logits) else logits[rows], picks, masks))
-        return [replace(result, sampled=next(chosen)) if result.chooses else result for result in found]
+        is_whole = rows == list(range(len(logits)))
+        chosen = iter(sample(logits if is_whole else logits[rows], picks, masks))
+        return [self._chosen(result, chosen) if result.chooses else result for result in found]
+
+    def _chosen(self, result: _Result, chosen: Iterator[Sampled | None]) -> _Result:
+        """`result` with its own token, and then those of the choices that follow it."""
+        sampled = next(chosen)
+        forks = tuple((each.sequence, next(chosen)) for each in self._choosers(result.segment)[1:])
+        return replace(result, sampled=sampled, forks=forks)
+
+    def _choosers(self, segment: Segment) -> list[Choice]:
+        """Who takes a token by the last logits of `segment`: its own choice, then those for whom it completes the
+        prompt as well."""
+        if not _Result(segment).chooses:
+            return []
+        sequence = segment.sequence
+        followers = self._scheduler.followers(sequence) if not sequence.answered else []
+        return [self._choices[each.id] for each in (sequence, *followers)]
 
     def _pick(self, choice: Choice) -> Pick:
         sequence = choice.sequence
@@ -284,7 +305,8 @@ class Generating:
         """Record what the step found, and tell the reader."""
         segment, sequence = result.segment, result.segment.sequence
         choice = self._choices[sequence.id]
-        self._count(segment, is_answered=result.sampled is not None)
+        if not segment.is_decode:
+            self._prefill_tokens += segment.length
         sequence.computed = segment.end
         if len(choice.prompt) == segment.start + 1:
             choice.prompt.extend(map(self._logprob, result.prompt))
@@ -292,17 +314,29 @@ class Generating:
             self._tell_progress(choice, now)
         if not segment.completes:
             return
+        for follower, _ in result.forks:
+            self._runner.fork(*self._scheduler.fork(follower))
+            forked = self._choices[follower.id]
+            forked.started, forked.prompt = choice.started, list(choice.prompt)
         if not result.chooses:
             self._finish(choice, Piece(), "length", now)
-        elif result.sampled is None:
+            return
+        for each, sampled in ((sequence, result.sampled), *result.forks):
+            if each.id in self._choices:  # a choice that fails has ended the others
+                self._answer(self._choices[each.id], sampled, now)
+
+    def _answer(self, choice: Choice, sampled: Sampled | None, now: float) -> None:
+        """The next token of a choice."""
+        if sampled is None:
             self._end_without_token(choice, now)
-        else:
-            choice.answered = choice.answered or now
-            finish = sequence.append(result.sampled.token)
-            try:
-                self._say(choice, result.sampled, self._match(choice, result.sampled.token, finish), finish, now)
-            except SequenceFailed as error:
-                self._fail(sequence, error)
+            return
+        self._decode_tokens += 1
+        choice.answered = choice.answered or now
+        finish = choice.sequence.append(sampled.token)
+        try:
+            self._say(choice, sampled, self._match(choice, sampled.token, finish), finish, now)
+        except SequenceFailed as error:
+            self._fail(choice.sequence, error)
 
     def _match(self, choice: Choice, token: int, finish: Finish | None) -> bool:
         """Whether the text's grammar ends with `token`. Raises SequenceFailed if it cannot have it."""
@@ -315,25 +349,26 @@ class Generating:
         """There was none to choose: a failure, or the end of a grammar where no end of sequence was allowed."""
         matcher = choice.matcher
         if matcher is None:
-            self._fail(choice.sequence, SequenceFailed("the model gave no finite logits for this request"))
+            error = SequenceFailed("the model gave no finite logits for this request")
+            self._fail(choice.sequence, error, is_spoiled=True)
         elif matcher.can_only_end(choice.sequence.ends):
             self._finish(choice, choice.answer.finish(), "stop", now)
         else:
             why = matcher.failure or "no finite logits, or a grammar that allows no token of this model"
-            self._fail(choice.sequence, SequenceFailed(f"this request cannot go on: {why}"))
+            self._fail(choice.sequence, SequenceFailed(f"this request cannot go on: {why}"), is_spoiled=True)
 
     def _tell_progress(self, choice: Choice, now: float) -> None:
         """How far its prompt is. Once only as far as that: a preempted sequence begins again without a word."""
         done = min(choice.sequence.computed, choice.sequence.prompt_tokens)
         if done > choice.told:
             choice.told = done
-            prefill = Prefill(done=done, total=choice.sequence.prompt_tokens, cached=0, seconds=now - choice.started)
+            prefill = Prefill(
+                done=done,
+                total=choice.sequence.prompt_tokens,
+                cached=choice.sequence.cached,
+                seconds=now - choice.started,
+            )
             self._put(choice.stream, Delta(index=choice.index, progress=prefill))
-
-    def _count(self, segment: Segment, *, is_answered: bool) -> None:
-        if not segment.is_decode:
-            self._prefill_tokens += segment.length
-        self._decode_tokens += is_answered
 
     def _say(self, choice: Choice, sampled: Sampled, is_over: bool, finish: Finish | None, now: float) -> None:
         """Tell the reader of a token; `is_over`: its text is complete with it."""
@@ -372,16 +407,21 @@ class Generating:
         )
         self._put(choice.stream, delta)
 
-    def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        """One sequence cannot go on: its request ends with `error`, all choices of it."""
+    def _fail(self, sequence: Sequence, error: RequestError, *, is_spoiled: bool = False) -> None:
+        """One sequence cannot go on: its request ends with `error`, all choices of it. `is_spoiled`: what is cached of
+        them may be no numbers, and must serve nobody."""
         stream = self._choices[sequence.id].stream
-        self.cancel(stream)
+        for choice in list(stream.choices):
+            self._forget(choice, is_spoiled=is_spoiled)
         self._put(stream, error)
 
-    def _forget(self, choice: Choice) -> None:
-        row = self._scheduler.remove(choice.sequence)
-        if row is not None:
+    def _forget_void(self) -> None:
+        for row in self._scheduler.take_void():
             self._runner.forget(row)
+
+    def _forget(self, choice: Choice, *, is_spoiled: bool = False) -> None:
+        self._scheduler.remove(choice.sequence, is_spoiled=is_spoiled)
+        self._forget_void()
         choice.stream.choices.remove(choice)
         self._choices.pop(choice.sequence.id, None)
         self.release(choice.stream, 1)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from worker.engine.kv_cache import Rows
+from worker.engine.kv_cache import Capacity, Table
 from worker.engine.sequence import Sequence
 
 PROMPT_LOGITS = 16
@@ -27,6 +27,8 @@ class Segment:
     row: int
     start: int
     length: int
+    table: Table | None = None
+    """The blocks of the row, where the cache has such; they cover the tokens up to `end`."""
 
     @property
     def end(self) -> int:
@@ -53,15 +55,26 @@ Batch = tuple[Segment, ...]
 
 
 class Scheduler:
-    """Sequences from arrival to end. First come, first served; each holds one row while it runs."""
+    """Sequences from arrival to end. First come, first served; each holds one row of the cache while it runs.
 
-    def __init__(self, rows: int, chunk: int):
-        """`rows` sequences run at once; one step computes at most `chunk` prompt tokens."""
+    The choices of one request start together: the first computes the prompt (it leads), the others hold a row, follow,
+    and are forked from it when it is done. Those who find no row by then run like anybody else.
+    Where the cache has less room than all rows could need, the youngest is put back when it is full: the oldest never,
+    so somebody always gets on. Who was put back comes before all who never ran.
+    """
+
+    def __init__(self, capacity: Capacity, chunk: int):
+        """As many run at once as `capacity` has room for; one step computes at most `chunk` prompt tokens."""
         self._chunk = chunk
-        self._rows = Rows(rows)
+        self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, tuple[Sequence, int]] = {}
-        self._allowed = rows
+        self._leaders: dict[int, int] = {}
+        """Who computes the prompt of a group now."""
+        self._following: dict[int, int] = {}
+        """By follower: who leads it."""
+        self._void: list[int] = []
+        self._allowed = capacity.rows
 
     @property
     def waiting(self) -> int:
@@ -94,46 +107,119 @@ class Scheduler:
         """Queue behind all that wait."""
         self._waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> int | None:
-        """It has ended, or nobody wants it any more; its row, if it had one, is free at once, and returned.
+    def remove(self, sequence: Sequence, *, is_spoiled: bool = False) -> None:
+        """It has ended, or nobody wants it any more; its row, if it had one, is free at once.
 
-        Unknown sequences are ignored.
+        `is_spoiled`: what was computed for it may be wrong and must serve nobody else. Unknown sequences are ignored.
         """
-        held = self._running.pop(sequence.id, None)
-        if held is not None:
-            self._rows.give_back(held[1])
-            self._allowed = min(self._allowed + 1, self._rows.count)
-            return held[1]
-        if sequence in self._waiting:
+        if sequence.id in self._running:
+            self._take_back(sequence, is_spoiled=is_spoiled)
+            self._allowed = min(self._allowed + 1, self._capacity.rows)
+        elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        return None
 
-    def preempt(self, sequence: Sequence) -> int:
-        """Put a running sequence back before those who never ran, and run fewer until one has ended; the row it had."""
-        _, row = self._running.pop(sequence.id)
-        self._rows.give_back(row)
-        sequence.restart()
-        before = sum(each.preempted and each.id < sequence.id for each in self._waiting)
-        self._waiting.insert(before, sequence)
+    def preempt(self, sequence: Sequence) -> None:
+        """A step had no memory: put a running sequence back, and run fewer until one has ended."""
+        sequence.spared = True
+        self._put_back(sequence)
         self._allowed = max(1, len(self._running))
-        return row
+
+    def followers(self, leader: Sequence) -> list[Sequence]:
+        """Those who wait for `leader` to compute their prompt, in order of arrival."""
+        return [self._running[id][0] for id, leads in self._following.items() if leads == leader.id]
+
+    def fork(self, follower: Sequence) -> tuple[int, int]:
+        """Its leader has computed their prompt, and no more: so has the follower. The rows of both, leader's first."""
+        leader, source = self._running[self._following.pop(follower.id)]
+        _, target = self._running[follower.id]
+        self._capacity.note(source, leader)
+        self._capacity.fork(source, target, leader.computed)
+        follower.computed, follower.cached = leader.computed, leader.cached
+        return source, target
+
+    def take_void(self) -> list[int]:
+        """Rows whose sequences have ended or were put back since this was last asked."""
+        void, self._void = self._void, []
+        return void
+
+    def _take_back(self, sequence: Sequence, *, is_spoiled: bool = False) -> None:
+        """Its row and its part in a group; whoever it leads waits again."""
+        if not is_spoiled:
+            self._capacity.note(self._running[sequence.id][1], sequence)
+        _, row = self._running.pop(sequence.id)
+        self._capacity.give_back(row, is_spoiled=is_spoiled)
+        self._void.append(row)
+        self._following.pop(sequence.id, None)
+        if sequence.group is not None and self._leaders.get(sequence.group) == sequence.id:
+            del self._leaders[sequence.group]
+            for follower in reversed(self.followers(sequence)):
+                self._put_back(follower)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Among those who wait: who has run before who has not, then in order of arrival."""
+        has_run = sequence.id not in self._following
+        self._take_back(sequence)
+        if has_run:
+            sequence.restart()
+        key = (not sequence.preempted, sequence.id)
+        before = sum((not each.preempted, each.id) < key for each in self._waiting)
+        self._waiting.insert(before, sequence)
 
     def next(self, prompt_budget: int) -> Batch:
-        """Admit whoever has room, then the parts of the next step: all who decode, then prompts.
+        """Admit whoever has room, then the parts of the next step: all who decode, by place in the cache, then prompts.
 
         `prompt_budget` caps the prompt tokens of this step below the chunk (at least one is given if a prompt waits).
         Half of them go to the oldest prompt; the rest to the prompts with the least left, so that a short question
         is not stuck behind a long document, nor the document behind a stream of questions.
         """
-        while self._waiting and self._rows.can_take and len(self._running) < self._allowed:
-            sequence = self._waiting.popleft()
-            self._running[sequence.id] = (sequence, self._rows.take(sequence.id))
-        decodes = [Segment(each, row, each.computed, 1) for each, row in self._running.values() if each.is_decoding]
+        for sequence, row in self._running.values():
+            self._capacity.note(row, sequence)
+        while self._waiting and len(self._running) < self._allowed and self._admit(self._waiting[0]):
+            self._waiting.popleft()
+        decodes = sorted(self._decodes(), key=_place)
         budget = max(1, min(prompt_budget, self._chunk))
         return (*decodes, *self._prefill(budget))
 
+    def _admit(self, sequence: Sequence) -> bool:
+        """Let it run, if there is room."""
+        group = sequence.group if not sequence.answered else None
+        leader = self._leaders.get(group) if group is not None else None
+        if leader is not None and not self._running[leader][0].answered:
+            if not self._capacity.has_row:
+                return False
+            self._running[sequence.id] = sequence, self._capacity.attach(sequence)
+            self._following[sequence.id] = leader
+            return True
+        if not self._capacity.can_admit(sequence):
+            return False
+        row, sequence.computed = self._capacity.admit(sequence)
+        self._running[sequence.id] = sequence, row
+        if not sequence.preempted:
+            sequence.cached = sequence.computed
+        if group is not None:
+            self._leaders[group] = sequence.id
+        return True
+
+    def _decodes(self) -> Iterator[Segment]:
+        """The oldest is asked first, and the youngest makes room: nobody who is in the step already is put back."""
+        decoding = [(each, row) for each, row in self._running.values() if each.is_decoding]
+        for sequence, row in sorted(decoding, key=_age):
+            end = len(sequence.tokens)
+            while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
+                youngest, _ = max(self._running.values(), key=_age)
+                self._put_back(youngest)
+            if sequence.id in self._running:
+                yield self._segment(sequence, row, 1)
+
+    def _segment(self, sequence: Sequence, row: int, length: int) -> Segment:
+        return Segment(sequence, row, sequence.computed, length, self._capacity.table(row))
+
     def _prefill(self, budget: int) -> list[Segment]:
-        prompts = [(each, row) for each, row in self._running.values() if not each.is_decoding]
+        prompts = [
+            (each, row)
+            for each, row in self._running.values()
+            if not each.is_decoding and each.id not in self._following
+        ]
         if not prompts:
             return []
         wanted = _wanted([each for each, _ in prompts])
@@ -144,12 +230,26 @@ class Scheduler:
             more = min(wanted[each.id] - shares[each.id], left)
             shares[each.id] += more
             left -= more
-        return [Segment(each, row, each.computed, shares[each.id]) for each, row in prompts if shares[each.id]]
+        return [self._segment(each, row, shares[each.id]) for each, row in prompts if shares[each.id]]
 
     def check_integrity(self) -> None:
         """Rows belong to exactly those who run. For tests, and when idle."""
-        self._rows.check_integrity()
-        assert self._rows.owners == {row: id for id, (_, row) in self._running.items()}, "a row outlived its sequence"
+        self._capacity.check_integrity()
+        assert self._capacity.owners == {row: id for id, (_, row) in self._running.items()}, (
+            "a row outlived its sequence"
+        )
+        assert set(self._following) <= set(self._running), "a follower outlived its row"
+        assert set(self._following.values()) <= set(self._leaders.values()), "somebody follows who is gone"
+        assert set(self._leaders.values()) <= set(self._running), "a leader is gone"
+
+
+def _age(running: tuple[Sequence, int]) -> int:
+    return running[0].id
+
+
+def _place(segment: Segment) -> int:
+    """Where its newest tokens lie."""
+    return segment.table.runs[-1].block if segment.table is not None else segment.row
 
 
 def _wanted(prompts: list[Sequence]) -> dict[int, int]:

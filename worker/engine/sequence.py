@@ -35,9 +35,15 @@ class Sequence:
     seed: int = 0
     prompt_logprobs: bool = False
     """Logits are wanted at every position of the prompt, not only at its last."""
+    group: int | None = None
+    """Those who share it are choices of one request, with the same prompt: one computes it for all."""
     computed: int = 0
+    cached: int = 0
+    """Tokens of the prompt that were in the cache when the sequence first ran."""
     preempted: bool = False
-    """It has been put back once already, because memory ran out."""
+    """It has run, and was put back."""
+    spared: bool = False
+    """It was put back once already because a step had no memory."""
 
     @classmethod
     def of(
@@ -84,7 +90,7 @@ class Sequence:
         return "length" if self.answered >= self.limit else None
 
     def restart(self) -> None:
-        """The cache was taken away: everything so far is to be computed again, once."""
+        """Its part of the cache was taken away: everything so far is to be computed again."""
         self.computed = 0
         self.preempted = True
 
