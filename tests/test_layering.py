@@ -44,7 +44,7 @@ WORKER = [
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory",
-    "worker.chat  worker.detokenize  worker.sampling",
+    "worker.chat  worker.detokenize  worker.sampling  worker.constraints",
     "worker.fields  worker.deltas",
     "worker.generation  worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
     "worker  worker.engine",
@@ -57,7 +57,7 @@ PURE = [
     "router.backoff", "router.names", "router.planner", "router.presets", "router.settings", "router.stages",
     "router.values",
     "router.launchers.environment", "router.launchers.vitals",
-    "worker.detokenize", "worker.errors", "worker.fields", "worker.generation", "worker.sampling",
+    "worker.constraints", "worker.detokenize", "worker.errors", "worker.fields", "worker.generation", "worker.sampling",
     "worker.engine.architectures", "worker.engine.kv_cache", "worker.engine.scheduler", "worker.engine.sequence",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}

@@ -22,6 +22,7 @@ FIELDS = frozenset({
     "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "logit_bias",
     "seed", "stop", "n", "stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "response_format", "json_schema", "grammar", "reasoning_effort", "reasoning_format",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
     "chat_template_kwargs", "verbosity", "add_generation_prompt", "continue_final_message", "ignore_eos", "min_tokens",
     "return_progress", "timings_per_token", "adapters", "lora", "sse_ping_interval",
 })  # fmt: skip

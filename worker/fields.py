@@ -93,7 +93,7 @@ class Fields:
     def __init__(self, body: Mapping[str, Any], *, path: str = ""):
         """`path`: what stands before a field's name in messages, `stream_options.` say."""
         self._body = body
-        self._path = path
+        self.path = path
         self.known: set[str] = set()
         """Names that somebody has asked for."""
         self._unused: list[str] = []
@@ -107,7 +107,7 @@ class Fields:
         value = self.take(name)
         if value is not None and (type(value) not in (int, float) or not low <= value <= high):
             raise InvalidValue(
-                f"{self._path}{name} must be a number between {low:g} and {high:g}", param=self._path + name
+                f"{self.path}{name} must be a number between {low:g} and {high:g}", param=self.path + name
             )
         return None if value is None else float(value)
 
@@ -118,44 +118,44 @@ class Fields:
         whole = to_integer(value)
         if whole is None or whole < low or (high is not None and whole > high):
             bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
-            raise InvalidValue(f"{self._path}{name} must be an integer {bounds}", param=self._path + name)
+            raise InvalidValue(f"{self.path}{name} must be an integer {bounds}", param=self.path + name)
         return whole
 
     def flag(self, name: str) -> bool | None:
         value = self.take(name)
         if value is not None and type(value) is not bool:
-            raise InvalidValue(f"{self._path}{name} must be true or false", param=self._path + name)
+            raise InvalidValue(f"{self.path}{name} must be true or false", param=self.path + name)
         return value
 
     def text(self, name: str) -> str | None:
         value = self.take(name)
         if value is not None and not isinstance(value, str):
-            raise InvalidValue(f"{self._path}{name} must be a string", param=self._path + name)
+            raise InvalidValue(f"{self.path}{name} must be a string", param=self.path + name)
         return value
 
     def choice(self, name: str, allowed: Collection[str]) -> str | None:
         value = self.text(name)
         if value is not None and value not in allowed:
-            raise InvalidValue(f"{self._path}{name} must be one of {', '.join(allowed)}", param=self._path + name)
+            raise InvalidValue(f"{self.path}{name} must be one of {', '.join(allowed)}", param=self.path + name)
         return value
 
     def mapping(self, name: str) -> Json | None:
         value = self.take(name)
         if value is not None and not isinstance(value, dict):
-            raise InvalidValue(f"{self._path}{name} must be an object", param=self._path + name)
+            raise InvalidValue(f"{self.path}{name} must be an object", param=self.path + name)
         return value
 
     def sequence(self, name: str) -> list[Any] | None:
         value = self.take(name)
         if value is not None and not isinstance(value, list):
-            raise InvalidValue(f"{self._path}{name} must be an array", param=self._path + name)
+            raise InvalidValue(f"{self.path}{name} must be an array", param=self.path + name)
         return value
 
     def refuse(self, name: str, neutral: Sequence[Any], message: str) -> None:
         """Raise UnsupportedField with `message` unless the field is absent, null or one of the `neutral` values."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-            raise UnsupportedField(message, param=self._path + name)
+            raise UnsupportedField(message, param=self.path + name)
 
     def skip(self, names: Collection[str]) -> None:
         """Count `names` as known without looking at them."""
@@ -179,7 +179,7 @@ class Fields:
             if is_neutral is None:
                 unknown.append(name)
             elif not is_neutral(value):
-                raise UnsupportedField(f"{name} is not supported; leave it out", param=self._path + name)
+                raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
         if strict and unknown:
             raise UnknownField(
                 "this field is unknown; leave it out, or serve without strict-fields to have it ignored",

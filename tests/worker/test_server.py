@@ -169,7 +169,7 @@ ERRORS: list[tuple[str, str, Any, int, str, str, str | None]] = [
     ("POST", CHAT, b"[]", 400, "invalid_request_error", "invalid_json", None),
     ("POST", "/chat/completions", {}, 400, "invalid_request_error", "invalid_value", "messages"),
     ("POST", "/v1/completions", {"prompt": 5}, 400, "invalid_request_error", "invalid_value", "prompt"),
-    ("POST", CHAT, chat("hi", grammar="x"), 400, "invalid_request_error", "unsupported_parameter", "grammar"),
+    ("POST", CHAT, chat("hi", mirostat=2), 400, "invalid_request_error", "unsupported_parameter", "mirostat"),
     ("POST", "/v1/embeddings", {"input": {}}, 400, "invalid_request_error", "invalid_value", "input"),
     ("POST", "/tokenize", {}, 400, "invalid_request_error", "invalid_value", "content"),
     ("POST", CHAT, chat("fail"), 500, "server_error", "internal", None),

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from worker import chat as chats
-from worker import sampling
+from worker import constraints, sampling
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, read_ping_interval, read_texts
 from worker.fields import Fields, Json
-from worker.generation import Generation, Sampling
+from worker.generation import Generation, Grammar, Sampling
 from worker.replies import ChatReply, TextReply
 
 MAX_CHOICES = 128
-_NOT_CONSTRAINED = (
-    "is not supported yet: answers cannot be constrained; leave it out and say in the prompt what you want"
-)
 
 
 async def chat(body: Json, model: Model) -> Call:
@@ -113,6 +110,7 @@ class _Common:
     model: str
     max_tokens: int | None
     sampling: Sampling
+    grammar: Grammar | None
     stop: tuple[str, ...]
     n: int
     stream: bool
@@ -140,6 +138,7 @@ class _Common:
                 stop=self.stop,
                 n=self.n,
                 sampling=self.sampling,
+                grammar=self.grammar,
                 prompt_logprobs=prompt_logprobs,
                 progress=self.stream,  # comments tell it, where chunks do not
                 timings=self.has_timings,
@@ -173,6 +172,7 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         model=fields.text("model") or options.name,
         max_tokens=_max_tokens(fields, options.n_predict),
         sampling=picked,
+        grammar=constraints.read(fields),
         stop=stop,
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
         stream=stream,
@@ -216,11 +216,6 @@ def _max_tokens(fields: Fields, default: int) -> int | None:
 
 def _refuse_unbuilt(fields: Fields) -> None:
     """Raise UnsupportedField for what changes the answer and is not built yet, unless its value changes nothing."""
-    form = fields.mapping("response_format")
-    if form is not None and form.get("type") != "text":
-        raise UnsupportedField(f"response_format {_NOT_CONSTRAINED}", param="response_format")
-    fields.refuse("json_schema", [], f"json_schema {_NOT_CONSTRAINED}")
-    fields.refuse("grammar", [""], f"grammar {_NOT_CONSTRAINED}")
     for name in ("adapters", "lora"):
         fields.refuse(
             name, ["", [], {}], f"{name}: adapters are not supported yet; merge yours into a snapshot of its own"

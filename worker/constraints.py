@@ -1,0 +1,138 @@
+"""What a request holds its answer to: the fields that several APIs have for that, as one Grammar.
+
+Law: PURE, values only. Whether a grammar can be compiled is known where it is compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from worker.errors import InvalidValue, UnsupportedField
+from worker.fields import Fields, Json
+from worker.generation import Grammar
+
+MAX_CHOICES = 1024
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def read(fields: Fields) -> Grammar | None:
+    """The grammar that `fields` state, in OpenAI's way (`response_format`), llama-server's (`json_schema`, `grammar`)
+    or vLLM's (`guided_*`, `structured_outputs`); None if the answer is free.
+
+    Raises InvalidValue, naming the field, for a value that is none and for two that would both hold.
+    """
+    stated = [grammar for name, reader in _READERS.items() if (grammar := reader(fields, name)) is not None]
+    if len(stated) > 1:
+        raise InvalidValue(
+            f"{stated[0].field} and {stated[1].field} both say what the answer must be; state one",
+            param=stated[1].field,
+        )
+    return stated[0] if stated else None
+
+
+def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
+    """JSON that satisfies `schema`, an object of JSON Schema or such an object as a string."""
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError:
+            schema = None
+    if not isinstance(schema, dict):
+        raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
+    return Grammar("json_schema", orjson.dumps(schema).decode(), field, lenient)
+
+
+def _response_format(fields: Fields, name: str) -> Grammar | None:
+    value = fields.mapping(name)
+    if value is None:
+        return None
+    within = Fields(value, path=f"{name}.")
+    kind = within.choice("type", _FORMATS)
+    if kind is None:
+        raise InvalidValue(f"{name}.type must be one of {', '.join(_FORMATS)}", param=f"{name}.type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return of_schema(_or(within.take("schema"), {"type": "object"}), name)
+    described = Fields(within.mapping("json_schema") or {}, path=f"{name}.json_schema.")
+    strict = described.flag("strict") or False
+    # what no grammar can say is an error where it was promised, and passed over where it was only wished for
+    return of_schema(_or(described.take("schema"), within.take("schema")), f"{name}.json_schema", lenient=not strict)
+
+
+def _schema(fields: Fields, name: str) -> Grammar | None:
+    value = fields.take(name)
+    return None if value is None else of_schema(value, fields.path + name)
+
+
+def _text(kind: Any) -> Callable[[Fields, str], Grammar | None]:
+    def read(fields: Fields, name: str) -> Grammar | None:
+        text = fields.text(name)
+        return Grammar(kind, text, fields.path + name) if text else None
+
+    return read
+
+
+def _choice(fields: Fields, name: str) -> Grammar | None:
+    choices = fields.sequence(name)
+    if choices is None:
+        return None
+    if not 0 < len(choices) <= MAX_CHOICES or not all(isinstance(each, str) and each for each in choices):
+        where = fields.path + name
+        raise InvalidValue(f"{where} must be an array of 1 to {MAX_CHOICES} strings, none of them empty", param=where)
+    return Grammar("choice", orjson.dumps(choices).decode(), fields.path + name)
+
+
+def _json_object(fields: Fields, name: str) -> Grammar | None:
+    return of_schema({"type": "object"}, fields.path + name) if fields.flag(name) else None
+
+
+def _structured_outputs(fields: Fields, name: str) -> Grammar | None:
+    value = fields.mapping(name)
+    if value is None:
+        return None
+    within = Fields(value, path=f"{name}.")
+    stated = [grammar for each, reader in _STRUCTURED.items() if (grammar := reader(within, each)) is not None]
+    for each in _TUNING:
+        within.refuse(each, [False], f"{name}.{each} is not supported; leave it out")
+    unknown = within.settle(strict=False)
+    if unknown:
+        raise UnsupportedField(
+            f"{name}.{unknown[0][:64]} is not supported; state one of {', '.join(_STRUCTURED)}", param=name
+        )
+    if len(stated) != 1:
+        raise InvalidValue(f"{name} must state exactly one of {', '.join(_STRUCTURED)}", param=name)
+    return stated[0]
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+_TUNING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+"""Of `structured_outputs`, and sent by vLLM's own clients: false as good as absent."""
+_Reader = Callable[[Fields, str], Grammar | None]
+_STRUCTURED: dict[str, _Reader] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "regex": _text("regex"),
+    "choice": _choice,
+    "grammar": _text("gbnf"),
+}
+_READERS: dict[str, _Reader] = {
+    "response_format": _response_format,
+    "json_schema": _schema,
+    "grammar": _text("gbnf"),
+    "guided_json": _schema,
+    "guided_regex": _text("regex"),
+    "guided_choice": _choice,
+    "guided_grammar": _text("gbnf"),
+    "structured_outputs": _structured_outputs,
+}
+FIELDS = frozenset(_READERS)
+
+
+def object_with(properties: Json) -> Json:
+    """The schema of an object that has exactly these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
