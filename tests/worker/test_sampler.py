@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.sampler import Pick, has_penalties, likelihoods, sample, uniform
+from worker.engine.sampler import Pick, Sampled, has_penalties, likelihoods, sample, uniform
 from worker.engine.sequence import Repeats
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.generation import Sampling
@@ -83,6 +84,9 @@ def draw(sampling: Sampling, count: int, prompt: Sequence[int] = (), answer: Seq
         Sampling(repetition_penalty=1.6, presence_penalty=0.4, frequency_penalty=0.3),
         Sampling(repetition_penalty=1.6, repeat_last_n=3),
         Sampling(logit_bias={2: 4.0, 8: -50.0}, top_k=4),
+        Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, frequency_penalty=-0.4),
+        Sampling(temperature=2.0, min_p=0.3, presence_penalty=1.5, repeat_last_n=6),
+        Sampling(top_k=6, top_p=0.6),
     ],
     ids=str,
 )
@@ -118,6 +122,152 @@ def test_one_draw_is_the_inverse_of_the_cumulative_distribution(
         assert probabilities[found.token] == 1.0
     else:
         assert after - probabilities[found.token] - 1e-4 <= at <= after + 1e-4
+
+
+def test_the_numbers_of_one_sequence_are_spread_evenly_and_follow_no_pattern() -> None:
+    values = np.array([uniform(7, position) for position in range(4000)])
+    for numbers in (values, np.array([uniform(seed, 5) for seed in range(4000)])):
+        counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+        assert ((counts - 200) ** 2 / 200).sum() < 19 + 4 * math.sqrt(2 * 19), "chi-square, four standard deviations"
+    pairs = np.histogram2d(values[:-1], values[1:], bins=5, range=[[0, 1], [0, 1]])[0].ravel()
+    expected = len(values[1:]) / 25
+    assert ((pairs - expected) ** 2 / expected).sum() < 24 + 4 * math.sqrt(2 * 24), "a number says nothing of the next"
+
+
+TOKENS = st.integers(0, VOCAB - 1)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 3, 10]),
+    top_p=st.sampled_from([1.0, 1.0, 0.4, 0.9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.15]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]),
+    presence_penalty=st.sampled_from([0.0, -1.1, 0.8]),
+    frequency_penalty=st.sampled_from([0.0, -0.3, 0.5]),
+    repeat_last_n=st.sampled_from([-1, 0, 2, 7]),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-6, 6, width=16), max_size=3),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+ROWS = st.tuples(
+    st.lists(st.floats(-8, 8, width=32), min_size=VOCAB, max_size=VOCAB),
+    SAMPLINGS,
+    st.lists(TOKENS, max_size=8),
+    st.lists(TOKENS, max_size=8),
+    st.floats(0, 0.999),
+)
+Row = tuple[list[float], Sampling, list[int], list[int], float]
+
+
+def pick_of(row: Row) -> Pick:
+    _, sampling, prompt, answer, at = row
+    return Pick(sampling, at, repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(ROWS.filter(lambda row: has_penalties(row[1]) or row[1].logit_bias))
+def test_penalties_and_biases_are_those_of_the_formulas_for_any_history(row: Row) -> None:
+    logits, sampling, prompt, answer, at = row
+    logits = [logit / 6 for logit in logits]  # so that no token hides in another one's shadow
+    open_ended = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # so that rounding moves no token in or out
+    (found,) = sample(torch.tensor([logits]), [pick_of((logits, open_ended, prompt, answer, at))])
+    assert found is not None
+    if open_ended.temperature == 0.0:
+        warm = reference(logits, replace(open_ended, temperature=1.0), prompt, answer)
+        assert warm[found.token] >= warm.max() * (1 - 1e-5)
+        return
+    probabilities = reference(logits, open_ended, prompt, answer)
+    after = probabilities[: found.token + 1].sum()
+    assert after - probabilities[found.token] - 1e-5 <= at <= after + 1e-5
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(ROWS, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_no_row_is_changed_by_its_company(rows: list[Row], chance: Any) -> None:
+    alone = [sample(torch.tensor([row[0]]), [pick_of(row)])[0] for row in rows]
+    order = chance.sample(range(len(rows)), chance.randint(1, len(rows)))
+    together = sample(torch.tensor([rows[at][0] for at in order]), [pick_of(rows[at]) for at in order])
+    for at, found in zip(order, together, strict=True):
+        expected = alone[at]
+        assert found is not None
+        assert expected is not None
+        assert found.token == expected.token
+        assert (found.likelihood is None) == (expected.likelihood is None)
+        if found.likelihood is not None and expected.likelihood is not None:
+            assert found.likelihood.logprob == pytest.approx(expected.likelihood.logprob, abs=1e-6)
+            assert [token for token, _ in found.likelihood.top] == [token for token, _ in expected.likelihood.top]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.one_of(st.floats(-60, 60, width=32), st.just(-math.inf)), min_size=VOCAB, max_size=VOCAB),
+    SAMPLINGS,
+    st.integers(0, VOCAB),
+    st.floats(0, 0.999),
+)
+def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
+    logits: list[float], sampling: Sampling, top: int, at: float
+) -> None:
+    logits[3] = 0.0  # one token is possible at least
+    (found,) = sample(torch.tensor([logits]), [Pick(replace(sampling, logprobs=top), at)])
+    assert found is not None
+    assert found.likelihood is not None
+    scores = np.array(logits)
+    exact = scores - scores.max() - math.log(np.exp(scores - scores.max()).sum())
+    assert found.likelihood.logprob == pytest.approx(exact[found.token], abs=1e-4)
+    assert len(found.likelihood.top) == top
+    for (token, value), best in zip(found.likelihood.top, sorted(exact, reverse=True), strict=False):
+        assert value == pytest.approx(best, abs=1e-4)
+        assert value == pytest.approx(exact[token], abs=1e-4)
+    assert len({token for token, _ in found.likelihood.top}) == top
+
+
+def support(probabilities: Sequence[float], sampling: Sampling, **further: Any) -> set[int]:
+    """All tokens that can come, where the logits are the logarithms of `probabilities` plus 3."""
+    logits = [math.log(each) + 3.0 for each in probabilities]
+    draws = [Pick(sampling, float(at), **further) for at in np.linspace(0, 0.9999, 200)]
+    return {found.token for found in sample(torch.tensor([logits] * len(draws)), draws) if found is not None}
+
+
+FOUR = (0.4, 0.3, 0.2, 0.1)
+
+
+def test_penalties_come_before_every_cut() -> None:
+    assert support(FOUR, Sampling(top_k=1)) == {0}
+    assert support(FOUR, Sampling(top_k=1, presence_penalty=2.0), repeats=repeats([], [0])) == {1}
+    assert support(FOUR, Sampling(top_k=1, repetition_penalty=2.0), repeats=repeats([0, 1], [])) == {2}
+
+
+def test_a_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
+    pick = Pick(Sampling(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
+    assert sample(torch.tensor([[1.5, 1.0], [-1.0, -1.5]]), [pick] * 2) == [Sampled(1)] * 2
+
+
+def test_a_repetition_is_scaled_before_anything_is_subtracted() -> None:
+    # 4 / 2 - 1 = 1 is below 1.2; (4 - 1) / 2 = 1.5 would be above it
+    picks = [Pick(Sampling(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0]))]
+    assert sample(torch.tensor([[4.0, 1.2]]), picks) == [Sampled(1)]
+    # 4 / 2 + 3 = 5 is above 4; (4 + 3) / 2 = 3.5 would be below it
+    picks = [Pick(Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))]
+    assert sample(torch.tensor([[4.0, 4.0]]), picks) == [Sampled(0)]
+
+
+def test_biases_and_forbidden_tokens_come_before_every_cut() -> None:
+    assert support(FOUR, Sampling(top_k=1, logit_bias={3: 5.0})) == {3}
+    assert support(FOUR, Sampling(top_p=0.3, logit_bias={3: 5.0})) == {3}
+    assert support(FOUR, Sampling(top_k=2), forbidden=[0]) == {1, 2}
+    assert support(FOUR, Sampling(min_p=0.6), forbidden=[0]) == {1, 2}, "measured against the likeliest that may come"
+
+
+def test_temperature_comes_before_the_cuts_by_probability() -> None:
+    assert support(FOUR, Sampling(top_p=0.65)) == {0, 1}
+    assert support(FOUR, Sampling(top_p=0.65, temperature=10.0)) == {0, 1, 2}
+    assert support(FOUR, Sampling(min_p=0.4)) == {0, 1, 2}
+    assert support(FOUR, Sampling(min_p=0.4, temperature=2.0)) == {0, 1, 2, 3}
+
+
+def test_top_p_counts_the_probability_of_what_top_k_left() -> None:
+    assert support(FOUR, Sampling(top_p=0.5)) == {0, 1}
+    assert support(FOUR, Sampling(top_p=0.5, top_k=2)) == {0}, "0.4 of 0.7 reach one half"
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
