@@ -12,16 +12,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router import backoff, planner
-from router.backoff import Crashes, Failure
+from router.backoff import Failure
 from router.calibration import Calibration
 from router.errors import (
     AlreadyRunning,
     ApiError,
-    DoesNotFit,
     Draining,
     LoadBackoff,
     LoadFailed,
@@ -33,10 +32,12 @@ from router.errors import (
 )  # fmt: skip
 from router.estimate import EstimateError
 from router.events import EventLog
+from router.explain import does_not_fit, numbers, preview
 from router.launchers import Launcher, WorkerLost, WorkerProcess
-from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
+from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
 from router.life import Again, Files, Worker, end, live, lost_error, tell, weigh
 from router.lifecycle import State
+from router.model import COPY_PAUSE, Model
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
 from worker.contract import Exit
@@ -63,35 +64,6 @@ class Limits:
     models_max: int = 0
     memory: bool = True
     """False with a margin of 0: then only the count decides."""
-
-
-@dataclass(slots=True)
-class Model:
-    """What the fleet knows of one preset, whether or not it has workers."""
-
-    preset: Preset
-    created: int
-    """When it was first listed, in whole seconds of wall-clock time."""
-    workers: list[Worker] = field(default_factory=list)
-    """All that are not stopped, the newest last."""
-    failure: Failure | None = None
-    crashes: Crashes = field(default_factory=Crashes)
-    ran_out: int = 0
-    """How many lives in a row ran out of memory before they were ready."""
-    reason: str = ""
-    """Why its last worker ended."""
-    since: float | None = None
-    """When its last worker ended."""
-
-    @property
-    def open(self) -> Worker | None:
-        """The worker that takes new leases."""
-        return next((worker for worker in reversed(self.workers) if worker.open), None)
-
-    @property
-    def shown(self) -> Worker | None:
-        """The worker that its status is read off: the open one, else the last that still drains or stops."""
-        return self.open or (self.workers[-1] if self.workers else None)
 
 
 class Lease:
@@ -240,6 +212,10 @@ class Fleet:
             raise Draining("the router is shutting down", retry_after=5)
         if not autoload and (worker is None or worker.state is State.DOWNLOADING):
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
+        if model.preset.max_concurrent and model.leases >= model.preset.max_concurrent:
+            raise QueueFull(
+                f"{id} already has {model.leases} requests at once (max-concurrent)", retry_after=self._turnover(model)
+            )
         if worker is None or worker.state is not State.READY:
             self._admit(model)
         if worker is None:
@@ -254,7 +230,13 @@ class Fleet:
     def _take(self, model: Model, worker: Worker) -> Lease:
         lease = Lease(self, model, worker, self.now())
         worker.leases.add(lease)
+        self._consider_copy(model)
         return lease
+
+    def _consider_copy(self, model: Model) -> None:
+        """Begin a further worker of a model that wants one, if there is room at once: a luxury, which nobody awaits."""
+        if not self.closing and self.models.get(model.preset.id) is model and model.wants_copy(self.now()):
+            self._begin(model, luxury=True)
 
     def _give_back(self, lease: Lease) -> None:
         worker = lease.worker
@@ -262,6 +244,7 @@ class Fleet:
         worker.stirred.set()
         if worker.state is State.READY:
             worker.last_used = self.now()
+            lease.model.took(self.now() - max(lease.arrived, worker.ready_at or 0.0))
         if not worker.leases:
             self.changed()
 
@@ -306,11 +289,22 @@ class Fleet:
         raise LoadBackoff(f"{message}; next attempt in {failure.until - now:.0f} s", retry_after=failure.until - now)
 
     def eta(self, model: Model) -> float:
-        """Seconds until a request for `model` can expect its turn, from what loads took so far."""
+        """Seconds until a request for `model` can expect its turn: its own load and those ahead of it, by what loads
+        took so far, less what is over of them."""
+        worker, now = model.open, self.now()
+        if worker is not None and worker.state >= State.STARTING:
+            return max(1.0, model.expected_load() - (now - worker.since))
+        queued = [w for w in self.workers() if w.state is State.QUEUED and not w.luxury and w is not worker]
+        ahead = [w for w in queued if worker is None or w.ahead < worker.ahead]
+        loads = (self._homes[w.id].expected_load() for w in ahead)
+        return max(1.0, model.expected_load() + sum(loads))
+
+    def _turnover(self, model: Model) -> float:
+        """Seconds until one of the requests of `model` can be expected to end, by how long they took so far."""
         worker = model.open
-        load = worker.costs.load_seconds if worker is not None and worker.costs is not None else 0.0
-        ahead = worker.ahead if worker is not None else sum(w.state is State.QUEUED for w in self.workers())
-        return max(1.0, (ahead + 1) * (load or 5.0))
+        if worker is None or worker.state is not State.READY:
+            return self.eta(model)
+        return max(1.0, (model.request_seconds or 1.0) / max(1, model.leases))
 
     def _queue_timeout(self, worker: Worker) -> QueueTimeout:
         waits = f" ({worker.waits_for})" if worker.waits_for else ""
@@ -327,10 +321,10 @@ class Fleet:
 
     # Lives
 
-    def _begin(self, model: Model) -> Worker:
+    def _begin(self, model: Model, *, luxury: bool = False) -> Worker:
         self._ids += 1
         state = State.QUEUED if self.files.find(model.preset) is not None else State.DOWNLOADING
-        worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.ran_out)
+        worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.ran_out, luxury=luxury)
         model.workers.append(worker)
         self._alive[worker.id] = worker
         self._homes[worker.id] = model
@@ -350,8 +344,13 @@ class Fleet:
         self._said.pop(worker.id, None)
         model = self._homes.pop(worker.id)
         model.workers.remove(worker)
-        model.reason, model.since = worker.reason, self.now()
-        self._remember(model, worker)
+        if worker.luxury:
+            model.no_copy_before = self.now() + COPY_PAUSE
+        else:
+            model.reason, model.since = worker.reason, self.now()
+            self._remember(model, worker)
+        model.load_seconds = worker.load_seconds or model.load_seconds
+        model.promote()
         if worker.preset.id not in self.models and not model.workers:
             self.events.append("removed", worker.preset.id)
         return model.failure
@@ -401,6 +400,10 @@ class Fleet:
         worker.retired_at = self.now()
         worker.retired.set()
         worker.stirred.set()
+        if model := self._homes.get(worker.id):
+            if worker.luxury:
+                model.no_copy_before = self.now() + COPY_PAUSE
+            model.promote()
         if worker.state < State.READY and worker.task is not None:
             worker.task.cancel()
         elif worker.leases:
@@ -566,7 +569,9 @@ class Fleet:
         workers = self.workers()
         queued = [w for w in workers if w.state is State.QUEUED and w.costs is not None and not w.retired.is_set()]
         for worker in [w for w in workers if w.state < State.STARTING and not w.leases and not w.retired.is_set()]:
-            self.retire(worker, "abandoned", drain=0.0)
+            if not worker.luxury:
+                self.retire(worker, "abandoned", drain=0.0)
+        self._mark_surplus()
         queued = [worker for worker in queued if not worker.retired.is_set() and not worker.room.done()]
         residents = [worker.resident() for worker in workers if worker.state.holds_memory]
         self.devices = self._ledger.observe(self.launcher.readings(), residents)
@@ -579,18 +584,32 @@ class Fleet:
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
+    def _mark_surplus(self) -> None:
+        """Say which copies end when they idle, and begin those that are wanted."""
+        for model in list(self.models.values()):
+            if model.preset.replicas[1] == 1 and len(model.workers) <= 1:
+                continue
+            surplus = model.surplus()
+            for worker in model.workers:
+                worker.surplus = worker in surplus
+            self._consider_copy(model)
+
     def _record(self, plan: Plan, by_id: Mapping[int, Worker], queued: Sequence[Worker]) -> None:
         for id, refusal in plan.refuse.items():
             worker = by_id[id]
             if not worker.room.done():
                 worker.room.set_exception(does_not_fit(worker, refusal))
+        for worker in [by_id[id] for id in plan.drop]:
+            told = numbers(worker, self.devices)
+            self.events.append("plan", worker.preset.id, decision="drop", worker=worker.id, **told)
+            self.retire(worker, "no_room", drain=0.0)
         for id in plan.refine:
             by_id[id].refine.set()
         for id, eviction in plan.evict.items():
             self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
             self._start(by_id[id], start)
-        order = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
+        order = sorted(queued, key=lambda worker: (worker.luxury, -worker.preset.priority, worker.since))
         for ahead, worker in enumerate(worker for worker in order if worker.id not in plan.start):
             worker.ahead = ahead
             if worker.id not in plan.refine and worker.id not in plan.refuse and not worker.refine.is_set():
@@ -607,7 +626,7 @@ class Fleet:
                     cause=wait.cause,
                     on=[by_id[id].preset.id for id in wait.on if id in by_id],
                     position=ahead + 1,
-                    **self._numbers(worker),
+                    **numbers(worker, self.devices),
                 )
 
     def _start(self, worker: Worker, start: planner.Start) -> None:
@@ -616,7 +635,9 @@ class Fleet:
         worker.waits_for, worker.ahead, worker.progress = "", 0, None
         was, worker.state, worker.since = worker.state, State.STARTING, self.now()
         worker.considered.set()
-        self.events.append("plan", worker.preset.id, decision="start", worker=worker.id, **self._numbers(worker))
+        self.events.append(
+            "plan", worker.preset.id, decision="start", worker=worker.id, **numbers(worker, self.devices)
+        )
         tell(worker, self.events, was=was)
         worker.room.set_result(start)
 
@@ -634,28 +655,10 @@ class Fleet:
             **{"for": asker.preset.id if asker else ""},
             idle_seconds=0.0 if worker.leases else round(self.now() - worker.last_used, 1),
             frees={str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
-            **(self._numbers(asker) if asker else {}),
+            **(numbers(asker, self.devices) if asker else {}),
         )
         drain = None if limit < 0 else limit
         self.retire(worker, eviction.reason, drain=drain, made_room_for=asker.preset.id if asker else "")
-
-    def _numbers(self, worker: Worker) -> dict[str, Any]:
-        """What was needed and what was free, by device, in bytes."""
-        if worker.costs is None:
-            return {}
-        devices = {
-            str(device.id): {
-                "total": device.total,
-                "used": device.used,
-                "foreign": device.foreign,
-                "margin": device.margin,
-                "limit": device.limit,
-            }
-            for device in self.devices
-            if device.id in worker.devices or device.id.index in (HOST, SLOTS)
-        }
-        estimate = worker.costs.estimate
-        return {"needs": list(estimate.shards), "source": estimate.source, "devices": devices}
 
     async def preview(self, id: str) -> dict[str, Any]:
         """What a load of `id` would do now; changes nothing. Raises ApiError if its files are not here."""
@@ -677,72 +680,12 @@ class Fleet:
         residents = self._residents()
         devices = self._ledger.observe(self.launcher.readings(), residents)
         found = planner.plan([demand], residents, devices, self.now(), self._policy())
-        return self._preview(demand, found, self._numbers(worker))
-
-    def _preview(self, demand: Demand, found: Plan, numbers: dict[str, Any]) -> dict[str, Any]:
-        names = {worker.id: worker.preset.id for worker in self.workers()}
-        evict = [
-            {"model": names.get(id, ""), "reason": eviction.reason, "idle": eviction.idle}
-            for id, eviction in found.evict.items()
-            if eviction.for_demand == demand.id
-        ]
-        if demand.id in found.start:
-            start = found.start[demand.id]
-            claim = {str(device): size for device, size in start.claim.items()}
-            return {"decision": "start", "place": [str(device) for device in start.place], "claim": claim, **numbers}
-        if demand.id in found.refuse:
-            refusal = found.refuse[demand.id]
-            return {"decision": "refuse", "shortage": _shortages(refusal.devices), **numbers}
-        wait = found.waits.get(demand.id)
-        if wait is None:
-            return {"decision": "drop", **numbers}
-        return {
-            "decision": "evict" if evict else "wait",
-            "cause": wait.cause,
-            "evict": evict,
-            "waits_for": [names.get(id, "") for id in wait.on],
-            "later": [names.get(id, "") for id in wait.victims],
-            "keep": {names.get(id, ""): why for id, why in wait.keep.items()},
-            "shortage": _shortages(wait.shortage),
-            "refine": demand.id in found.refine,
-            **numbers,
-        }
+        names = {each.id: each.preset.id for each in self.workers()}
+        return preview(demand, found, names, numbers(worker, devices))
 
 
 async def _hold(lease: Lease) -> None:
     await lease.ready()
-
-
-def _shortages(devices: Mapping[DeviceId, planner.Shortage]) -> dict[str, Any]:
-    return {
-        str(id): {"required": short.required, "available": short.available, "margin": short.margin, "used": short.used}
-        for id, short in devices.items()
-    }
-
-
-def does_not_fit(worker: Worker, refusal: planner.Refusal) -> DoesNotFit:
-    """507 with the arithmetic, in MiB by device."""
-    devices = {
-        str(id): {
-            "required_mib": -(-short.required // MIB),
-            "available_mib": short.available // MIB,
-            "margin_mib": short.margin // MIB,
-        }
-        for id, short in refusal.devices.items()
-        if id.index != SLOTS
-    }
-    parts = (
-        ", ".join(
-            f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB can be had"
-            f" (margin {row['margin_mib']} MiB)"
-            for name, row in devices.items()
-        )
-        or f"{refusal.needs} devices where there are {refusal.offered}"
-    )
-    return DoesNotFit(
-        f"{worker.preset.id} does not fit even alone: it needs {parts}; lower ctx-size or parallel, or the margin",
-        extra={"devices": devices},
-    )
 
 
 def slots(limits: Limits) -> DeviceId | None:

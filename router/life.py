@@ -104,12 +104,16 @@ class Costs:
 class Worker:
     """One life of one worker process, as fleet and planner see it. Times are seconds of the fleet's clock."""
 
-    def __init__(self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0):
+    def __init__(self, id: int, preset: Preset, state: State, now: float, *, attempt: int = 0, luxury: bool = False):
         self.id = id
         self.preset = preset
         self.state = state
         self.attempt = attempt
         """How many lives of this model ran out of memory at their start just before this one."""
+        self.luxury = luxury
+        """A copy: nobody's need as long as another worker of its model is."""
+        self.surplus = False
+        """A copy beyond the least number of `replicas`: it ends when it idles."""
         self.since = now
         """When it entered its state; the place in the queue while QUEUED."""
         self.born = now
@@ -192,6 +196,7 @@ class Worker:
             host=0 if on_host else estimate.host,
             since=self.since,
             priority=self.preset.priority,
+            luxury=self.luxury,
             sure=self.costs.sure,
             quiet=contract.ENGINES[self.preset.engine].quiet,
             devices=self.devices,
@@ -202,6 +207,8 @@ class Worker:
         """This worker as the planner sees it while it holds memory."""
         busy = bool(self.leases)
         ttl = self.preset.ttl
+        if self.surplus:
+            ttl = min(ttl, self.preset.replica_idle) if ttl >= 0 else self.preset.replica_idle
         return Resident(
             id=self.id,
             model=self.preset.id,
@@ -211,8 +218,9 @@ class Worker:
             busy=busy,
             leaving=self.retired.is_set() or self.state is State.STOPPING,
             retired_at=self.retired_at or self.since,
-            pinned=self.preset.pin,
+            pinned=self.preset.pin and not self.luxury,
             priority=self.preset.priority,
+            luxury=self.luxury,
             starting=self.state is State.STARTING,
             quiet=contract.ENGINES[self.preset.engine].quiet,
             turn_ends=self.turn_ends,

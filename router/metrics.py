@@ -20,7 +20,9 @@ WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300
 STATES = ("unloaded", "downloading", "loading", "loaded")
 STAGES = ("download", "wait", "start", "weights", "warmup")
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-INTENDED = frozenset({"", "abandoned", "config_changed", "draining", "evicted", "idle", "requested", "shutdown"})
+INTENDED = frozenset(
+    {"", "abandoned", "config_changed", "draining", "evicted", "idle", "no_room", "requested", "shutdown"}
+)
 """Why a load may end without having failed."""
 
 
@@ -188,6 +190,7 @@ class _Gauges(Collector):
         ratio = GaugeMetricFamily("router_estimate_ratio", "Measured over estimated.", labels=["model"])
         running = GaugeMetricFamily("router_requests_in_flight", "Leases of ready workers.", labels=["model"])
         waiting = GaugeMetricFamily("router_queue_depth", "Leases of workers not ready.", labels=["model"])
+        ready = GaugeMetricFamily("router_model_workers", "Workers that are ready.", labels=["model"])
         words = {State.DOWNLOADING: "downloading", State.QUEUED: "loading", State.STARTING: "loading"}
         for id, model in self._fleet.models.items():
             shown = model.shown
@@ -196,6 +199,7 @@ class _Gauges(Collector):
                 state.add_metric([id, word], float(word == value))
             running.add_metric([id], sum(len(w.leases) for w in model.workers if w.state >= State.READY))
             waiting.add_metric([id], sum(len(w.leases) for w in model.workers if w.state < State.READY))
+            ready.add_metric([id], sum(w.state is State.READY for w in model.workers))
             if shown is None:
                 continue
             planned = estimated(shown)
@@ -205,7 +209,7 @@ class _Gauges(Collector):
                 memory.add_metric([id, device.node, str(device), "measured"], size)
             if shown.measured and sum(planned.values()):
                 ratio.add_metric([id], sum(shown.measured.values()) / sum(planned.values()))
-        yield from (state, memory, ratio, running, waiting)
+        yield from (state, memory, ratio, running, waiting, ready)
 
     def _workers(self) -> Iterator[Metric]:
         """What engines said in their last pulses, copies of a model together, and how far loads are."""

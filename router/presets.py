@@ -68,6 +68,8 @@ class Preset:
     max_input_tokens: int = 0
     n_predict: int = -1
     queue_size: int = 1000
+    max_concurrent: int = 0
+    """Requests at once; 0: as many as come."""
     request_timeout: float | None = None
     """None: --timeout."""
 
@@ -83,6 +85,9 @@ class Preset:
     # Placement
     device: tuple[str, ...] = ()
     """`cpu`, `cuda:N` or a UUID; empty: the planner chooses among the accelerators, or the CPU without any."""
+    replicas: tuple[int, int] = (1, 1)
+    """Workers at once: at least, where memory is free for more than one, and at most."""
+    replica_idle: float = 60.0
     required_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes by device name (`""`: whatever device it runs on); replaces the estimate."""
     reserved_memory: int = 0

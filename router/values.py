@@ -94,6 +94,25 @@ class Integer:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A whole number from 1, or the least and the most of it: `2` or `1-3`."""
+
+    high: int = 1000
+    hint: str = "N or MIN-MAX"
+
+    def read(self, text: str) -> tuple[int, int]:
+        parts = text.strip().split("-")
+        numbers = [int(part) for part in parts if _WHOLE.fullmatch(part.strip())]
+        if len(numbers) != len(parts) or len(parts) > 2 or not 1 <= numbers[0] <= numbers[-1] <= self.high:
+            raise ValueError(f"{shown(text)} is not a number from 1 to {self.high}, nor two such as 1-3")
+        return numbers[0], numbers[-1]
+
+    def write(self, value: tuple[int, int]) -> str:
+        least, most = value
+        return str(least) if least == most else f"{least}-{most}"
+
+
+@dataclass(frozen=True)
 class Number:
     """A finite number between `low` and `high`."""
 

@@ -22,6 +22,7 @@ ROUTER = [
     "router.faces  router.faces.*  router.launchers.nursery",
     "router.site  router.proxy  router.metrics  router.launchers.process",
     "router.fleet  router.access  router.launchers.orphans",
+    "router.explain  router.model",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.calibration  router.snapshots  router.launchers  router.launchers.environment  router.launchers.guard"
     "  router.launchers.oom  router.launchers.vitals",

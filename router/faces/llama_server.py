@@ -3,14 +3,15 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from router.access import Access
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
 from router.events import Event
 from router.fleet import Fleet, Model
-from router.ledger import SLOTS, pooled
+from router.ledger import SLOTS, DeviceId, pooled
 from router.life import Worker, estimated
 from router.lifecycle import State
 from router.presets import Preset, args, effective
@@ -61,6 +62,10 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
     leases = [len(each.leases) for each in model.workers if each.state >= State.READY]
     queued = [len(each.leases) for each in model.workers if each.state < State.READY]
     result["in_flight"], result["queued"] = sum(leases), sum(queued)
+    least, most = model.preset.replicas
+    if most > 1:
+        ready = sum(each.state is State.READY and each.open for each in model.workers)
+        result["replicas"] = {"ready": ready, "open": len(model.all_open), "least": least, "most": most}
     if worker is not None:
         result["since"] = wall_clock(fleet, worker.since)
         result["draining"] = leaving = worker.retired.is_set() or worker.state is State.STOPPING
@@ -72,7 +77,7 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
             result["progress"] = progress(worker)
         if (beat := pulse(worker)) is not None:
             result["pulse"] = beat
-        memory = memory_of(worker)
+        memory = memory_of(model.workers)
         if memory:
             result["memory"] = memory
         return result
@@ -93,16 +98,22 @@ def wall_clock(fleet: Fleet, at: float) -> float:
     return round(time.time() + at - fleet.now(), 3)
 
 
-def memory_of(worker: Worker) -> dict[str, dict[str, int | None]]:
-    """MiB by device: estimated, measured, reserved."""
-    planned, measured = pooled(estimated(worker), worker.pools), worker.occupied
+def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
+    """MiB by device: estimated, measured, reserved; of all workers together."""
+    planned: Counter[DeviceId] = Counter()
+    measured: Counter[DeviceId] = Counter()
+    reserved: Counter[DeviceId] = Counter()
+    for worker in workers:
+        planned.update(pooled(estimated(worker), worker.pools))
+        measured.update(worker.occupied)
+        reserved.update(worker.reserved)
     return {
         str(device): {
-            "estimated_mib": -(-planned.get(device, 0) // MIB),
+            "estimated_mib": -(-planned[device] // MIB),
             "measured_mib": -(-measured[device] // MIB) if device in measured else None,
             "reserved_mib": -(-size // MIB),
         }
-        for device, size in worker.reserved.items()
+        for device, size in reserved.items()
         if device.index != SLOTS
     }
 

@@ -168,7 +168,7 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
         ("md = x", "model-draft is not offered"),
         ("tensor-parallel-degree = 2", "tensor-parallel is not offered by this version: remove it; one device"),
         ("kv-tokens = 9", "the pool is ctx-size x parallel"),
-        ("replicas = 1-3", "replicas is not offered by this version: remove it; raise parallel"),
+        ("min-workers = 2", "min-workers is not offered by this version: remove it; write replicas = MIN-MAX"),
         ("split-mode = row", "split-mode is not offered"),
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
         ("rope-scaling = yarn", "config-override"),
@@ -192,7 +192,6 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
         ("load-format = gguf", "gguf is not offered"),
         ("flash-attn = on", "flash is not offered by this version: remove it; auto takes"),
         ("ngl = 20", "ngl: layers in host memory are not offered by this version: remove it, or write 0 for cpu"),
-        ("sleep-idle-seconds = 60", "ttl ends an idle worker"),
         ("conv-template = vicuna", "chat-template"),
     ],
 )
@@ -228,6 +227,9 @@ def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, m
         ("env.1A = x", 'unknown key "env.1A"'),
         ("env.CUDA_VISIBLE_DEVICES = 0", "write device = instead"),
         ("temp = hot", 'temp: "hot" is not a number'),
+        ("replicas = 3-1", 'replicas: "3-1" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("num-workers = none", 'num-workers: "none" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("replicas = 0", 'replicas: "0" is not a number from 1 to 1000, nor two such as 1-3'),
         ("revision = v1", "revision belongs to a repository of the hub"),
         ("ctx-size = 10\nmax-input-tokens = 10", "max-input-tokens must be less than ctx-size"),
         ("min-residency = 11", "min-residency must not be more than --swap-patience, 10 s"),
@@ -600,3 +602,14 @@ def test_the_reference_names_every_key_and_its_comments_are_right() -> None:
     ]
     loaded = read("[*]\n" + "\n".join(body) + "\n[m]\nmodel = demo:a", swap_patience=10.0)
     assert [str(problem) for problem in loaded.problems] == []
+
+
+def test_replicas_are_a_number_or_the_least_and_the_most() -> None:
+    body = "[a]\nmodel = demo:a\nreplicas = 2\n[b]\nmodel = demo:b\nnum-workers = 1-3\n[c]\nmodel = demo:c"
+    loaded = read(body)
+    assert [preset.replicas for preset in loaded.presets.values()] == [(2, 2), (1, 3), (1, 1)]
+    assert args(loaded.presets["b"]).count("1-3") == 1
+
+
+def test_llama_servers_word_for_idle_time_ends_the_worker_too() -> None:
+    assert read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m").presets["a"].ttl == 300.0

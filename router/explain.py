@@ -1,0 +1,95 @@
+"""Plans in words and numbers, for people: why somebody waits, leaves or is refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.errors import DoesNotFit
+from router.ledger import HOST, SLOTS, Device, DeviceId
+from router.life import Worker
+from router.planner import Demand, Plan, Refusal, Shortage
+
+MIB = 1 << 20
+
+
+def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
+    """What was needed and what was free, by device, in bytes."""
+    if worker.costs is None:
+        return {}
+    rows = {
+        str(device.id): {
+            "total": device.total,
+            "used": device.used,
+            "foreign": device.foreign,
+            "margin": device.margin,
+            "limit": device.limit,
+        }
+        for device in devices
+        if device.id in worker.devices or device.id.index in (HOST, SLOTS)
+    }
+    estimate = worker.costs.estimate
+    return {"needs": list(estimate.shards), "source": estimate.source, "devices": rows}
+
+
+def preview(demand: Demand, found: Plan, names: Mapping[int, str], numbers: dict[str, Any]) -> dict[str, Any]:
+    """What a plan says of one demand; `names` are models by worker."""
+    evict = [
+        {"model": names.get(id, ""), "reason": eviction.reason, "idle": eviction.idle}
+        for id, eviction in found.evict.items()
+        if eviction.for_demand == demand.id
+    ]
+    if demand.id in found.start:
+        start = found.start[demand.id]
+        claim = {str(device): size for device, size in start.claim.items()}
+        return {"decision": "start", "place": [str(device) for device in start.place], "claim": claim, **numbers}
+    if demand.id in found.refuse:
+        refusal = found.refuse[demand.id]
+        return {"decision": "refuse", "shortage": shortages(refusal.devices), **numbers}
+    wait = found.waits.get(demand.id)
+    if wait is None:
+        return {"decision": "drop", **numbers}
+    return {
+        "decision": "evict" if evict else "wait",
+        "cause": wait.cause,
+        "evict": evict,
+        "waits_for": [names.get(id, "") for id in wait.on],
+        "later": [names.get(id, "") for id in wait.victims],
+        "keep": {names.get(id, ""): why for id, why in wait.keep.items()},
+        "shortage": shortages(wait.shortage),
+        "refine": demand.id in found.refine,
+        **numbers,
+    }
+
+
+def shortages(devices: Mapping[DeviceId, Shortage]) -> dict[str, Any]:
+    return {
+        str(id): {"required": short.required, "available": short.available, "margin": short.margin, "used": short.used}
+        for id, short in devices.items()
+    }
+
+
+def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
+    """507 with the arithmetic, in MiB by device."""
+    devices = {
+        str(id): {
+            "required_mib": -(-short.required // MIB),
+            "available_mib": short.available // MIB,
+            "margin_mib": short.margin // MIB,
+        }
+        for id, short in refusal.devices.items()
+        if id.index != SLOTS
+    }
+    parts = (
+        ", ".join(
+            f"{row['required_mib']} MiB on {name} where {row['available_mib']} MiB can be had"
+            f" (margin {row['margin_mib']} MiB)"
+            for name, row in devices.items()
+        )
+        or f"{refusal.needs} devices where there are {refusal.offered}"
+    )
+    return DoesNotFit(
+        f"{worker.preset.id} does not fit even alone: it needs {parts}; lower ctx-size or parallel, or the margin",
+        extra={"devices": devices},
+    )
+
+
+__all__ = ["does_not_fit", "numbers", "preview", "shortages"]

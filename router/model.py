@@ -1,0 +1,102 @@
+"""What the fleet knows of one preset, whether or not it has workers; and when it wants a further one.
+
+The oldest open worker of a model is a need, all further ones are copies: luxuries, which begin where memory is free,
+make room for anybody's need, and end when they idle. If the need leaves, the oldest copy takes its place.
+"""
+
+from dataclasses import dataclass, field
+
+from router.backoff import Crashes, Failure
+from router.life import Worker
+from router.lifecycle import State
+from router.presets import Preset
+
+COPY_PAUSE = 15.0
+"""Seconds until a further copy is thought of again after one found no room, or failed."""
+WEIGHT = 0.2
+"""Of the latest in a mean of how long requests take."""
+SECONDS = 5.0
+"""That a load is thought to take before there was any."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One preset and its workers. Times are seconds of the fleet's clock."""
+
+    preset: Preset
+    created: int
+    """When it was first listed, in whole seconds of wall-clock time."""
+    workers: list[Worker] = field(default_factory=list)
+    """All that are not stopped, the newest last."""
+    failure: Failure | None = None
+    crashes: Crashes = field(default_factory=Crashes)
+    ran_out: int = 0
+    """How many lives in a row ran out of memory before they were ready."""
+    reason: str = ""
+    """Why its last worker ended."""
+    since: float | None = None
+    """When its last worker ended."""
+    no_copy_before: float = 0.0
+    load_seconds: float | None = None
+    """What its last load took."""
+    request_seconds: float | None = None
+    """What a request holds a ready worker for, about."""
+
+    @property
+    def open(self) -> Worker | None:
+        """The worker that takes the next lease: of those that are ready the least loaded, else the oldest."""
+        return min(self.all_open, key=_load, default=None)
+
+    @property
+    def all_open(self) -> list[Worker]:
+        """Those that may take leases, the oldest first."""
+        return [worker for worker in self.workers if worker.open]
+
+    @property
+    def shown(self) -> Worker | None:
+        """The worker that its status is read off: the open one, else the last that still drains or stops."""
+        return self.open or (self.workers[-1] if self.workers else None)
+
+    @property
+    def leases(self) -> int:
+        """Requests that hold any of its workers."""
+        return sum(len(worker.leases) for worker in self.workers)
+
+    def wants_copy(self, now: float) -> bool:
+        """Whether a further worker is to begin, if there is room: one at a time, up to the least number of `replicas`
+        once the model is in use, and to the most while each has more to do than `parallel`."""
+        least, most = self.preset.replicas
+        if most == 1 or now < self.no_copy_before:
+            return False
+        ours = self.all_open
+        if not 0 < len(ours) < most or any(worker.state is not State.READY for worker in ours):
+            return False
+        return len(ours) < least or all(len(worker.leases) > self.preset.parallel for worker in ours)
+
+    def surplus(self) -> list[Worker]:
+        """Copies beyond the least number, the newest first: they end when they idle."""
+        return self.all_open[: self.preset.replicas[0] - 1 : -1]
+
+    def promote(self) -> None:
+        """Somebody must be the need: the oldest that is open."""
+        ours = self.all_open
+        if ours and all(worker.luxury for worker in ours):
+            ours[0].luxury = False
+
+    def took(self, seconds: float) -> None:
+        """One request held a ready worker for so long."""
+        before = self.request_seconds
+        self.request_seconds = seconds if before is None else before + WEIGHT * (seconds - before)
+
+    def expected_load(self) -> float:
+        """Seconds of its next load, from its history."""
+        worker = self.open
+        known = worker.costs.load_seconds if worker is not None and worker.costs is not None else 0.0
+        return known or self.load_seconds or SECONDS
+
+
+def _load(worker: Worker) -> tuple[bool, int, bool, int]:
+    return worker.state is not State.READY, len(worker.leases), worker.luxury, worker.id
+
+
+__all__ = ["COPY_PAUSE", "Model"]
