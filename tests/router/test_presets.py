@@ -611,5 +611,9 @@ def test_replicas_are_a_number_or_the_least_and_the_most() -> None:
     assert args(loaded.presets["b"]).count("1-3") == 1
 
 
+def test_a_number_may_have_as_many_places_as_a_float_is_written_with() -> None:
+    assert one("temp = 0.0034277451171562676").sampling["temp"] == 0.0034277451171562676
+
+
 def test_llama_servers_word_for_idle_time_ends_the_worker_too() -> None:
     assert read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m").presets["a"].ttl == 300.0
