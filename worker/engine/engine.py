@@ -374,11 +374,12 @@ class TransformersEngine:
 def warm_up(
     runner: Runner, pace: Pace, *, rows: int, chunk: int, ctx_size: int, progress: Callable[[contract.Progress], None]
 ) -> None:
-    """Compute prompt chunks at the far end of the context, each twice as long, then a step of decoding in all rows.
+    """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
+    the beginning of the context, and of all.
 
     Buffers reach their size, kernels are chosen, and `pace` learns what a token costs.
     """
-    size, begin = min(chunk, Pace.FEWEST), time.monotonic()
+    size, begin = min(chunk, 16), time.monotonic()
     while True:
         seconds = _time_step(runner, pace, (_segment(0, ctx_size - size, size),))
         progress(contract.Progress(stage="warmup", done=size, total=chunk))
@@ -388,6 +389,7 @@ def warm_up(
         size = min(2 * size, chunk)
     batch = tuple(_segment(row, ctx_size - 1, 1) for row in range(rows))
     for _ in range(2):
+        _time_step(runner, pace, (_segment(0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
 
 

@@ -268,40 +268,59 @@ class Pace:
     """How many prompt tokens fit into a step without making streams stutter; learned from the steps so far.
 
     While nobody decodes a step may take PROMPT_SECONDS, so that a cancel is soon heard; while streams run prompts
-    may lengthen a step by STRETCH times what it takes without them (engine.md section 6: the gap between tokens stays
-    within three times its median).
+    may lengthen a step by STRETCH times what it takes without them. That makes a typical gap between tokens twice as
+    long, and leaves the unsteadiness of real machines within three times (engine.md section 6: the 99th percentile
+    while a long prompt comes in, over the median before).
     """
 
     PROMPT_SECONDS = 1.0
-    STRETCH = 1.5
-    FEWEST = 16
+    STRETCH = 1.0
+    FEWEST = 8
     """Below this a step's fixed cost outweighs what is saved."""
+    _UNKNOWN = 64
+    """Prompt tokens of a step before any was timed."""
     _WEIGHT = 0.3
     """Of the newest step in the running means."""
 
     def __init__(self) -> None:
-        self._decode_seconds: float | None = None
+        self._decodes: dict[int, tuple[float, float]] = {}
+        """Sequences and seconds of steps that only decode: running means, by the number of bits of the former."""
         self._token_seconds: float | None = None
 
     def budget(self, decoding: int, chunk: int) -> int:
         """Prompt tokens for the next step, in which `decoding` sequences decode."""
         if self._token_seconds is None:
-            return min(chunk, self.FEWEST * 4)
+            return min(chunk, self._UNKNOWN)
         allowed = self.PROMPT_SECONDS
-        if decoding and self._decode_seconds is not None:
-            allowed = min(allowed, self.STRETCH * self._decode_seconds)
+        alone = self._decode_seconds(decoding)
+        if alone is not None:
+            allowed = min(allowed, self.STRETCH * alone)
         return min(chunk, max(self.FEWEST, int(allowed / self._token_seconds)))
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""
         prompt_tokens = sum(segment.length for segment in batch if not segment.is_decode)
-        has_decodes = len(batch) > sum(not segment.is_decode for segment in batch)
+        decodes = sum(segment.is_decode for segment in batch)
         if not prompt_tokens:
-            self._decode_seconds = self._mean(self._decode_seconds, seconds)
+            count, before = self._decodes.get(decodes.bit_length(), (None, None))
+            self._decodes[decodes.bit_length()] = self._mean(count, decodes), self._mean(before, seconds)
             return
-        if has_decodes and self._decode_seconds is not None:
-            seconds = max(seconds - self._decode_seconds, 0.0)
+        seconds = max(seconds - (self._decode_seconds(decodes) or 0.0), 0.0)
         self._token_seconds = max(self._mean(self._token_seconds, seconds / prompt_tokens), 1e-9)
+
+    def _decode_seconds(self, count: int) -> float | None:
+        """Of a step in which `count` sequences decode and nothing else happens; None if there are none, or no step of
+        the kind was timed. Between two numbers that were timed it grows evenly; beyond them it stays."""
+        if not count or not self._decodes:
+            return None
+        known = sorted(self._decodes.values())
+        if count.bit_length() in self._decodes:
+            return self._decodes[count.bit_length()][1]
+        below = max((each for each in known if each[0] <= count), default=known[0])
+        above = min((each for each in known if each[0] >= count), default=known[-1])
+        if above[0] <= below[0]:
+            return below[1]
+        return below[1] + (above[1] - below[1]) * (count - below[0]) / (above[0] - below[0])
 
     def _mean(self, old: float | None, new: float) -> float:
         return new if old is None else old + self._WEIGHT * (new - old)
