@@ -31,10 +31,13 @@ class Detokenizer:
     def __init__(self, decode: Decode, context: Sequence[int] = ()):
         """`context`: tokens before the first one; their text is not part of the answer."""
         self._decode = decode
-        self._context = list(context[-_CONTEXT:])
-        self._base = decode(self._context) if self._context else ""
-        if self._base.endswith(UNKNOWN):
-            self._forget_context()
+        self._forget_context()
+        for size in range(_CONTEXT, _CONTEXT + 4):  # one of these does not begin within a character of four bytes
+            begin = list(context[-size:])
+            base = decode(begin) if begin else ""
+            if not base.endswith(UNKNOWN):
+                self._context, self._base = begin, base
+                break
         self._pending: list[int] = []
         self._sent = 0  # characters of the pending tokens' text that are out already
 
@@ -49,20 +52,24 @@ class Detokenizer:
             return new
         if len(self._pending) > _LONGEST_WAIT:
             return self._let_go()
-        return "" if text is None else self._send(text, len(text.rstrip(UNKNOWN)))
+        return self._send(text, len(text.rstrip(UNKNOWN)))
 
     def finish(self) -> str:
         """What is left at the end, incomplete characters included."""
         text = self._pending_text()
-        if text is None:
-            self._forget_context()
-            text = self._decode(self._pending)
         return self._send(text, len(text))
 
-    def _pending_text(self) -> str | None:
-        """Text of the pending tokens in their context; None while they change how the context itself reads."""
+    def _pending_text(self) -> str:
+        """Text of the pending tokens in their context; the context is forgotten if they change how it reads.
+
+        They do where bytes are tokens: such a decoder calls a whole run of them unknown while one of them is. What
+        was said of the run stays said, and its rest, which begins with a byte, needs nothing before it.
+        """
         whole = self._decode([*self._context, *self._pending])
-        return whole[len(self._base) :] if whole.startswith(self._base) else None
+        if not whole.startswith(self._base):
+            self._forget_context()
+            whole = self._decode(self._pending)
+        return whole[len(self._base) :]
 
     def _send(self, text: str, end: int) -> str:
         new = text[self._sent : end]
@@ -70,9 +77,8 @@ class Detokenizer:
         return new
 
     def _let_go(self) -> str:
-        """Part with the oldest pending tokens, cut where no character crosses; four bytes behind the cut prove that."""
-        if self._pending_text() is None:
-            self._forget_context()
+        """Part with the oldest pending tokens, cut where no character crosses; four bytes behind the cut prove that.
+        Where no cut keeps the whole as it is, in a run of bytes that is unknown as one, any will do."""
         whole = self._decode([*self._context, *self._pending])
         for cut in range(len(self._pending) - 1, 0, -1):
             head = self._decode([*self._context, *self._pending[:cut]])
@@ -82,7 +88,10 @@ class Detokenizer:
                 self._forget_context()
                 self._pending, self._sent = self._pending[cut:], 0
                 return new
-        return ""
+        new = whole[len(self._base) + self._sent :]
+        self._forget_context()
+        self._pending, self._sent = [], 0
+        return new
 
     def _forget_context(self) -> None:
         self._context, self._base = [], ""

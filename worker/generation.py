@@ -99,6 +99,8 @@ class Delta:
     index: int = 0
     text: str = ""
     tokens: tuple[int, ...] = ()
+    """Those that the text so far is made of. A token that ended the answer is in none, nor are those of a stop
+    string: they count (`Timings.completion_tokens`) but are not shown."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `tokens`, if asked for."""
     finish: Finish | None = None
@@ -131,6 +133,7 @@ class Timings:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    """All that were computed, also those that are not shown: they cost the same."""
     queue_seconds: float
     """From submission to the first step that carried a token of it."""
     prefill_seconds: float

@@ -15,6 +15,7 @@ import re
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -80,17 +81,20 @@ class _Exchange:
         """It ended in an error frame; the connection must end so, too."""
         self.outcome = "ok"
         self._cached_tokens = 0
-        self._completion_tokens = 0
+        self._shown: Counter[tuple[int, int]] = Counter()
+        """Tokens by generation and choice; of those that have ended, all that were computed, as `usage` has them."""
         self._ttft = 0.0
         self._further_tokens = 0
         self._further_seconds = 0.0
 
     def count(self, batch: Batch) -> None:
-        for _, delta in batch:
-            if delta.tokens and not self._completion_tokens:
+        for number, delta in batch:
+            if delta.tokens and not self._shown:
                 self._ttft = time.monotonic() - self.began
-            self._completion_tokens += len(delta.tokens)
+            if delta.tokens:
+                self._shown[number, delta.index] += len(delta.tokens)
             if delta.finish is not None and delta.timings is not None:
+                self._shown[number, delta.index] = delta.timings.completion_tokens
                 self._add(delta.index, delta.timings)
 
     def _add(self, index: int, timings: Timings) -> None:
@@ -106,7 +110,7 @@ class _Exchange:
             id=self.id,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
+            completion_tokens=self._shown.total(),
             outcome=self.outcome,
             ttft=self._ttft,
             token_seconds=self._further_seconds / self._further_tokens if self._further_tokens else 0.0,

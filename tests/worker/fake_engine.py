@@ -179,7 +179,7 @@ class _Choice:
         self.said += 1
         piece = self._answer.push(token)
         if piece.stop is not None:
-            return self._end("stop", piece.text, token, piece.stop)
+            return self._end("stop", piece.text, None, piece.stop)  # computed, not shown
         if self.said == self._limit:
             return self._end("length", piece.text + self._answer.finish().text, token)
         return self._delta(piece.text, token, timings=self._timings() if self._request.timings else None)

@@ -612,6 +612,19 @@ async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEn
     assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
 
 
+async def test_tokens_that_are_not_shown_are_counted_all_the_same(engine: TransformersEngine, model: Any) -> None:
+    plain = await say(engine, PROMPT, max_tokens=8)
+    assert plain.timings is not None
+    assert plain.timings.completion_tokens == len(plain.tokens) == 8, "nothing is hidden at the end of max_tokens"
+    stopped = await say(engine, PROMPT, max_tokens=8, stop=(plain.text[1:3],))
+    assert stopped.timings is not None
+    assert stopped.timings.completion_tokens > len(stopped.tokens), "those of the stop string were computed"
+    biased = Sampling(temperature=0.0, logit_bias={EOS: 1e4})
+    ended = await say(engine, PROMPT, sampling=biased)
+    assert ended.timings is not None
+    assert (ended.tokens, ended.timings.completion_tokens, ended.finish) == ([], 1, "stop"), "so is the end itself"
+
+
 async def test_times_and_counts_come_with_every_delta_if_asked(engine: TransformersEngine) -> None:
     said = await say(engine, PROMPT, max_tokens=6, timings=True)
     known = [each.timings for each in said.deltas]

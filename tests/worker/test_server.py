@@ -321,6 +321,17 @@ async def test_each_request_is_announced_once_at_its_end() -> None:
         assert world.events[1].ttft == 0
 
 
+async def test_what_is_announced_is_what_the_answer_says_of_its_usage() -> None:
+    async with serving() as world:
+        for body in (chat("hi"), chat("hi", stop="世"), chat("hi", max_tokens=4, n=3)):
+            _, _, answer = await world.post(CHAT, body)
+            usage, event = answer["usage"], world.events[-1]
+            assert (event.prompt_tokens, event.completion_tokens) == (
+                usage["prompt_tokens"],
+                usage["completion_tokens"],
+            )
+
+
 async def test_a_stream_is_announced_like_an_answer_in_one_piece() -> None:
     async with serving() as world:
         await world.stream("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 3})
