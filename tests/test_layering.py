@@ -38,13 +38,14 @@ WORKER = [
     "worker.estimate",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.*  worker.engine.engine",
-    "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding",
+    "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler"
-    "  worker.engine.steploop",
+    "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.attention",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
-    "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory",
+    "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
+    "  worker.engine.layout  worker.engine.batching",
     "worker.chat  worker.detokenize  worker.sampling  worker.constraints",
     "worker.fields  worker.deltas",
     "worker.generation  worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
@@ -59,7 +60,8 @@ PURE = [
     "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.constraints", "worker.detokenize", "worker.errors", "worker.fields", "worker.generation", "worker.sampling",
-    "worker.engine.architectures", "worker.engine.kv_cache", "worker.engine.scheduler", "worker.engine.sequence",
+    "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache", "worker.engine.scheduler",
+    "worker.engine.sequence",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}
 WITH_TORCH = ["worker.engine.*", "worker.estimate", "worker.nursery"]

@@ -24,12 +24,12 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker import contract, server
-from worker.engine import architectures, attention, engine, loader, memory, sampler, weights
-from worker.engine.embedding import Embedder
+from worker.engine import architectures, attention, encoders, engine, layout, loader, memory, sampler, weights
+from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
 from worker.engine.sequence import Sequence
-from worker.generation import Sampling
+from worker.generation import Sampling, Text
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -69,7 +69,8 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     if len(options.devices) != 1:
         loader.device_of(options)  # says why not
     device = torch.device(options.devices[0])
-    embeds = loader.is_embedder(options, config)
+    scores = loader.is_cross_encoder(options, config)
+    embeds = not scores and loader.is_embedder(options, config)
     cls = loader._model_class(options, config, embeds)
     stored = _stored(options)
     dtype = loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
@@ -83,8 +84,10 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         ctx_size = engine._ctx_size(_as_served(options), architectures.positions(config))
         shorten(model)
         context_bytes = 0
-        if embeds:
-            steps = embedding_steps(model, options, ctx_size)
+        if embeds or scores:
+            encoder = make_encoder(model, options, embeds=embeds)
+            weight_bytes += head_bytes(encoder)
+            steps = encoding_steps(model, encoder, options, ctx_size)
         else:
             pool = make_pool(config, options, ctx_size, dtype)
             context_bytes = pool.bytes
@@ -283,21 +286,34 @@ def _segment(row: int, start: int, length: int, *, prompt_logprobs: bool = False
     return Segment(sequence, row, start, length)
 
 
-def embedding_steps(model: Any, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
-    """The largest steps of an embedder: one text as long as may be, and as many with padding as are taken together."""
+def make_encoder(model: Any, options: contract.ModelOptions, *, embeds: bool) -> Encoder:
+    """The engine's encoder around `model`; layers behind the model have their shapes and no weights of their own."""
+    snapshot = Path(options.snapshot)
+    found = layout.read(snapshot) if embeds else None
+    return encoders.make(model, CPU, snapshot, found, pad=0, is_dummy=True)[0]
+
+
+def head_bytes(encoder: Encoder) -> int:
+    """Bytes of the layers that stand behind an embedder's model; a cross-encoder's are part of its model."""
+    return tensor_bytes(encoder.head) if isinstance(encoder, Embedder) else 0
+
+
+def encoding_steps(model: Any, encoder: Encoder, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
+    """The largest steps of an encoder: one text as long as may be, and two with padding, as long as two may be. More
+    and shorter ones have as many tokens and smaller masks."""
     usual = model.config._attn_implementation
     # A single text has no padding, so transformers builds no mask; it cannot see that in a fake tensor, and has to be
     # told: for attention of an unknown name it builds none.
     ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
-    yield partial(_embed, model, UNMASKED if usual == "sdpa" else usual, [[0] * ctx_size])
-    if options.parallel > 1:
-        longest = max(2, min(options.prefill_chunk // options.parallel, ctx_size))
-        yield partial(_embed, model, usual, [*[[0] * longest] * (options.parallel - 1), [0] * (longest - 1)])
+    yield partial(_encode, model, encoder, UNMASKED if usual == "sdpa" else usual, [[0] * ctx_size])
+    longest = min(options.prefill_chunk // 2, ctx_size)
+    if longest > 1:
+        yield partial(_encode, model, encoder, usual, [[0] * longest, [0] * (longest - 1)])
 
 
-def _embed(model: Any, implementation: str, texts: list[list[int]]) -> None:
+def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[int]]) -> None:
     model.set_attn_implementation(implementation)
-    Embedder(model, CPU, pooling="mean", normalize=2, pad=0).run(texts)
+    encoder.run([Text(text) for text in texts])
 
 
 # What is counted

@@ -141,6 +141,33 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """One input of an encoder: a text, or a pair of them as its tokenizer joins them."""
+
+    tokens: Sequence[int]
+    kinds: Sequence[int] = ()
+    """Which text each token belongs to, as the tokenizer numbers them; empty: all 0."""
+    skipped: int = 0
+    """Tokens of the instruction at its beginning, which some models leave out of pooling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How a model that embeds wants its texts, and what it makes of them."""
+
+    dimensions: int
+    """Components of a vector."""
+    is_pooled: bool = True
+    """One vector for each text; else one for each token."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Instructions to put before a text, by name."""
+    default_prompt: str = ""
+    """The text of the one for requests that name none."""
+    skips_prompt: bool = False
+    """Pooling leaves the instruction's tokens out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Occupancy:
     """What an engine is doing; counters only rise."""
 
@@ -154,7 +181,11 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Of `completion` and `embedding`; `chat` is added where there is a chat template."""
+        """Of `completion`, `embedding` and `rerank`; `chat` is added where there is a chat template."""
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """Of a model that embeds; None of any other."""
 
     @property
     def ctx_size(self) -> int:
@@ -175,8 +206,18 @@ class Engine(Protocol):
         grammar that cannot be compiled), QueueFull before the first delta; SequenceFailed at any time.
         """
 
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """One vector per prompt of token ids; raises ContextExceeded, UnsupportedByModel. Cancelling drops it."""
+    async def embed(self, texts: Sequence[Text], *, normalize: int | None = None) -> list[list[float]]:
+        """One vector for each text, in their order; its norm as llama-server's --embd-normalize, None: as configured.
+
+        Raises ContextExceeded, InvalidValue, QueueFull, UnsupportedByModel; SequenceFailed if the model cannot compute
+        one of them. Cancelling drops what is not computed yet.
+        """
+
+    async def embed_tokens(self, texts: Sequence[Text]) -> list[list[list[float]]]:
+        """The model's own hidden states, a vector for each token; of models without pooling. Otherwise as `embed`."""
+
+    async def score(self, pairs: Sequence[Text]) -> list[float]:
+        """How well the two texts of each pair fit, by a cross-encoder; higher is better. Otherwise as `embed`."""
 
     async def close(self) -> None:
         """Stop the step loop; whatever runs ends with Draining."""

@@ -17,7 +17,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import orjson
@@ -212,7 +212,7 @@ class Server:
 
     @property
     def capabilities(self) -> list[str]:
-        """Of chat, completion, embedding."""
+        """Of chat, completion, embedding, rerank."""
         return self._model.capabilities
 
     async def start(self) -> str:
@@ -268,6 +268,8 @@ class Server:
             "chat": self._generating(openai.chat),
             "completions": self._generating(openai.completions),
             "embeddings": self._answering(embeddings.embeddings),
+            "embedding": self._answering(embeddings.native),
+            "rerank": self._answering(embeddings.rerank),
             "tokenize": self._answering(llama_server.tokenize),
             "detokenize": self._answering(llama_server.detokenize),
             "apply_template": self._answering(llama_server.apply_template),
@@ -469,7 +471,7 @@ def _frame(error: RequestError) -> bytes:
 
 
 def _json(
-    body: Json, ignored: Sequence[str] = (), *, status: int = 200, headers: Mapping[str, str] | None = None
+    body: Any, ignored: Sequence[str] = (), *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
     every = {**(headers or {}), **_report(ignored)}
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=every)

@@ -23,11 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 from worker import detokenize
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
-from worker.generation import Delta, Finish, Generation, Occupancy, Prefill, Timings, TokenLogprob
+from worker.generation import Delta, Encoding, Finish, Generation, Occupancy, Prefill, Text, Timings, TokenLogprob
 
 SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
 CACHED, PREFILL, DECODE = 2, 0.5, 0.25
 DEADLINE = 20.0
+
+
+ENCODING = Encoding(dimensions=4, prompts={"query": "? ", "document": "", "title": "# "}, skips_prompt=True)
 
 
 class FakeEngine:
@@ -40,12 +43,15 @@ class FakeEngine:
         capabilities: Sequence[str] = ("completion", "embedding"),
         ctx_size: int = 256,
         waiting: int = 0,
+        encoding: Encoding | None = ENCODING,
     ):
         self.tokenizer = tokenizer
         self.capabilities = frozenset(capabilities)
         self.ctx_size = ctx_size
+        self.encoding = encoding
         self.gate = asyncio.Event()
         self.requests: list[Generation] = []
+        self.texts: list[Text] = []
         self.journal: list[str] = []
         self._changed = asyncio.Condition()
         self._waiting = waiting
@@ -116,17 +122,31 @@ class FakeEngine:
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._note("")))
             raise
 
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Not normalised: component i is (length of the prompt) x (i + 1)."""
+    async def embed(self, texts: Sequence[Text], *, normalize: int | None = None) -> list[list[float]]:
+        """Not normalised, whatever is asked: component i is (length of the text) x (i + 1)."""
+        await self._encode(texts)
+        return [[float(len(text.tokens) * (index + 1)) for index in range(4)] for text in texts]
+
+    async def embed_tokens(self, texts: Sequence[Text]) -> list[list[list[float]]]:
+        """Each token's own number, twice."""
+        await self._encode(texts)
+        return [[[float(token)] * 2 for token in text.tokens] for text in texts]
+
+    async def score(self, pairs: Sequence[Text]) -> list[float]:
+        """A pair's score is its number of tokens."""
+        await self._encode(pairs)
+        return [float(len(pair.tokens)) for pair in pairs]
+
+    async def _encode(self, texts: Sequence[Text]) -> None:
+        self.texts.extend(texts)
         await self._note("embed")
-        if any("hold" in self.tokenizer.decode(list(prompt)) for prompt in prompts):
+        if any("hold" in self.tokenizer.decode(list(text.tokens)) for text in texts):
             try:
                 await self.gate.wait()
             except asyncio.CancelledError:
                 self.journal.append("cancelled")
                 asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._note("")))
                 raise
-        return [[float(len(prompt) * (index + 1)) for index in range(4)] for prompt in prompts]
 
     def entry(self, token: int, logprob: float | None, top: int = 0) -> TokenLogprob:
         alternatives = tuple(

@@ -43,7 +43,7 @@ from worker.errors import (
     SequenceFailed,
     UnsupportedByModel,
 )
-from worker.generation import Delta, Prefill, Sampling
+from worker.generation import Delta, Prefill, Sampling, Text
 
 torch.set_num_threads(1)
 CTX, EOS = 128, 1
@@ -638,4 +638,4 @@ async def test_times_and_counts_come_with_every_delta_if_asked(engine: Transform
 async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:
     assert engine.capabilities == {"completion"}
     with pytest.raises(UnsupportedByModel):
-        await engine.embed([PROMPT])
+        await engine.embed([Text(PROMPT)])

@@ -20,6 +20,7 @@ from worker.engine import architectures, attention, loader, weights
 from worker.engine.kv_cache import pool_bytes
 from worker.engine.loader import load_config, load_model
 from worker.errors import StartError
+from worker.generation import Text
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -200,13 +201,13 @@ async def test_code_in_a_snapshot_runs_only_when_trusted_and_never_with_our_cach
     monkeypatch.syspath_prepend(tmp_path / "modules")
     folder = tiny.make("llama-embed", tmp_path / "model")
     async with serving(load(folder)) as engine:
-        expected = await engine.embed([PROMPT])
+        expected = await engine.embed([Text(PROMPT)])
     (folder / "code.py").write_text(CODE)
     names = {"AutoConfig": "code.BrandnewConfig", "AutoModel": "code.BrandnewModel"}
     edit(folder / "config.json", model_type="brandnew", auto_map=names)
     assert "trust-remote-code" in str(refused(folder))
     async with serving(load(folder, trust_remote_code=True)) as engine:
-        assert (await engine.embed([PROMPT]))[0] == pytest.approx(expected[0], abs=1e-6)
+        assert (await engine.embed([Text(PROMPT)]))[0] == pytest.approx(expected[0], abs=1e-6)
     assert "brandnew" in str(refused(folder, trust_remote_code=True, task="generate"))
 
 
@@ -249,7 +250,7 @@ def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"task": "rerank"}, "rerank"),
+        ({"task": "classify"}, "classify"),
         ({"attention": "flash"}, "flash"),
         ({"parallel": 0}, "parallel"),
         ({"prefill_chunk": 0}, "prefill_chunk"),

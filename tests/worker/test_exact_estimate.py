@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import tiny
 from worker import contract, estimate
 from worker.contract import Exit
-from worker.engine import architectures, attention, engine, loader
-from worker.engine.embedding import Embedder
+from worker.engine import architectures, attention, encoders, engine, layout, loader
 from worker.engine.runner import PackedRunner
 from worker.errors import StartError
+from worker.generation import Text
 
 pytestmark = pytest.mark.slow
 
@@ -46,14 +48,18 @@ def options(snapshot: Path, **settings: Any) -> contract.Estimate:
 def really(chosen: contract.Estimate) -> tuple[int, int, int]:
     """Bytes of weights, of context, and the most that were alive at once in the largest steps, of a model in memory."""
     config = loader.load_config(chosen)
-    embeds = loader.is_embedder(chosen, config)
+    scores = loader.is_cross_encoder(chosen, config)
+    embeds = scores or loader.is_embedder(chosen, config)
     loaded = loader.load_model(chosen, config, None if embeds else attention.SDPA, lambda progress: None)
     ctx_size = engine._ctx_size(estimate._as_served(chosen), architectures.positions(config))
     weights = estimate.tensor_bytes(loaded.model)
     if embeds:
-        embedder = Embedder(loaded.model, CPU, pooling="mean", normalize=2, pad=0)
-        whole = estimate.peak_bytes(lambda: embedder.run([[0] * ctx_size]))
-        return weights, 0, max(whole, largest(estimate.embedding_steps(loaded.model, chosen, ctx_size)))
+        folder = Path(chosen.snapshot)
+        found = None if scores else layout.read(folder)
+        encoder, _ = encoders.make(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
+        whole = estimate.peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
+        steps = estimate.encoding_steps(loaded.model, encoder, chosen, ctx_size)
+        return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
     attention.register()
     pool = estimate.make_pool(config, chosen, ctx_size, loaded.dtype)
     steps = estimate.generation_steps(PackedRunner(loaded.model, pool, CPU), chosen, ctx_size)
@@ -121,6 +127,34 @@ def test_what_is_stored_and_not_used_takes_room_where_files_are_mapped(tmp_path:
     assert compute <= traced(said) <= compute * 1.08
     converted = options(snapshot, dtype="bfloat16")
     assert estimate.estimate(converted).weights == [really(converted)[0]]
+
+
+def test_layers_behind_the_model_count_as_they_are_computed(tmp_path: Path) -> None:
+    snapshot = tiny.make("bert-embed", tmp_path / "m", dtype="bfloat16")
+    bare = estimate.estimate(options(snapshot))
+    modules = json.loads((snapshot / "modules.json").read_text())
+    modules.insert(2, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (snapshot / "modules.json").write_text(json.dumps(modules))
+    (snapshot / "2_Dense").mkdir()
+    (snapshot / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 64, "out_features": 500}))
+    tensors = {"linear.weight": torch.zeros(500, 64), "linear.bias": torch.zeros(500)}
+    safetensors.torch.save_file(tensors, snapshot / "2_Dense" / "model.safetensors")
+    said = estimate.estimate(options(snapshot))
+    assert said.weights[0] - bare.weights[0] == 65 * 500 * 4, "float32, whatever the model computes in"
+    weights, _, compute = really(options(snapshot))
+    assert weights < said.weights[0]
+    assert compute <= traced(said) <= compute * 1.08
+
+
+def test_a_cross_encoder_is_estimated_with_its_head(tmp_path: Path) -> None:
+    snapshot = tiny.make("bert-embed", tmp_path / "m")
+    config = transformers.BertConfig.from_pretrained(snapshot, num_labels=1, pad_token_id=0)
+    transformers.BertForSequenceClassification(config).save_pretrained(snapshot)
+    (snapshot / "modules.json").unlink()
+    weights, _, compute = really(options(snapshot))
+    said = estimate.estimate(options(snapshot))
+    assert weights <= said.weights[0] <= weights + 8192
+    assert compute <= traced(said) <= compute * 1.08
 
 
 def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ import transformers
 from worker import contract
 from worker.contract import Exit
 from worker.detokenize import Answer, TokenBytes
-from worker.engine import architectures, attention, embedding, loader, memory
-from worker.engine.embedding import Embedder, Embedding, Job
+from worker.engine import architectures, attention, encoders, loader, memory
+from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.kv_cache import Capacity, Rows
@@ -43,7 +43,7 @@ from worker.errors import (
     StartError,
     UnsupportedByModel,
 )
-from worker.generation import Delta, Generation, Occupancy, Sampling, TokenLogprob
+from worker.generation import Delta, Generation, Occupancy, Sampling, Text, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class TransformersEngine:
         runner: Runner | None = None,
         capacity: Capacity | None = None,
         pace: Pace | None = None,
-        embedder: Embedder | None = None,
+        encoder: encoders.Loaded | None = None,
     ):
-        """With a `runner` it generates, with an `embedder` it embeds. Starts the step loop.
+        """With a `runner` it generates, with an `encoder` it embeds or scores. Starts the step loop.
 
         `capacity`: what the runner's cache has room for; None: the whole context in each of `parallel` rows.
         """
@@ -97,8 +97,9 @@ class TransformersEngine:
                 grammars=self._grammars,
             )
         else:
-            assert embedder is not None
-            work = self._embedding = Embedding(embedder, outbox, rows=options.parallel, budget=options.prefill_chunk)
+            assert encoder is not None
+            work = self._embedding = Embedding(encoder.encoder, outbox, budget=options.prefill_chunk)
+        self.encoding = encoder.encoding if encoder is not None else None
         self._loop = StepLoop(work, outbox, pulse=pulse, devices=options.devices, threads=options.threads)
 
     @classmethod
@@ -120,8 +121,8 @@ class TransformersEngine:
         tokenizer = loader.load_tokenizer(options)
         loader.device_of(options)
         memory.cap(options.devices, options.reserved)
-        if loader.is_embedder(options, config):
-            return cls._load_embedder(options, config, tokenizer, progress, pulse)
+        if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
+            return cls._load_encoder(options, config, tokenizer, progress, pulse)
         return cls._load_generator(options, config, tokenizer, progress, pulse)
 
     @classmethod
@@ -161,7 +162,7 @@ class TransformersEngine:
         return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, runner=runner, pace=pace)
 
     @classmethod
-    def _load_embedder(
+    def _load_encoder(
         cls,
         options: contract.Serve,
         config: Any,
@@ -169,29 +170,24 @@ class TransformersEngine:
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
     ) -> "TransformersEngine":
-        snapshot = Path(options.snapshot)
-        pooling = embedding.resolve_pooling(options.pooling, snapshot)
-        implementation = None if options.attention == "auto" else options.attention
-        loaded = loader.load_model(options, config, implementation, progress)
-        limits = [limit for limit in (architectures.positions(config), embedding.longest_input(snapshot)) if limit]
-        ctx_size = _ctx_size(options, min(limits, default=0))
-        stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
-        pad = tokenizer.pad_token_id if stated is None else stated
-        embedder = Embedder(
-            loaded.model, loaded.device, pooling=pooling, normalize=options.embd_normalize, pad=int(pad or 0)
-        )
+        loaded = encoders.load(options, config, tokenizer, progress)
+        ctx_size = _ctx_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))
         try:
-            embedder.run([[int(pad or 0)] * min(8, ctx_size)])
+            loaded.encoder.run([Text([loaded.pad] * min(8, ctx_size))])
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
             raise memory.start_error("one step", loaded.device, error) from error
-        return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, embedder=embedder)
+        return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, encoder=loaded)
 
     @property
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"completion" if self._generating is not None else "embedding"})
+        if self._generating is not None:
+            return frozenset({"completion"})
+        if self.encoding is None:
+            return frozenset({"rerank"})
+        return frozenset({"embedding", "rerank"} if self.encoding.is_pooled else {"embedding"})
 
     @property
     def occupancy(self) -> Occupancy:
@@ -221,7 +217,7 @@ class TransformersEngine:
         """See `worker.generation.Engine`."""
         work = self._generating
         if work is None:
-            raise UnsupportedByModel("this model gives embeddings; it cannot generate text")
+            raise UnsupportedByModel("this model embeds or scores texts; it cannot generate any")
         prompt = self._check(request)
         matcher = None
         if request.grammar is not None:
@@ -342,26 +338,45 @@ class TransformersEngine:
         kept = [token for token in tokens if token not in self._special or token in shown]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    # Vectors
+    # Vectors and scores
 
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def embed(self, texts: Sequence[Text], *, normalize: int | None = None) -> list[list[float]]:
         """See `worker.generation.Engine`."""
+        if self.encoding is None:
+            raise UnsupportedByModel("this model was not loaded for embeddings; an embedder, or task = embed, has them")
+        if not self.encoding.is_pooled:
+            raise UnsupportedByModel("pooling = none gives a vector for each token: ask POST /embedding for them")
+        return await self._encode(texts, self._options.embd_normalize if normalize is None else normalize)
+
+    async def embed_tokens(self, texts: Sequence[Text]) -> list[list[list[float]]]:
+        """See `worker.generation.Engine`."""
+        if self.encoding is None or self.encoding.is_pooled:
+            raise UnsupportedByModel("this model was not loaded with pooling = none")
+        return await self._encode(texts, -1)
+
+    async def score(self, pairs: Sequence[Text]) -> list[float]:
+        """See `worker.generation.Engine`."""
+        if self._generating is not None or self.encoding is not None:
+            raise UnsupportedByModel("this model is no cross-encoder; it scores no pairs")
+        return [score for (score,) in await self._encode(pairs, -1)]
+
+    async def _encode(self, texts: Sequence[Text], normalize: int) -> list[Any]:
+        """What the encoder makes of each text."""
         work = self._embedding
-        if work is None:
-            raise UnsupportedByModel("this model generates text; it was not loaded for embeddings (task = embed)")
+        assert work is not None
         limit = min(self.ctx_size, self._options.max_input_tokens or self.ctx_size)
-        for prompt in prompts:
-            if not prompt:
+        for text in texts:
+            if not text.tokens:
                 raise InvalidValue("an input is empty", param="input")
-            self._check_tokens(prompt)
-            if len(prompt) > limit:
-                raise ContextExceeded(len(prompt), limit)
-        if not prompts:
+            self._check_tokens(text.tokens)
+            if len(text.tokens) > limit:
+                raise ContextExceeded(len(text.tokens), limit)
+        if not texts:
             return []
         if not work.admit(self._options.parallel + self._options.queue_size):
             raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
         loop = asyncio.get_running_loop()
-        job = Job(prompts, loop, loop.create_future())
+        job = Job(texts, loop, loop.create_future(), normalize)
         try:
             if not self._loop.post(partial(work.add, job)):
                 raise Draining("the model is being unloaded")
@@ -412,8 +427,9 @@ def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
 
 def _check(options: contract.Serve) -> None:
     """Raises StartError for options that mean nothing."""
-    if options.task not in ("auto", "generate", "embed"):
-        raise StartError(f"task {options.task!r} is none of auto, generate, embed", Exit.USAGE)
+    tasks = ("auto", "generate", "embed", "rerank")
+    if options.task not in tasks:
+        raise StartError(f"task {options.task!r} is none of {', '.join(tasks)}", Exit.USAGE)
     if options.attention not in _ATTENTION:
         raise StartError(f"attention {options.attention!r} is none of {', '.join(_ATTENTION)}", Exit.USAGE)
     least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "queue_size": 0, "max_input_tokens": 0}

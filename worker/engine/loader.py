@@ -18,7 +18,7 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import architectures, memory, weights
+from worker.engine import architectures, layout, memory, weights
 from worker.errors import StartError
 
 Report = Callable[[contract.Progress], None]
@@ -128,11 +128,37 @@ def is_embedder(options: contract.ModelOptions, config: Any) -> bool:
     """Whether the model is to turn text into vectors: `task`, else what the snapshot looks like."""
     if options.task != "auto":
         return options.task == "embed"
+    if is_cross_encoder(options, config):
+        return False
     names = getattr(config, "architectures", None)
     generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names or ())
     if not names:
         generates = config.model_type in architectures.VERIFIED
-    return (Path(options.snapshot) / "modules.json").is_file() or not generates
+    return layout.is_layout(Path(options.snapshot)) or not generates
+
+
+def is_cross_encoder(options: contract.ModelOptions, config: Any) -> bool:
+    """Whether the model is to score pairs of texts: `task`, else a classification head with no pooling behind it.
+
+    Raises StartError if it is asked to and has no head, or one of several labels.
+    """
+    names: list[str] = getattr(config, "architectures", None) or []
+    has_head = any(name.endswith("ForSequenceClassification") for name in names)
+    if options.task != "rerank" and (options.task != "auto" or not has_head):
+        return False
+    if not has_head:
+        raise StartError(
+            "task = rerank wants a cross-encoder (*ForSequenceClassification), and config.json names"
+            f" {', '.join(names) or 'no class'}; with task = embed it reranks by the angle between vectors"
+        )
+    if options.task == "auto" and layout.has_pooling(Path(options.snapshot)):
+        return False
+    if config.num_labels != 1:
+        raise StartError(
+            f"{names[0]} tells {config.num_labels} labels apart; only heads of one label, a score, can be served"
+            " (task = embed serves the model below the head)"
+        )
+    return True
 
 
 def device_of(options: contract.ModelOptions) -> torch.device:
@@ -197,6 +223,10 @@ def load_model(options: contract.ModelOptions, config: Any, attention: str | Non
 
 
 def _model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> Any:
+    if is_cross_encoder(options, config):
+        if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return _remote_class(options, config, "AutoModelForSequenceClassification", "that scores pairs")
     if not embeds:
         architectures.check(config)
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -205,9 +235,15 @@ def _model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> A
     if type(config) in transformers.MODEL_MAPPING:
         mapped: Any = transformers.MODEL_MAPPING[type(config)]
         return mapped[0] if isinstance(mapped, tuple) else mapped
-    reference = (getattr(config, "auto_map", None) or {}).get("AutoModel")
+    return _remote_class(options, config, "AutoModel", "that gives hidden states")
+
+
+def _remote_class(options: contract.ModelOptions, config: Any, name: str, what: str) -> Any:
+    """The class that the snapshot's own code offers under `name`; it runs that code, which `load_config` has let
+    through."""
+    reference = (getattr(config, "auto_map", None) or {}).get(name)
     if reference is None:
-        raise StartError(f"architecture {config.model_type!r} has no model that gives hidden states")
+        raise StartError(f"architecture {config.model_type!r} has no model {what}")
     from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
 
     return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)

@@ -15,7 +15,7 @@ from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
 from worker.fields import Fields, Json
-from worker.generation import Delta, Engine, Generation
+from worker.generation import Delta, Engine, Generation, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,27 +43,39 @@ class Model:
         self.token_bytes = _token_bytes(tokenizer)
         """The bytes of one token alone."""
         self._literal: PreTrainedTokenizerBase | None = None
+        self._cutting: PreTrainedTokenizerBase | None = None
         self._encode(["?"], add_special=True, parse_special=True)  # settles what a first call changes in the tokenizer
 
     @property
     def capabilities(self) -> list[str]:
-        """Of chat, completion and embedding."""
+        """Of chat, completion, embedding and rerank."""
         can = self.engine.capabilities
         has = {"chat": "completion" in can and self.template.exists}
-        return [name for name in ("chat", "completion", "embedding") if has.get(name, name in can)]
+        return [name for name in ("chat", "completion", "embedding", "rerank") if has.get(name, name in can)]
 
     def require(self, capability: str) -> None:
         """Raise UnsupportedByModel, naming what the model can do instead, unless it has `capability`."""
         if capability not in self.engine.capabilities:
-            offered = {"completion": "POST /v1/chat/completions or /v1/completions", "embedding": "POST /v1/embeddings"}
+            offered = {
+                "completion": "POST /v1/chat/completions or /v1/completions",
+                "embedding": "POST /v1/embeddings",
+                "rerank": "POST /v1/rerank",
+            }
             instead = " and ".join(path for name, path in offered.items() if name in self.engine.capabilities)
-            wanted = "generate text" if capability == "completion" else "compute embeddings"
-            raise UnsupportedByModel(f"this model does not {wanted}; it answers {instead or 'tokenizer calls only'}")
+            wanted = {"completion": "generate text", "embedding": "compute embeddings", "rerank": "rerank documents"}
+            raise UnsupportedByModel(
+                f"this model does not {wanted[capability]}; it answers {instead or 'tokenizer calls only'}"
+            )
 
     @property
     def max_prompt(self) -> int:
         """Tokens; one place is left for the answer."""
         return min(self.options.max_input_tokens or self.engine.ctx_size, self.engine.ctx_size - 1)
+
+    @property
+    def max_text(self) -> int:
+        """Tokens of one text of an encoder, which needs no place for an answer."""
+        return min(self.options.max_input_tokens or self.engine.ctx_size, self.engine.ctx_size)
 
     def check_prompt(self, prompt: Sequence[int], *, param: str) -> None:
         """Raise ContextExceeded if the prompt leaves no room for an answer."""
@@ -85,6 +97,31 @@ class Model:
         if is_quick and sum(map(len, texts)) <= LONG_TEXT:
             return self._encode(texts, add_special=add_special, parse_special=parse_special)
         return await asyncio.to_thread(self._encode, texts, add_special=add_special, parse_special=parse_special)
+
+    async def encode_cut(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, each text cut at its end to `max_text` tokens, what the tokenizer puts around it included."""
+        if not texts:
+            return []
+        return await asyncio.to_thread(lambda: [list(ids) for ids in self._cut(list(texts))["input_ids"]])
+
+    async def encode_pairs(self, first: str, seconds: Sequence[str], *, cuts: bool = False) -> list[Text]:
+        """One text with each of several, joined as the tokenizer joins pairs. `cuts`: tokens over `max_text` are taken
+        from the longer of the two, from its end."""
+
+        def encode() -> list[Text]:
+            pairs = ([first] * len(seconds), list(seconds))
+            encoded: Any = self._cut(*pairs) if cuts else self.tokenizer(*pairs, verbose=False)
+            kinds = encoded.get("token_type_ids") or [()] * len(seconds)
+            return [Text(ids, kind) for ids, kind in zip(encoded["input_ids"], kinds, strict=True)]
+
+        is_quick = not cuts and len(first) * len(seconds) + sum(map(len, seconds)) <= LONG_TEXT
+        return encode() if is_quick else await asyncio.to_thread(encode)
+
+    def start_of_text(self, name: str) -> list[int]:
+        """What stands for an empty text in field `name`; raises InvalidValue if the model has nothing for that."""
+        if isinstance(self.tokenizer.bos_token_id, int):
+            return [self.tokenizer.bos_token_id]
+        raise InvalidValue(f"{name} must not be empty: this model has no token that begins a text", param=name)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, special ones included, spaces as they are."""
@@ -114,6 +151,12 @@ class Model:
         if self._literal is None:
             self._literal = copy.deepcopy(self.tokenizer)
         return self._literal
+
+    def _cut(self, *texts: list[str]) -> Any:
+        """With a copy for this alone: how long texts may be is a state of the tokenizer, too."""
+        if self._cutting is None:
+            self._cutting = copy.deepcopy(self.tokenizer)
+        return self._cutting(*texts, truncation="longest_first", max_length=self.max_text, verbose=False)
 
 
 class Reply(Protocol):
@@ -146,26 +189,30 @@ class Call:
 class Result:
     """An answer that needed no tokens generated: its body, what was ignored, and the tokens it read."""
 
-    body: Json
+    body: Any
+    """JSON: an object, or where a dialect wants it an array."""
     ignored: tuple[str, ...] = ()
     prompt_tokens: int = 0
 
 
-async def read_texts(fields: Fields, name: str, model: Model) -> tuple[list[list[int]], list[str | None]]:
+async def read_texts(
+    fields: Fields, name: str, model: Model, *, prefix: str = "", longest: int | None = None
+) -> tuple[list[list[int]], list[str | None]]:
     """Token ids of each text in field `name`, in its four forms: string, [string], [int], [[int]]; and the texts, where
-    they were texts. Raises InvalidValue or ContextExceeded naming the field."""
+    they were texts. `prefix` stands before each text, but not before token ids. Raises InvalidValue naming the field,
+    and ContextExceeded for more than `longest` (None: the context) token ids."""
     value = fields.take(name)
     items = value if isinstance(value, list) and value and not _is_number(value[0]) else [value]
     if len(items) > MAX_PROMPTS:
         raise InvalidValue(f"{name} must have at most {MAX_PROMPTS} entries", param=name)
     if all(isinstance(item, str) for item in items):
-        prompts = await model.encode(items)
+        prompts = await model.encode([prefix + item for item in items] if prefix else items)
         if not all(prompts):
-            prompts = [prompt or _start_of_text(model, name) for prompt in prompts]
+            prompts = [prompt or model.start_of_text(name) for prompt in prompts]
         return prompts, items
     if all(isinstance(item, list) and item for item in items):
         for item in items:
-            if len(item) > model.engine.ctx_size:  # before each of them is looked at
+            if len(item) > (longest or model.engine.ctx_size):  # before each of them is looked at
                 raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
         largest = model.vocab_size
         if all(type(token) is int and 0 <= token < largest for item in items for token in item):
@@ -182,13 +229,6 @@ def read_ping_interval(fields: Fields) -> float | None:
     if interval != -1 and interval < 0.01:
         raise InvalidValue("sse_ping_interval must be seconds above 0, or -1 for off", param="sse_ping_interval")
     return None if interval == -1 else interval
-
-
-def _start_of_text(model: Model, name: str) -> list[int]:
-    """What stands for an empty text."""
-    if isinstance(model.tokenizer.bos_token_id, int):
-        return [model.tokenizer.bos_token_id]
-    raise InvalidValue(f"{name} must not be empty: this model has no token that begins a text", param=name)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,39 +1,208 @@
-"""OpenAI's embeddings: texts to vectors."""
+"""Texts to vectors, in OpenAI's shape and in llama-server's, and documents by how well they fit a query."""
 
+import asyncio
 import base64
 import struct
+from collections.abc import Sequence
 from math import hypot
+from operator import mul
+from typing import Any
 
-from worker.errors import ContextExceeded, InvalidValue
-from worker.faces import Model, Result, read_texts
+from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
+from worker.faces import MAX_PROMPTS, Model, Result, read_texts
 from worker.fields import Fields, Json
+from worker.generation import Encoding, Text
+
+QUICK = 1 << 18
+"""Products of components that are summed on the loop's thread; about 10 ms."""
+MOST_IDS = 1 << 20
+"""Token ids of one text that are looked at to be cut."""
 
 
 async def embeddings(body: Json, model: Model) -> Result:
-    """One vector per input; raises RequestError. Cancelling drops the work."""
+    """OpenAI: one vector per input; raises RequestError. Cancelling drops the work.
+
+    Beyond OpenAI's fields: `prompt_name`, one of the model's own instructions to put before each text; `truncate`, to
+    cut what is too long instead of refusing it.
+    """
     model.require("embedding")
     fields = Fields(body)
     name = fields.text("model") or model.options.name
     is_base64 = fields.choice("encoding_format", ("float", "base64")) == "base64"
     dimensions = fields.integer("dimensions", 1)
-    prompts, _ = await read_texts(fields, "input", model)
+    texts = await _read_inputs(fields, ("input",), model)
     ignored = fields.settle(strict=model.options.strict_fields)
-    limit = min(model.options.max_input_tokens or model.engine.ctx_size, model.engine.ctx_size)
-    for prompt in prompts:
-        if len(prompt) > limit:
-            raise ContextExceeded(len(prompt), limit, param="input")
-    vectors = await model.engine.embed(prompts)
+    vectors = await model.engine.embed(texts)
     if dimensions is not None:
         vectors = [shorten(vector, dimensions) for vector in vectors]
-    tokens = sum(map(len, prompts))
     data = [
         {"object": "embedding", "index": index, "embedding": to_base64(vector) if is_base64 else vector}
         for index, vector in enumerate(vectors)
     ]
+    return _result({"object": "list", "data": data, "model": name}, texts, ignored)
+
+
+async def native(body: Json, model: Model) -> Result:
+    """llama-server: a list of vectors per input, one, or without pooling one for each token; raises RequestError."""
+    model.require("embedding")
+    fields = Fields(body)
+    fields.text("model")
+    norm = fields.integer("embd_normalize", -1, 1 << 20)
+    texts = await _read_inputs(fields, ("input", "content"), model)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    if _encoding(model).is_pooled:
+        found = [[vector] for vector in await model.engine.embed(texts, normalize=norm)]
+    else:
+        found = await model.engine.embed_tokens(texts)
+    listed = [{"index": index, "embedding": vectors} for index, vectors in enumerate(found)]
+    return Result(body=listed, ignored=ignored, prompt_tokens=_count(texts))
+
+
+async def rerank(body: Json, model: Model) -> Result:
+    """Documents by how well they fit a query, the best first: by a cross-encoder's score, else by the cosine between
+    vectors; raises RequestError. Cancelling drops the work."""
+    model.require("rerank")
+    fields = Fields(body)
+    name = fields.text("model") or model.options.name
+    query = fields.text("query")
+    documents = _read_documents(fields)
+    most = fields.integer("top_n", 1)
+    shows = fields.flag("return_documents") or False
+    cuts = _read_truncate(fields)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    if not query:
+        raise InvalidValue("query must be a string that is not empty", param="query")
+    if model.engine.encoding is None:
+        texts = _checked(await model.encode_pairs(query, documents, cuts=cuts), model, "documents")
+        scores = await model.engine.score(texts)
+    else:
+        asked = await _encode([query], model, "query", "query", cuts=cuts)
+        given = await _encode(documents, model, "documents", "document", cuts=cuts)
+        texts = [*asked, *given]
+        vector, *others = await model.engine.embed(texts, normalize=2)
+        scores = await _products(vector, others)
+    order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))[:most]
+    results: list[Json] = [{"index": index, "relevance_score": scores[index]} for index in order]
+    if shows:
+        for each in results:
+            each["document"] = {"text": documents[each["index"]]}
+    return _result({"model": name, "object": "list", "results": results}, texts, ignored)
+
+
+async def _read_inputs(fields: Fields, names: tuple[str, ...], model: Model) -> list[Text]:
+    """The texts of the first of the fields `names` that is there, with the model's instruction before each; token ids
+    stay as they are. Raises InvalidValue or ContextExceeded naming the field."""
+    encoding = _encoding(model)
+    prompt, cuts = _read_prompt(fields, encoding), _read_truncate(fields)
+    name = next((name for name in names if fields.take(name) is not None), names[0])
+    rows, texts = await read_texts(fields, name, model, prefix=prompt, longest=MOST_IDS if cuts else None)
+    written = [text for text in texts if text is not None]
+    if written:
+        return await _prepare(rows, written, model, encoding, prompt, name, cuts=cuts)
+    if fields.take("prompt_name") is not None:
+        raise InvalidValue("prompt_name goes before texts; with token ids put it there yourself", param="prompt_name")
+    return _checked([Text(row[: model.max_text] if cuts else row) for row in rows], model, name)
+
+
+async def _encode(texts: Sequence[str], model: Model, name: str, prompt: str, *, cuts: bool) -> list[Text]:
+    """`texts` with the instruction called `prompt` before each. Raises ContextExceeded."""
+    encoding = _encoding(model)
+    instruction = encoding.prompts.get(prompt, "")
+    rows = await model.encode([instruction + text for text in texts])
+    rows = [row or model.start_of_text(name) for row in rows]
+    return await _prepare(rows, texts, model, encoding, instruction, name, cuts=cuts)
+
+
+async def _prepare(
+    rows: list[list[int]],
+    texts: Sequence[str],
+    model: Model,
+    encoding: Encoding,
+    prompt: str,
+    name: str,
+    *,
+    cuts: bool,
+) -> list[Text]:
+    """`rows`: the tokens of `texts` with `prompt` before each; they are cut or refused if there are too many."""
+    skipped = 0
+    if prompt and encoding.skips_prompt:
+        [alone] = await model.encode([prompt])
+        skipped = len(alone) - (bool(alone) and alone[-1] in model.special_ids)
+    if cuts:
+        long = [index for index, row in enumerate(rows) if len(row) > model.max_text]
+        shorter = await model.encode_cut([prompt + texts[index] for index in long])
+        for index, row in zip(long, shorter, strict=True):
+            rows[index] = row
+    return _checked([Text(row, skipped=skipped) for row in rows], model, name)
+
+
+def _checked(texts: list[Text], model: Model, name: str) -> list[Text]:
+    """The same; raises ContextExceeded for one that is too long."""
+    for text in texts:
+        if len(text.tokens) > model.max_text:
+            raise ContextExceeded(len(text.tokens), model.max_text, param=name)
+    return texts
+
+
+def _encoding(model: Model) -> Encoding:
+    encoding = model.engine.encoding
+    if encoding is None:
+        raise UnsupportedByModel("this model does not compute embeddings")
+    return encoding
+
+
+def _read_prompt(fields: Fields, encoding: Encoding) -> str:
+    """The instruction that `prompt_name` names, else the model's default."""
+    name = fields.text("prompt_name")
+    if name is None:
+        return encoding.default_prompt
+    if name not in encoding.prompts:
+        known = ", ".join(sorted(encoding.prompts))
+        raise InvalidValue(f"prompt_name must be one of this model's prompts: {known}", param="prompt_name")
+    return encoding.prompts[name]
+
+
+def _read_truncate(fields: Fields) -> bool:
+    """Whether texts are cut at their end: true, or END as Cohere has it."""
+    value = fields.take("truncate")
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str) and value.upper() in ("NONE", "END"):
+        return value.upper() == "END"
+    raise InvalidValue("truncate must be true or false, or NONE or END; only the end can be cut", param="truncate")
+
+
+def _read_documents(fields: Fields) -> list[str]:
+    """`documents`: strings, or objects with a `text`. Raises InvalidValue."""
+    listed = fields.sequence("documents")
+    if not listed:
+        raise InvalidValue("documents must be an array of at least one string or object with text", param="documents")
+    if len(listed) > MAX_PROMPTS:
+        raise InvalidValue(f"documents must have at most {MAX_PROMPTS} entries", param="documents")
+    texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in listed]
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidValue("a document must be a string or an object with text", param=f"documents[{index}]")
+    return texts
+
+
+async def _products(vector: Sequence[float], others: Sequence[Sequence[float]]) -> list[float]:
+    """Of one vector with others, of equal length; many in a thread, so that the loop goes on."""
+
+    def compute() -> list[float]:
+        return [sum(map(mul, vector, other)) for other in others]
+
+    return compute() if len(vector) * len(others) <= QUICK else await asyncio.to_thread(compute)
+
+
+def _result(body: Json, texts: Sequence[Text], ignored: tuple[str, ...]) -> Result:
+    tokens = _count(texts)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return Result(
-        body={"object": "list", "data": data, "model": name, "usage": usage}, ignored=ignored, prompt_tokens=tokens
-    )
+    return Result(body={**body, "usage": usage}, ignored=ignored, prompt_tokens=tokens)
+
+
+def _count(texts: Sequence[Text]) -> int:
+    return sum(len(text.tokens) for text in texts)
 
 
 def shorten(vector: list[float], dimensions: int) -> list[float]:
