@@ -126,6 +126,19 @@ def _json(file: Path) -> dict[str, Any]:
     return body
 
 
+def _json_list(file: Path) -> list[dict[str, Any]]:
+    """The objects in the array of `file`; none if there is no such file. Raises UnknownCheckpoint if it is damaged."""
+    try:
+        body = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UnknownCheckpoint(f"{file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UnknownCheckpoint(f"{file} is no valid JSON ({error}); fetch it again") from None
+    return [each for each in body if isinstance(each, dict)] if isinstance(body, list) else []
+
+
 def _config(folder: Path, override: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise UnknownCheckpoint(f"{folder} is no folder; `model` names one with config.json and safetensors files")
@@ -195,7 +208,6 @@ def _assemble(
         _json(folder / "tokenizer_config.json").get("chat_template") or _json(folder / "chat_template.json")
     )
     capabilities = _capabilities(folder, config, template)
-    longest = _first(_json(folder / "sentence_bert_config.json"), "max_seq_length")
     return Checkpoint(
         identity=identity,
         model_type=model_type,
@@ -212,7 +224,9 @@ def _assemble(
             text.get("hidden_act") or text.get("hidden_activation") or text.get("activation_function") or ""
         ),
         vocab_size=vocab,
-        max_positions=_shorter(_positions(text, model_type), longest if capabilities == ("embedding",) else 0),
+        max_positions=_shorter(
+            _positions(text, model_type), 0 if "completion" in capabilities else _longest_text(folder)
+        ),
         windows=_windows(text, model_type, layers),
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
@@ -224,6 +238,7 @@ def _assemble(
             math.prod(shape) * (_packing(stored, bits) if method else 1) for stored, shape, _ in counted.values()
         ),
         file_bytes=file_bytes,
+        head_elements=_head_elements(folder),
         largest=max((size for _, _, size in tensors.values()), default=0),
         quantization=method,
         capabilities=capabilities,
@@ -314,6 +329,24 @@ def _positions(config: Mapping[str, Any], model_type: str) -> int:
 def _shorter(*limits: int) -> int:
     """The least of those limits that are stated (not 0)."""
     return min(filter(None, limits), default=0)
+
+
+def _longest_text(folder: Path) -> int:
+    """Tokens of one text of an encoder, as sentence-transformers would cut it; 0: the files do not say."""
+    stated = _first(_json(folder / "sentence_bert_config.json"), "max_seq_length")
+    usual = _first(_json(folder / "tokenizer_config.json"), "model_max_length")
+    return stated or (usual if usual < 1 << 31 else 0)
+
+
+def _head_elements(folder: Path) -> int:
+    """Parameters of the layers that sentence-transformers puts behind the model, each in a folder of its own."""
+    total = 0
+    for module in _json_list(folder / "modules.json"):
+        path = str(module.get("path") or "")
+        file = folder / path / "model.safetensors"
+        if path and file.is_file():
+            total += sum(math.prod(shape) for _, shape, _ in header(file).values())
+    return total
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
@@ -413,11 +446,15 @@ def _implied(
 
 
 def _capabilities(folder: Path, config: Mapping[str, Any], template: bool) -> tuple[str, ...]:
-    """What the model is for: an embedder has the layout of sentence-transformers, or no head for language."""
+    """What the model is for: a cross-encoder has a head that scores pairs, an embedder has the layout of
+    sentence-transformers, or no head for language; it reranks, too."""
     classes: Sequence[Any] = config.get("architectures") or ()
+    if any(str(each).endswith("ForSequenceClassification") for each in classes):
+        kinds = [str(module.get("type", "")) for module in _json_list(folder / "modules.json")]
+        return ("embedding", "rerank") if any(kind.endswith(".Pooling") for kind in kinds) else ("rerank",)
     generates = any(str(each).endswith(("ForCausalLM", "LMHeadModel")) for each in classes)
     if (folder / "modules.json").is_file() or not generates:
-        return ("embedding",)
+        return ("embedding", "rerank")
     return ("chat", "completion") if template else ("completion",)
 
 

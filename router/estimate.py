@@ -133,12 +133,14 @@ class Checkpoint:
     """Parameters of the model; packed quantised ones are counted unpacked."""
     file_bytes: int = 0
     """Of the safetensors files."""
+    head_elements: int = 0
+    """Parameters of layers behind an embedder's model, which the worker keeps in float32."""
     largest: int = 0
     """Bytes of the largest stored tensor."""
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
     capabilities: tuple[str, ...] = ()
-    """Of chat, completion, embedding, as far as the files tell."""
+    """Of chat, completion, embedding, rerank, as far as the files tell."""
     chat_template: bool = False
     vocab_type: int = 0
     """As llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams."""
@@ -272,8 +274,8 @@ def compute_dtype(facts: Checkpoint, preset: Preset, *, on_host: bool) -> str:
 
 
 def embeds(facts: Checkpoint, preset: Preset) -> bool:
-    """Whether the worker will embed rather than generate."""
-    return preset.task == "embed" or (preset.task == "auto" and "completion" not in facts.capabilities)
+    """Whether the worker will embed or score texts rather than generate."""
+    return preset.task in ("embed", "rerank") or (preset.task == "auto" and "completion" not in facts.capabilities)
 
 
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
@@ -281,7 +283,7 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
 
     Plain floating-point tensors take the dtype that the model computes in; packed integers, and 8-bit floats of a
     checkpoint quantised that way, stay as they are stored. On main memory a file whose tensors all have that dtype is
-    mapped whole and made resident, with what the model does not use of it.
+    mapped whole and made resident, with what the model does not use of it. Layers behind an embedder are float32.
     """
     dtype = compute_dtype(facts, preset, on_host=on_host)
     packed = bool(facts.quantization)
@@ -289,7 +291,8 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     for stored, tally in facts.tensors.items():
         is_plain = stored in DTYPE_BYTES or (stored.startswith("float8") and not packed)
         total += tally.elements * DTYPE_BYTES[dtype] if is_plain else tally.bytes
-    return max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
+    total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
+    return total + facts.head_elements * DTYPE_BYTES["float32"]
 
 
 def is_mapped(facts: Checkpoint, preset: Preset) -> bool:

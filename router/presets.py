@@ -56,7 +56,7 @@ class Preset:
     """Whether the cached repository of this preset is not listed a second time."""
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    task: Literal["auto", "generate", "embed"] = "auto"
+    task: Literal["auto", "generate", "embed", "rerank"] = "auto"
     pooling: str = ""
     embd_normalize: int = 2
 

@@ -158,7 +158,10 @@ def _frame(path: str, piece: str, end: str | None, *, model: str, id: str) -> by
 
 def whole_answer(path: str, request: Mapping[str, Any], *, model: str, id: str) -> bytes:
     """The JSON body of an answer in one piece."""
-    if path.endswith("/embeddings"):
+    if path.endswith(("/rerank", "/reranking")):
+        scores = [{"index": at, "relevance_score": 1.0} for at in range(len(request.get("documents", [])))]
+        return _json({"object": "list", "model": model, "results": scores})
+    if path.endswith(("/embedding", "/embeddings")):
         given = request.get("input", "")
         texts = [given] if isinstance(given, str) else given
         data = [{"object": "embedding", "index": at, "embedding": _vector(str(text))} for at, text in enumerate(texts)]

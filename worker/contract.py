@@ -67,7 +67,7 @@ class ModelOptions:
     tokenizer: str = ""
     """Folder of another tokenizer; empty: the snapshot's own."""
     task: str = "auto"
-    """auto, generate or embed."""
+    """auto, generate, embed or rerank."""
     devices: tuple[str, ...] = ("cpu",)
     """By shard, in the worker's own numbering: `cpu`, `cuda:0`. The router hides all other devices."""
     dtype: str = "auto"
@@ -120,7 +120,7 @@ class Serve(ModelOptions):
     sampling: str = ""
     """JSON object of sampling defaults, keys as in a preset (`temp`, `top-k`, ...)."""
     pooling: str = ""
-    """none, mean, cls, last; empty: the model's own."""
+    """none (a vector for each token), mean, cls, last, rank (the model is a cross-encoder); empty: the model's own."""
     embd_normalize: int = 2
     chat_template: str = ""
     """Jinja text; empty: the tokenizer's."""
@@ -244,7 +244,7 @@ class Ready:
     address: str
     measured: dict[str, int]
     capabilities: list[str] = dataclasses.field(default_factory=list)
-    """Of chat, completion, embedding."""
+    """Of chat, completion, embedding, rerank."""
     n_ctx: int = 0
 
 

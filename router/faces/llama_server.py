@@ -9,6 +9,7 @@ from typing import Any
 
 from router.access import Access
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
+from router.estimate import Checkpoint
 from router.events import Event
 from router.fleet import Fleet, Model
 from router.ledger import SLOTS, DeviceId, pooled
@@ -148,17 +149,22 @@ def preset_text(preset: Preset) -> str:
     return "\n".join([f"[{preset.id}]", *(f"{key} = {value}" for key, value, _ in effective(preset))]) + "\n"
 
 
+def capabilities(model: Model, facts: Checkpoint | None) -> list[str]:
+    """Of chat, completion, embedding, rerank: as its worker says; before there is one, by preset and files."""
+    for worker in model.workers:
+        if worker.process is not None and worker.process.ready.capabilities:
+            return list(worker.process.ready.capabilities)
+    if model.preset.task == "embed":
+        return ["embedding", "rerank"]
+    if model.preset.task == "rerank":
+        return ["rerank"]
+    return list(facts.capabilities) if facts is not None else []
+
+
 async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
     """One model as lists show it."""
     preset = model.preset
     facts, meta, architecture = await site.describe(preset)
-    ready = next((worker for worker in model.workers if worker.process is not None), None)
-    if ready is not None and ready.process is not None and ready.process.ready.capabilities:
-        capabilities = list(ready.process.ready.capabilities)
-    elif preset.task == "embed":
-        capabilities = ["embedding"]
-    else:
-        capabilities = list(facts.capabilities) if facts is not None else []
     return {
         "id": preset.id,
         "aliases": list(preset.aliases),
@@ -170,7 +176,7 @@ async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
         "architecture": architecture,
         "source": preset.source,
         "can_remove": preset.source == "cache",
-        "capabilities": capabilities,
+        "capabilities": capabilities(model, facts),
         "meta": meta,
     }
 
@@ -327,6 +333,7 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
         "chat_template_caps": {},
         "bos_token": words.bos_token,
         "eos_token": words.eos_token,
+        "capabilities": capabilities(chosen, facts),
         "build_info": BUILD,
         "is_sleeping": False,
         "is_loaded": worker is not None and worker.state is State.READY,

@@ -133,6 +133,11 @@ async def test_all_worker_routes_are_forwarded(shared: Router) -> None:
     assert (await client.post("/chat/completions", json=chat("alpha"))).status_code == 200
     assert (await client.post("/v1/completions", json={"model": "alpha", "prompt": "a b"})).json()["choices"]
     assert (await client.post("/v1/embeddings", json={"model": "alpha", "input": "a"})).json()["data"]
+    for path in ("/embedding", "/embeddings"):
+        assert (await client.post(path, json={"model": "alpha", "input": "a"})).json()["data"]
+    for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank"):
+        body = {"model": "alpha", "query": "a", "documents": ["b", "c"]}
+        assert len((await client.post(path, json=body)).json()["results"]) == 2
     tokens = (await client.post("/tokenize", json={"model": "alpha", "content": "ab"})).json()
     assert tokens == {"tokens": [97, 98]}
     assert (await client.post("/detokenize", json={"model": "alpha", "tokens": [97]})).json() == {"content": "a"}

@@ -190,7 +190,7 @@ def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
         ({}, ("completion",)),
         ({"chat_template.jinja": "{{ messages }}"}, ("chat", "completion")),
         ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, ("chat", "completion")),
-        ({"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, ("embedding",)),
+        ({"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, ("embedding", "rerank")),
     ],
 )
 def test_the_files_tell_what_a_model_is_for(
@@ -203,7 +203,41 @@ def test_the_files_tell_what_a_model_is_for(
 
 
 def test_a_model_without_a_language_head_embeds(tmp_path: Path) -> None:
-    assert read(snapshot(tmp_path, architectures=["BertModel"])).capabilities == ("embedding",)
+    assert read(snapshot(tmp_path, architectures=["BertModel"])).capabilities == ("embedding", "rerank")
+
+
+def test_a_head_that_scores_pairs_reranks_and_does_not_embed(tmp_path: Path) -> None:
+    scorer = ["BertForSequenceClassification"]
+    assert read(snapshot(tmp_path / "scorer", architectures=scorer)).capabilities == ("rerank",)
+    folder = snapshot(tmp_path / "embedder", architectures=scorer)
+    modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert read(folder).capabilities == ("embedding", "rerank")
+
+
+def test_an_encoder_takes_as_many_tokens_as_its_files_say(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, architectures=["BertModel"], max_position_embeddings=512)
+    assert read(folder).max_positions == 512
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert read(folder).max_positions == 512
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 256}')
+    assert read(folder).max_positions == 256
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 384}')
+    assert read(folder).max_positions == 384
+
+
+def test_layers_behind_an_embedder_are_counted(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, architectures=["BertModel"])
+    before = read(folder)
+    kinds = enumerate(["Pooling", "Dense", "Normalize"])
+    modules = [{"path": f"{place}_{kind}", "type": f"sentence_transformers.models.{kind}"} for place, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Dense").mkdir()
+    layer = {"linear.weight": ("F16", [8, 64]), "linear.bias": ("F16", [8])}
+    write_weights(folder / "1_Dense" / "model.safetensors", layer)
+    facts = read(folder)
+    assert (before.head_elements, facts.head_elements) == (0, 8 * 65)
+    assert (facts.params, facts.file_bytes) == (before.params, before.file_bytes)
 
 
 def test_an_encoder_whose_positions_begin_late_has_fewer_of_them(tmp_path: Path) -> None:

