@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.engine import sampler
 from worker.engine.sampler import Pick, Sampled, has_penalties, likelihoods, sample, uniform
 from worker.engine.sequence import Repeats
 from worker.engine.sequence import Sequence as TokenSequence
@@ -302,6 +303,24 @@ def test_a_flat_nucleus_over_a_large_vocabulary_is_exact() -> None:
     assert max(tokens) < 1000, "0.3 is reached among the 1000 likelier ones, which are equal and all stay"
     assert tokens == sorted(tokens)
     assert max(tokens) > 950
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0, 40.0])
+@pytest.mark.parametrize("share", [0.1, 0.9, 0.999, 0.9999999])
+def test_a_nucleus_is_the_one_that_sorting_the_whole_vocabulary_finds(spread: float, share: float) -> None:
+    logits = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(1)) * spread
+    logits -= logits.amax(-1, keepdim=True)
+    logits[0, 7:900] = -math.inf
+    falling = logits.double().sort(dim=-1, descending=True).values
+    weights = falling.exp()
+    sums = (weights.cumsum(-1) - weights) / weights.sum(-1, keepdim=True)
+    found = sampler._nucleus(logits, [20_000] * 3, [share] * 3)
+    for row in range(3):
+        place = int((falling[row] >= found[row]).sum()) - 1
+        # the last one that stays is needed to reach the share, and the first one that goes is not; to float32's sums
+        first_equal = int((falling[row] > found[row]).sum())
+        assert sums[row, first_equal] < share + 2e-5
+        assert place == 19_999 or sums[row, place + 1] >= share - 2e-5
 
 
 def test_every_row_has_rules_of_its_own() -> None:

@@ -24,7 +24,9 @@ from worker.generation import Sampling
 COLDEST = 1e-6
 """Temperatures above 0 are taken as at least this: colder is greedy, and float32 cannot divide by less."""
 _NUCLEUS_TOKENS = 256
-"""On the CPU top-p looks at so many likeliest tokens first; sorting a whole vocabulary takes 20 times as long."""
+"""On the CPU top-p looks at so many likeliest tokens first: nearly always they are enough."""
+_BINS, _BINS_PER_NAT = 2048, 64
+"""Where they are not, tokens are gathered by score: down to e^-32 of the likeliest, and all below that in the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +187,11 @@ def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     device = scores.device
     scores /= _numbers([max(pick.sampling.temperature, COLDEST) for pick in picks], device)[:, None]
     floor = _floor(scores, [pick.sampling for pick in picks])
-    if floor is not None:
-        scores.masked_fill_(scores < floor[:, None], -math.inf)
-    cumulative = scores.exp_().cumsum_(dim=-1)
+    if floor is None:
+        cumulative = scores.exp_().cumsum_(dim=-1)
+    else:  # a product with zeros and ones, not a fill: on the CPU that takes ten times as long
+        stays = scores >= floor[:, None]
+        cumulative = scores.exp_().mul_(stays).cumsum_(dim=-1)
     total = cumulative[:, -1:]
     uniforms = _numbers([pick.uniform for pick in picks], device)[:, None]
     target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
@@ -211,25 +215,53 @@ def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor 
 
 
 def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float]) -> torch.Tensor:
-    """The lowest score, `[rows]`, among the `counts` likeliest whose probabilities reach `shares` of theirs."""
+    """The lowest score, `[rows]`, among the `counts` likeliest whose probabilities reach `shares` of theirs.
+
+    A row that is not limited to fewer is looked at by its _NUCLEUS_TOKENS likeliest on the CPU, and by `_binned` if
+    those do not reach; which of the two depends on the row alone, so that no row is changed by its company.
+    """
     vocab = scores.shape[-1]
     limited = [count for count in counts if count < vocab]
-    widths = [max(limited)] if len(limited) == len(counts) else [vocab]
-    if widths == [vocab] and not scores.is_cuda:
-        widths = [min(vocab, max(_NUCLEUS_TOKENS, *limited, 0)), vocab]
+    width = max(limited, default=1)
+    if len(limited) < len(counts):
+        width = vocab if scores.is_cuda else min(vocab, max(_NUCLEUS_TOKENS, width))
     count = _indices(counts, scores.device)[:, None]
     share = _numbers(shares, scores.device)[:, None]
-    for width in widths:
-        top = scores.topk(width, dim=-1).values  # [rows, width], falling
-        rank = torch.arange(width, device=scores.device)
-        weights = top.exp().masked_fill_(rank >= count, 0.0)
-        mass = weights.sum(-1, keepdim=True)
-        total = torch.where(count < vocab, mass, scores.exp().sum(-1, keepdim=True))
-        stays = (rank < count) & ((share >= 1.0) | (weights.cumsum(-1) - weights < share * total))
-        if width == widths[-1] or bool(((count < vocab) | (mass >= share * total)).all()):
-            break
-    last = (stays.sum(-1, keepdim=True) - 1).clamp_(min=0)
-    return top.gather(-1, last)[:, 0]
+    top = scores.topk(width, dim=-1).values  # [rows, width], falling
+    rank = torch.arange(width, device=scores.device)
+    weights = top.exp().masked_fill_(rank >= count, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if len(limited) < len(counts):
+        total = torch.where(count < vocab, total, scores.exp().sum(-1, keepdim=True))
+    stays = (rank < count) & ((share >= 1.0) | (weights.cumsum(-1) - weights < share * total))
+    floor = top.gather(-1, (stays.sum(-1, keepdim=True) - 1).clamp_(min=0))[:, 0]
+    if len(limited) < len(counts) and width < vocab:
+        reached = (count < vocab) | (weights[:, :_NUCLEUS_TOKENS].sum(-1, keepdim=True) >= share * total)
+        if not bool(reached.all()):
+            rest = _indices([row for row, is_reached in enumerate(reached[:, 0]) if not is_reached], scores.device)
+            floor[rest] = _binned(scores[rest], (share * total)[rest])
+    return floor
+
+
+def _binned(scores: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """The lowest score, `[rows]`, of the fewest likeliest tokens that have `mass` `[rows, 1]` together.
+
+    Only the tokens around that score are sorted: those of one bin, by score, in which the sum of all likelier ones
+    passes `mass`. A tenth of the time of sorting a vocabulary, or less.
+    """
+    bins = (scores * -_BINS_PER_NAT).nan_to_num_(0.0).clamp_(0, _BINS - 1).long()
+    sums = scores.new_zeros(len(scores), _BINS).scatter_add_(1, bins, scores.exp())
+    likelier = sums.cumsum(-1) - sums
+    last = ((likelier < mass).sum(-1, keepdim=True) - 1).clamp_(min=0)
+    inside = bins == last
+    del bins
+    counts = inside.sum(-1, keepdim=True)
+    width = int(counts.max()) or scores.shape[-1]
+    top = scores.where(inside, -math.inf).topk(width, dim=-1).values
+    weights = top.exp()
+    stays = likelier.gather(-1, last) + weights.cumsum(-1) - weights < mass
+    places = torch.minimum(stays.sum(-1, keepdim=True), counts) - 1
+    return top.gather(-1, places.clamp_(min=0))[:, 0]
 
 
 def _likelihoods(raw: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
