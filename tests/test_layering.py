@@ -46,7 +46,8 @@ WORKER = [
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.layout  worker.engine.batching",
-    "worker.chat  worker.detokenize  worker.sampling  worker.constraints",
+    "worker.chat  worker.parts  worker.tools",
+    "worker.detokenize  worker.sampling  worker.constraints  worker.families",
     "worker.fields  worker.deltas",
     "worker.generation  worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
     "worker  worker.engine",
@@ -59,7 +60,8 @@ PURE = [
     "router.backoff", "router.names", "router.planner", "router.presets", "router.settings", "router.stages",
     "router.values",
     "router.launchers.environment", "router.launchers.vitals",
-    "worker.constraints", "worker.detokenize", "worker.errors", "worker.fields", "worker.generation", "worker.sampling",
+    "worker.constraints", "worker.detokenize", "worker.errors", "worker.families", "worker.fields", "worker.generation",
+    "worker.sampling", "worker.tools",
     "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache", "worker.engine.scheduler",
     "worker.engine.sequence",
 ]  # fmt: skip

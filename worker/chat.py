@@ -80,6 +80,11 @@ class Template:
         self._source = self._compile() if self.exists else ""
 
     @property
+    def source(self) -> str:
+        """Its text; of several templates, all of them."""
+        return self._source
+
+    @property
     def exists(self) -> bool:
         return self._text is not None or bool(self._tokenizer.chat_template)
 

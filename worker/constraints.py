@@ -9,10 +9,12 @@ from typing import Any
 import orjson
 
 from worker.errors import InvalidValue, UnsupportedField
-from worker.fields import Fields, Json
+from worker.fields import Fields
 from worker.generation import Grammar
 
 MAX_CHOICES = 1024
+WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
+"""Between the parts of JSON, and as much at a time: a model that loops must not fill its context with blanks."""
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -40,7 +42,7 @@ def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
             schema = None
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
-    return Grammar("json_schema", orjson.dumps(schema).decode(), field, lenient)
+    return Grammar("json_schema", orjson.dumps(schema).decode(), field, lenient=lenient)
 
 
 def _response_format(fields: Fields, name: str) -> Grammar | None:
@@ -131,8 +133,3 @@ _READERS: dict[str, _Reader] = {
     "structured_outputs": _structured_outputs,
 }
 FIELDS = frozenset(_READERS)
-
-
-def object_with(properties: Json) -> Json:
-    """The schema of an object that has exactly these properties."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

@@ -53,6 +53,8 @@ class Grammar:
     text: str
     field: str = field(default="grammar", compare=False)
     """The field of the request that states it: the one that an error names."""
+    preamble: str = ""
+    """Rules of llguidance's Lark for what may come before such a text, `preamble` among them: thoughts, say."""
     lenient: bool = False
     """Of a JSON schema: pass over keywords that no grammar of ours can enforce, instead of refusing them."""
 

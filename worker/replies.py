@@ -13,6 +13,7 @@ import orjson
 
 from worker.fields import Json
 from worker.generation import Delta, Finish, Generation, Prefill, Timings, TokenLogprob
+from worker.parts import Manner, Part, Reading
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -25,6 +26,7 @@ class Totals:
         self._open = sum(generation.n for generation in generations)
         self._latest: dict[tuple[int, int], Timings] = {}
         self._is_completion_hidden = False
+        self._reasoning_tokens = 0
 
     def add(self, number: int, delta: Delta) -> None:
         """Take the next delta of generation `number`."""
@@ -32,6 +34,10 @@ class Totals:
             self._open -= 1
         if delta.timings is not None:
             self._latest[number, delta.index] = delta.timings
+
+    def add_reasoning(self, tokens: int) -> None:
+        """So many of the tokens were thoughts."""
+        self._reasoning_tokens += tokens
 
     @property
     def is_complete(self) -> bool:
@@ -56,7 +62,7 @@ class Totals:
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
     def timings(self) -> Json:
@@ -114,6 +120,50 @@ class _Choice:
         return sum(known) / len(known) if known else float("-inf")
 
 
+class _ChatAnswer:
+    """One choice of a chat: its message, part by part."""
+
+    def __init__(self, manner: Manner):
+        self._reading = Reading(manner)
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[Json] = []
+
+    def add(self, delta: Delta) -> tuple[list[Json], int]:
+        """What `delta` adds to the message, as OpenAI's deltas, and how many of its tokens were thoughts."""
+        was_thinking = self._reading.is_thinking
+        parts = self._reading.push(delta.text) if delta.text else []
+        if delta.finish is not None:
+            parts = [*parts, *self._reading.finish()]
+        is_thought = was_thinking or self._reading.is_thinking
+        return [self._delta(part) for part in parts], len(delta.tokens) if is_thought else 0
+
+    def message(self) -> Json:
+        """The whole of it."""
+        content = "".join(self._content)
+        message: Json = {"role": "assistant", "content": None if self._calls and not content else content}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def finish_reason(self, finish: Finish | None) -> str | None:
+        return "tool_calls" if self._calls and finish == "stop" else finish
+
+    def _delta(self, part: Part) -> Json:
+        if part.call is not None:
+            function = {"name": part.call.name, "arguments": part.call.arguments}
+            call = {"id": part.call.id, "type": "function", "function": function}
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+        if part.reasoning:
+            self._reasoning.append(part.reasoning)
+            return {"reasoning_content": part.reasoning}
+        self._content.append(part.content)
+        return {"content": part.content}
+
+
 class ChatReply:
     """`chat.completion` and its chunks."""
 
@@ -124,16 +174,19 @@ class ChatReply:
         *,
         include_usage: bool,
         has_progress: bool = False,
+        manner: Manner | None = None,
     ):
-        """`has_progress`: chunks tell how far the prompt is. Where the generation has timings on every delta, every
-        chunk has them."""
+        """`has_progress`: chunks tell how far the prompt is; `manner`: how the parts of an answer are told apart.
+        Where the generation has timings on every delta, every chunk has them."""
         [self._generation] = generations
+        self._manner = manner or Manner(family=None)
         self._head = head
         self._totals = Totals(generations)
         self._include_usage = include_usage
         self._has_progress = has_progress
         self._begun: set[int] = set()
         self._held: dict[int, list[TokenLogprob]] = {}
+        self._answers = [_ChatAnswer(self._manner) for _ in range(self._generation.n)]
 
     @property
     def _has_logprobs(self) -> bool:
@@ -144,17 +197,18 @@ class ChatReply:
         for number, delta in deltas:
             self._totals.add(number, delta)
             choices[delta.index].add(delta)
+            self._totals.add_reasoning(self._answers[delta.index].add(delta)[1])
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.text)},
+                    "message": answer.message(),
                     "logprobs": self._logprobs(choice.logprobs) if self._has_logprobs else None,
-                    "finish_reason": choice.finish,
+                    "finish_reason": answer.finish_reason(choice.finish),
                 }
-                for index, choice in enumerate(choices)
+                for index, (choice, answer) in enumerate(zip(choices, self._answers, strict=True))
             ],
             "usage": self._totals.usage(),
             "timings": self._totals.timings(),
@@ -162,6 +216,9 @@ class ChatReply:
 
     def frames(self, number: int, delta: Delta) -> bytes:
         self._totals.add(number, delta)
+        answer = self._answers[delta.index]
+        parts, reasoning_tokens = answer.add(delta)
+        self._totals.add_reasoning(reasoning_tokens)
         if delta.progress is not None and not self._has_progress:
             return b""
         frames = []
@@ -172,13 +229,13 @@ class ChatReply:
             frames.append(self._chunk(delta.index, {}, **progress_of(delta.progress)))
         held = self._held.setdefault(delta.index, [])
         held.extend(delta.logprobs)
-        if delta.text:
+        for part in parts:
             timings = self._totals.so_far() if self._generation.timings else {}
-            frames.append(self._chunk(delta.index, {"content": delta.text}, held, **timings))
+            frames.append(self._chunk(delta.index, part, held, **timings))
             held.clear()
         if delta.finish is not None:
             timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
-            frames.append(self._chunk(delta.index, {}, held, delta.finish, **timings))
+            frames.append(self._chunk(delta.index, {}, held, answer.finish_reason(delta.finish), **timings))
         return b"".join(frames)
 
     def closing(self) -> bytes:
@@ -189,7 +246,7 @@ class ChatReply:
         index: int,
         delta: Json,
         logprobs: Sequence[TokenLogprob] = (),
-        finish: Finish | None = None,
+        finish: str | None = None,
         **further: Any,
     ) -> bytes:
         choice = {

@@ -21,7 +21,9 @@ from worker.engine.runner import Runner
 from worker.engine.sampler import Masks, Pick, sample, unpacked, unpacked_there
 from worker.engine.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
+from worker.families import find
 from worker.generation import Grammar, Sampling
+from worker.tools import preamble
 
 torch.set_num_threads(1)
 CTX, EOS = 256, 1
@@ -294,6 +296,36 @@ def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder
     allowed = np.nonzero(unpacked(bits, torch.device("cpu"))[0].numpy())[0]
     assert bits.shape == (1, 76)
     assert max(allowed) < len(tiny.make_tokenizer("llama"))
+
+
+@pytest.mark.parametrize("special", [{}, {"</think>": 0}])
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_begun: bool) -> None:
+    """`</think>` as letters, and as a token of its own (here: the one that `<s>` is)."""
+    tokenizer = tiny.make_tokenizer("llama")
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
+    before = preamble(find("</think>", None), is_begun=is_begun, special=special)
+    end = [0] if special else tokenizer.encode("</think>", add_special_tokens=False)
+
+    def follows(text: str, answer: str | None) -> bool:
+        """Whether the whole answer, with thoughts if `answer` is what comes behind them, is of the language."""
+        matcher = grammars.matcher(Grammar("regex", "[0-9]{3}", preamble=before))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if answer is not None:
+            tokens = [*tokens, *end, *tokenizer.encode(answer, add_special_tokens=False)]
+        try:
+            for token in tokens:
+                matcher.take(token)
+        except SequenceFailed:
+            return False
+        return matcher.is_over
+
+    opening = "" if is_begun else "<think>"
+    assert follows(opening + "Hm, 12 < 3. é", "123")
+    assert follows(opening + "Hm", "\n\n123")
+    assert not follows(opening + "Hm", "a123")
+    assert not follows(opening + "Hm 123", None)
+    assert follows("123", None) is not is_begun
 
 
 # In the sampler

@@ -149,13 +149,13 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "invalid_value"),
-    ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
-    ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tools", "unsupported_parameter"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "invalid_value"),
+    ({"tools": [TOOL] * 513}, "tools", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "invalid_value"),
     ({"parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_value"),
-    ({"reasoning_format": "deepseek"}, "reasoning_format", "unsupported_parameter"),
+    ({"reasoning_format": "deepseek-legacy"}, "reasoning_format", "invalid_value"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
     ({"add_generation_prompt": 1}, "add_generation_prompt", "invalid_value"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
@@ -231,6 +231,58 @@ async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) ->
     call = await openai.chat({**CHAT, **body}, made)
     assert call.ignored == ()
     assert call.generations[0].prompt == (await only({}, made)).prompt
+
+
+TAKES_TOOLS = "{{ 'tools' if tools else 'none' }} <tool_call></tool_call> arguments"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+async def test_tools_without_a_place_in_the_template_are_refused_with_what_to_do_instead(choice: Any) -> None:
+    with pytest.raises(UnsupportedByModel, match="chat-template") as caught:
+        await only({"tools": [TOOL], "tool_choice": choice})
+    assert caught.value.param == "tools"
+
+
+async def test_a_call_that_must_be_made_is_a_grammar_in_the_models_own_way_of_writing() -> None:
+    made = model(chat_template=TAKES_TOOLS)
+    assert (await only({"tools": [TOOL]}, made)).grammar is None
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        generation = await only({"tools": [TOOL], "tool_choice": choice}, made)
+        assert generation.grammar is not None
+        assert generation.grammar.field == "tools"
+        assert "<tool_call>" in generation.grammar.text
+    one = await only({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}, made)
+    assert one.grammar is not None
+    assert ")*" not in one.grammar.text
+
+
+async def test_a_function_that_is_not_among_the_tools_cannot_be_named() -> None:
+    body = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}
+    with pytest.raises(InvalidValue) as caught:
+        await only(body, model(chat_template=TAKES_TOOLS))
+    assert caught.value.param == "tool_choice"
+
+
+async def test_tools_that_may_be_called_and_an_answer_that_must_be_json_exclude_each_other() -> None:
+    body = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+    with pytest.raises(InvalidValue, match="tool_choice") as caught:
+        await only(body, model(chat_template=TAKES_TOOLS))
+    assert caught.value.param == "response_format"
+    none = await only({**body, "tool_choice": "none"}, model(chat_template=TAKES_TOOLS))
+    assert none.grammar is not None
+
+
+async def test_a_model_that_thinks_may_do_so_before_it_is_held_to_anything() -> None:
+    body = {"response_format": {"type": "json_object"}}
+    opened = await only(body, model(chat_template="{{ messages[0].content }}</think>x<think>\n"))
+    assert opened.grammar is not None
+    assert "preamble: thoughts" in opened.grammar.preamble
+    free = await only(body, model(chat_template="{{ messages[0].content }} </think>"))
+    assert free.grammar is not None
+    assert free.grammar.preamble.startswith('preamble: ("<think>"')
+    plain = await only(body)
+    assert plain.grammar is not None
+    assert plain.grammar.preamble == ""
 
 
 async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:

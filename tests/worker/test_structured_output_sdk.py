@@ -145,3 +145,142 @@ async def test_what_cannot_be_compiled_is_a_bad_request_streamed_or_not(
         fine = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
         assert fine.usage is not None
         assert fine.usage.completion_tokens == 3
+
+
+# Tools
+
+HERMES = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+THINKING = HERMES.replace("<|assistant|>\n{% endif %}", "<|assistant|>\n<think>\n{% endif %}") + "{# </think> #}"
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Oslo", "Rome"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+class Clock(pydantic.BaseModel):
+    zone: Literal["UTC", "CET"]
+
+
+TOOLS: Any = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Clock)]
+
+
+def checked(calls: Any) -> list[str]:
+    """The names of calls, their arguments validated."""
+    assert calls
+    for call in calls:
+        kinds: dict[str, type[pydantic.BaseModel]] = {"Weather": Weather, "Clock": Clock}
+        kinds[call.function.name].model_validate_json(call.function.arguments)
+        assert call.id.startswith("call_")
+    return [call.function.name for call in calls]
+
+
+@pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", "[").replace("</tool_call>", "]")])
+async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folder: Path, template: str) -> None:
+    """In the way of the model's family; in plain JSON where that is unknown."""
+    async with serving(engine, folder, chat_template=template) as url, asking(url) as client:
+        for seed in range(2):
+            answer = await client.chat.completions.create(
+                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
+                seed=seed, max_tokens=300,
+            )  # fmt: skip
+            (choice,) = answer.choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            assert len(checked(choice.message.tool_calls)) == 1
+        named: Any = {"type": "function", "function": {"name": "Clock"}}
+        answer = await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=TOOLS, tool_choice=named, n=2, max_tokens=300, seed=1
+        )
+        for choice in answer.choices:
+            assert set(checked(choice.message.tool_calls)) == {"Clock"}
+
+
+async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    def ask(client: openai.OpenAI) -> Any:
+        answer = client.chat.completions.parse(
+            model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600
+        )
+        return answer.choices[0].message
+
+    def ask_for_a_stream(client: openai.OpenAI) -> Any:
+        with client.chat.completions.stream(
+            model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600
+        ) as stream:
+            kinds = {event.type for event in stream}
+            assert "tool_calls.function.arguments.done" in kinds
+            return stream.get_final_completion().choices[0].message
+
+    async with serving(engine, folder, chat_template=HERMES) as url:
+        whole, streamed = await in_a_thread(url, ask), await in_a_thread(url, ask_for_a_stream)
+        assert [call.function.parsed_arguments for call in whole.tool_calls] == [
+            call.function.parsed_arguments for call in streamed.tool_calls
+        ]
+        assert all(isinstance(call.function.parsed_arguments, Weather | Clock) for call in whole.tool_calls)
+        async with asking(url) as client:
+            chunks = await client.chat.completions.create(
+                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600, stream=True
+            )
+            deltas = [chunk.choices[0] async for chunk in chunks]
+        calls = [call for choice in deltas for call in choice.delta.tool_calls or []]
+        assert [call.index for call in calls] == list(range(len(whole.tool_calls)))
+        assert deltas[-1].finish_reason == "tool_calls"
+
+
+async def test_a_model_that_may_call_and_does_not_just_answers(engine: TransformersEngine, folder: Path) -> None:
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        plain = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 20}
+        answer = await client.chat.completions.create(**plain, tools=TOOLS)
+        (choice,) = answer.choices
+        assert choice.message.tool_calls is None
+        assert choice.message.content
+        none = await client.chat.completions.create(**plain, tools=TOOLS, tool_choice="none")
+        without = await client.chat.completions.create(**plain)
+        assert none.choices[0].message.content == without.choices[0].message.content
+
+
+async def test_thoughts_come_before_what_is_held_to_a_grammar_and_are_told_apart(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    async with serving(engine, folder, chat_template=THINKING) as url, asking(url) as client:
+        body: Any = {
+            "model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 40, "extra_body": {"guided_regex": "[0-9]{3}"},
+        }  # fmt: skip
+        answer = await client.chat.completions.create(**body)
+        message: Any = answer.choices[0].message
+        assert message.reasoning_content
+        assert message.content == "", "a model of random weights thinks on and on"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens_details.reasoning_tokens
+        kept = await client.chat.completions.create(
+            **{**body, "extra_body": {"guided_regex": "[0-9]{3}", "reasoning_format": "none"}}
+        )
+        assert (kept.choices[0].message.content or "").startswith(message.reasoning_content[:20].lstrip())
+
+
+async def test_a_conversation_with_calls_and_their_results_is_rendered_by_the_template(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "Clock", "arguments": '{"zone": "UTC"}'}}
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=4)
+        assert answer.choices[0].finish_reason == "length"
+        made = await client.post(
+            url.removesuffix("/v1") + "/apply-template", cast_to=object, body={"messages": messages, "tools": TOOLS}
+        )
+        assert '<tool_call>{"name": "Clock", "arguments": {"zone": "UTC"}}</tool_call>' in str(made)
+        assert "<|tool|>\\nnoon" in str(made)

@@ -4,12 +4,13 @@ import asyncio
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from worker import sampling
+from worker import families, sampling
 from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes
@@ -20,6 +21,7 @@ from worker.generation import Delta, Engine, Generation, Text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 LONG_TEXT = 64 * 1024
 """Characters from which a text is tokenized in a thread: about 10 ms of the loop's time below that."""
 MAX_PROMPTS = 2048
@@ -37,6 +39,10 @@ class Model:
         self.options = options
         self.template = Template(tokenizer, text=options.chat_template, variables=options.chat_template_kwargs)
         self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
+        self.family = families.find(self.template.source, _response_template(tokenizer))
+        """How its answers are to be read; None: as they stand."""
+        self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        """Special tokens by their text."""
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.fingerprint = _fingerprint(options)
@@ -240,6 +246,23 @@ def _token_bytes(tokenizer: "PreTrainedTokenizerBase") -> TokenBytes:
     added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
     spell: Any = tokenizer.convert_ids_to_tokens  # of one id one token, which its types do not say
     return TokenBytes(decoder.__getstate__().decode() if decoder else "", spell, added)
+
+
+def _response_template(tokenizer: "PreTrainedTokenizerBase") -> Any:
+    """What the tokenizer says of how answers are to be read; None if it says nothing, or nothing that can be used."""
+    stated = getattr(tokenizer, "response_template", None)
+    if stated is None:
+        return None
+    from transformers.utils.chat_parsing.response_templates import (
+        load_response_template,
+    )  # late: for those who state one
+
+    try:
+        load_response_template(stated)
+    except (ValueError, TypeError, AttributeError) as error:
+        _log.warning("the tokenizer's response template cannot be used: %s", error)
+        return None
+    return stated
 
 
 def _generation_config(snapshot: Path) -> Mapping[str, Any]:

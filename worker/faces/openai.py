@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from worker import chat as chats
-from worker import constraints, sampling
-from worker.errors import InvalidValue, UnsupportedField
+from worker import constraints, sampling, tools
+from worker.errors import InvalidValue
 from worker.faces import Call, Model, read_ping_interval, read_texts
+from worker.families import Family
 from worker.fields import Fields, Json
 from worker.generation import Generation, Grammar, Sampling
+from worker.parts import Manner, Reading, shown, written
 from worker.replies import ChatReply, TextReply
 
 MAX_CHOICES = 128
@@ -21,7 +23,8 @@ async def chat(body: Json, model: Model) -> Call:
     model.require("completion")
     fields = Fields(body)
     conversation = chats.read(fields, model.template)
-    _refuse_tools(fields, conversation)
+    tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
+    separates = _separates(fields, model)
     _refuse_unbuilt(fields)
     has_logprobs = fields.flag("logprobs") or False
     top = fields.integer("top_logprobs", 0, model.options.max_logprobs)
@@ -30,13 +33,22 @@ async def chat(body: Json, model: Model) -> Call:
     common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     ignored = fields.settle(strict=model.options.strict_fields)
-    prompt = await model.render(replace(conversation, tools=()))
+    prompt = await model.render(replace(conversation, tools=tooling.shown))
     [tokens] = await model.encode([prompt], add_special=False)
     if not tokens:
         raise InvalidValue("messages render to an empty prompt with this model's chat template", param="messages")
     model.check_prompt(tokens, param="messages")
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    generations = common.generations(id, [tokens])
+    manner = Manner(
+        family=model.family,
+        begun=_begun(model.family, prompt, conversation),
+        tools=tooling.callable,
+        is_held=tooling.is_required,
+        most_calls=tooling.most,
+        separates=separates,
+    )
+    common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
+    generations = common.generations(id, [tokens], shown=shown(model.family, model.special))
     return Call(
         generations=generations,
         reply=ChatReply(
@@ -44,6 +56,7 @@ async def chat(body: Json, model: Model) -> Call:
             generations,
             include_usage=common.include_usage,
             has_progress=common.has_progress,
+            manner=manner,
         ),
         stream=common.stream,
         ping_interval=common.ping_interval,
@@ -128,7 +141,12 @@ class _Common:
             raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
 
     def generations(
-        self, id: str, prompts: Sequence[Sequence[int]], *, prompt_logprobs: bool = False
+        self,
+        id: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        prompt_logprobs: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> tuple[Generation, ...]:
         return tuple(
             Generation(
@@ -139,6 +157,7 @@ class _Common:
                 n=self.n,
                 sampling=self.sampling,
                 grammar=self.grammar,
+                shown=shown,
                 prompt_logprobs=prompt_logprobs,
                 progress=self.stream,  # comments tell it, where chunks do not
                 timings=self.has_timings,
@@ -220,21 +239,39 @@ def _refuse_unbuilt(fields: Fields) -> None:
         fields.refuse(
             name, ["", [], {}], f"{name}: adapters are not supported yet; merge yours into a snapshot of its own"
         )
-    fields.refuse(
-        "reasoning_format",
-        ["none", "auto"],
-        "reasoning_format: reasoning is not separated yet; leave it out and find it in content",
-    )
 
 
-def _refuse_tools(fields: Fields, conversation: chats.Conversation) -> None:
-    """Calls are not parsed yet, so a model may be told of no tool; with tool_choice none it need not be told."""
-    choice = fields.take("tool_choice")
-    fields.flag("parallel_tool_calls")
-    if choice not in (None, "none", "auto") and not conversation.tools:
-        raise InvalidValue("tool_choice needs tools", param="tool_choice")
-    if conversation.tools and choice != "none":
-        raise UnsupportedField(
-            'tools are not supported yet; leave them out, or send tool_choice "none" and describe them in a message',
-            param="tools",
+def _separates(fields: Fields, model: Model) -> bool:
+    """Whether thoughts are told apart from content: `reasoning_format`, in llama-server's words."""
+    stated = fields.choice("reasoning_format", ("none", "auto", "deepseek"))
+    if stated == "deepseek" and (model.family is None or not model.family.thinks):
+        fields.mark_unused("reasoning_format")
+    return stated != "none"
+
+
+def _begun(family: Family | None, prompt: str, conversation: chats.Conversation) -> str:
+    """What of the answer the prompt has already, as `Manner.begun` wants it."""
+    if family is None:
+        return ""
+    if family.is_anchored:
+        return prompt
+    if conversation.continue_final_message:
+        return str(conversation.messages[-1]["content"])
+    is_thinking = family.think is not None and prompt.rstrip().endswith(family.think[0])
+    return family.think[0] if is_thinking and family.think else ""
+
+
+def _held(grammar: Grammar | None, tooling: tools.Tooling, manner: Manner, model: Model) -> Grammar | None:
+    """What the answer is held to, after the thoughts of a model that thinks. Calls that must be made are all of it."""
+    if tooling.is_required:
+        grammar = tools.grammar(tooling, written(model.family), model.special)
+    elif grammar is not None and tooling.shown:
+        raise InvalidValue(
+            f'{grammar.field} would keep the model from calling tools; send tool_choice "none" or "required" with it,'
+            " or leave one of them out",
+            param=grammar.field,
         )
+    if grammar is None:
+        return None
+    is_thinking = Reading(replace(manner, separates=True)).is_thinking
+    return replace(grammar, preamble=tools.preamble(model.family, is_begun=is_thinking, special=model.special))

@@ -1,0 +1,142 @@
+"""The tools of a request: which may be called, whether one must be, and the grammar that makes it so.
+
+Law: PURE, values only.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from worker.constraints import WHITESPACE
+from worker.errors import InvalidValue, UnsupportedByModel
+from worker.families import Family, Written
+from worker.fields import Fields, Json
+from worker.generation import Grammar
+
+MAX_TOOLS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tooling:
+    """What a request says about tools."""
+
+    shown: Sequence[Json] = ()
+    """To the chat template."""
+    callable: Sequence[Json] = ()
+    """Those whose calls are told apart: all that are shown, or the one that must be called."""
+    is_required: bool = False
+    """The answer must be calls."""
+    most: int | None = None
+    """Calls at most."""
+
+
+def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
+    """`tools` as the chat has them, with `tool_choice` and `parallel_tool_calls`; `has_place`: the chat template shows
+    tools to the model. Raises InvalidValue, or UnsupportedByModel where there is no such place."""
+    choice = fields.take("tool_choice")
+    is_parallel = fields.flag("parallel_tool_calls")
+    if isinstance(choice, dict):
+        wanted: str | None = _named(choice)
+    elif choice in (None, "none", "auto", "required"):
+        wanted = None
+    else:
+        raise InvalidValue("tool_choice must be none, auto, required or name a function", param="tool_choice")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidValue(f"tools must have at most {MAX_TOOLS} entries", param="tools")
+    if not tools:
+        if choice in (None, "none", "auto"):
+            return Tooling()
+        raise InvalidValue("tool_choice needs tools", param="tool_choice")
+    if choice == "none":
+        return Tooling()
+    if not has_place:
+        raise UnsupportedByModel(
+            'this model\'s chat template has no place for tools; send tool_choice "none" and describe them in a'
+            " message, or set a template that has one with chat-template in the preset",
+            param="tools",
+        )
+    called = [tool for tool in tools if wanted in (None, tool["function"]["name"])]
+    if not called:
+        raise InvalidValue("tool_choice names a function that is not among the tools", param="tool_choice")
+    is_required = wanted is not None or choice == "required"
+    return Tooling(tools, called, is_required, 1 if is_parallel is False else None)
+
+
+def grammar(tooling: Tooling, written: Written, special: Mapping[str, int]) -> Grammar:
+    """One call of a tool, or several, and nothing else; arguments satisfy the tool's parameters.
+
+    `special`: the tokenizer's special tokens by text; they are written as tokens, not letter by letter.
+    """
+    rules = []
+    for index, tool in enumerate(tooling.callable):
+        function = tool["function"]
+        begin = f'{{"name": {_json(function["name"])}, {_json(written.arguments)}: '
+        rules.append(f"f{index}: {_literal(begin)} a{index} {_literal('}')}")
+        rules.append(f"a{index}: %json {_json(_parameters(function))}")
+    alternatives = " | ".join(f"f{index}" for index in range(len(tooling.callable)))
+    further = f" ({spelt(written.between, special)} call)*" if written.between is not None and tooling.most != 1 else ""
+    first, last = (spelt(mark, special) for mark in written.each)
+    rules = [
+        f"start: {spelt(written.begin, special)} call{further} {spelt(written.end, special)}",
+        f"call: {first} ({alternatives}) {last}",
+        *rules,
+    ]
+    return Grammar("lark", "\n".join(rules), "tools")
+
+
+def preamble(family: Family | None, *, is_begun: bool, special: Mapping[str, int]) -> str:
+    """Lark's rule `preamble` for the thoughts that may come before what a grammar holds; empty for a model that has
+    none. `is_begun`: the prompt ends within them."""
+    if family is None or family.think is None:
+        return ""
+    begin, end = family.think
+    if end in special:
+        rules = [f"thoughts: /(?s:.*)/ <[{special[end]}]>"]
+    else:
+        rules = [f"thoughts[suffix={_literal(end)}]: /(?s:.*)/"]
+    blanks = r"blanks: /[ \n]{1,8}/"
+    whole = "thoughts blanks?"
+    rule = f"preamble: {whole}" if is_begun else f"preamble: ({spelt(begin, special)} {whole})?"
+    return "\n".join([rule, *rules, blanks])
+
+
+def spelt(text: str, special: Mapping[str, int]) -> str:
+    """`text` in Lark: literals, and special tokens where it has some."""
+    marks = sorted((mark for mark in special if mark and mark in text), key=len, reverse=True)
+    if not marks:
+        return _literal(text) if text else ""
+    pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
+    return " ".join(f"<[{special[each]}]>" if each in special else _literal(each) for each in pieces if each)
+
+
+def _named(choice: Json) -> str:
+    function = choice.get("function") if choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidValue(
+            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    return name
+
+
+def _parameters(function: Mapping[str, Any]) -> Json:
+    """What no grammar can say is passed over, unless the tool is `strict`."""
+    stated = function.get("parameters")
+    if stated is None:
+        stated = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(stated, dict):
+        raise InvalidValue("a tool's parameters must be a JSON schema, an object", param="tools")
+    compiler = {"lenient": function.get("strict") is not True, "whitespace_pattern": WHITESPACE}
+    return {"type": "object", **stated, "x-guidance": compiler}
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _literal(text: str) -> str:
+    return _json(text)
