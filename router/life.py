@@ -297,6 +297,7 @@ async def _live(worker: Worker, world: World) -> None:
         worker=str(worker),
         python=preset.python,
         env=preset.env,
+        forks=contract.ENGINES[preset.engine].forks,
         start_timeout=preset.start_timeout,
         stop_timeout=preset.stop_timeout,
         stall_timeout=preset.stall_timeout,

@@ -158,6 +158,7 @@ async def _router(
         offline=settings.offline,
         hf_token=settings.hf_token,
         on_reading=lambda: holder[0].changed() if holder else None,
+        nursery=settings.nursery,
     )
     async with launcher:
         aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")

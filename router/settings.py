@@ -19,7 +19,7 @@ from router.values import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevi
 MAX_BUFFERED = 512 * MIB
 """Bytes of all request bodies together, so no single one may be larger."""
 LATER = frozenset({
-    "api-prefix", "cluster", "log-file", "models-watch", "nursery", "secure-mode", "sleep-memory", "slots",
+    "api-prefix", "cluster", "log-file", "models-watch", "secure-mode", "sleep-memory", "slots",
     "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
 })  # fmt: skip
 """Router options of the design that this version does not have: not to be mistaken for model keys."""
@@ -83,6 +83,7 @@ class Settings:
     state_dir: str = ""
     """Empty: the platform's, chosen where it is used."""
     runtime_dir: str = ""
+    nursery: bool = True
     hub_cache: str = ""
     """Folder of downloaded repositories; has no flag, as all programs of the hub share its variables."""
 
@@ -171,6 +172,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(flag="state-dir", kind=_FOLDER, group=MODELS, unset="the platform's",
            help="estimates, weights of demo models"),
     Option(flag="runtime-dir", kind=_FOLDER, group=MODELS, unset="the platform's", help="sockets and process records"),
+    Option(flag="nursery", kind=Flag(), group=MODELS,
+           help="fork workers from a process with its imports done; off: each imports for itself, 3 s"),
 
     Option(flag="models-memory-margin", kind=MemoryByDevice(hint="MiB"), group=MEMORY,
            help="kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count"),

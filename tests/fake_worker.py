@@ -19,12 +19,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # -P keeps the script's own surroundings out
 
-from worker import contract, leash
+from worker import contract, leash, nursery
 
 MIB = 1 << 20
 LONG_LINE = 2 * contract.MAX_EVENT_BYTES
@@ -481,8 +481,16 @@ def sleep_for_ever() -> None:
         time.sleep(3600)
 
 
+def forked(argv: list[str]) -> NoReturn:
+    """What a child of its nursery does."""
+    main(argv)
+    os._exit(0)
+
+
 def main(argv: list[str]) -> None:
     command = contract.from_argv(argv)
+    if isinstance(command, contract.Nursery):
+        os._exit(nursery.serve(command, forked, modules=()))
     raw = os.dup(1)
     tied = leash.take(leashed=command.leashed, spawner=command.spawner)
     worker = FakeWorker(command, tied, behaviour(command, os.environ), raw)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.children import environment, python
 from worker import contract
 
-COMMANDS = (contract.Download, contract.Estimate, contract.Serve)
+COMMANDS = (contract.Download, contract.Estimate, contract.Serve, contract.Nursery)
 EVENTS = (
     contract.Progress,
     contract.Downloaded,
@@ -23,6 +23,10 @@ EVENTS = (
     contract.Request,
     contract.Pulse,
     contract.Failed,
+    contract.Warm,
+    contract.Born,
+    contract.Refused,
+    contract.Exited,
 )
 # What the kernel takes as an argument: no NUL, nothing that UTF-8 cannot say.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -37,6 +41,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(TEXT),
     list[list[int]]: st.lists(st.lists(st.integers(0, 2**62))),
     dict[str, int]: st.dictionaries(TEXT, st.integers(0, 2**62)),
+    dict[str, float]: st.dictionaries(TEXT, st.floats(allow_nan=False, allow_infinity=False)),
 }
 
 
@@ -53,6 +58,18 @@ def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
         return st.fixed_dictionaries(required, optional=optional).map(lambda values: kind(**values))
 
     return st.one_of([instances(kind) for kind in kinds])
+
+
+@given(values_of((contract.Fork, contract.Reap, contract.Import)))
+def test_every_order_survives_its_packet(order: contract.Order) -> None:
+    assert contract.decode_order(contract.encode_order(order)) == order
+
+
+def test_a_nursery_imports_only_code_of_model_families() -> None:
+    good = ["transformers.models.llama.modeling_llama", "transformers.models.qwen2"]
+    bad = ["os", "transformers.models.llama.x_y", "transformers.models.a.modeling_a.b", "transformers.models.",
+           "transformers_modules.x.modeling_x"]  # fmt: skip
+    assert [name for name in (*good, *bad) if contract.is_warmable(name)] == good
 
 
 @given(values_of(COMMANDS))
@@ -94,8 +111,8 @@ def test_a_switch_has_a_negative_form() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "unknown verb ''; one of: download, estimate, serve"),
-        (["sing"], "unknown verb 'sing'; one of: download, estimate, serve"),
+        ([], "unknown verb ''; one of: download, estimate, serve, nursery"),
+        (["sing"], "unknown verb 'sing'; one of: download, estimate, serve, nursery"),
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-sise=1"], "serve: unknown option '--ctx-sise=1'"),
         (["serve", "snapshot"], "serve: unknown option 'snapshot'"),
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-size=many"], "serve: '--ctx-size=many' needs a number"),

@@ -1,4 +1,4 @@
-"""Verbs: download, estimate, serve. A worker as a program: options in, events and an exit code out.
+"""Verbs: download, estimate, serve, nursery. A worker as a program: options in, events and an exit code out.
 
 Everything heavy is imported by the verb that needs it, after the leash is taken: `download` and `--help` never see
 torch, and a worker whose router dies while torch is being imported is gone at once.
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 CRASHED = 1
 """Exit code of what nobody expected; to the router a crash, as any code that it does not know."""
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
+"""Matrix kernels that oneDNN and torch's layer above it keep, one for each shape. In bfloat16 on the CPU each takes
+about 0.65 MB whatever its size, and every length of prompt brings new ones: with the default of 1024 a worker grows by
+more than half a gigabyte that no estimate knows. One that was dropped is made again in about 0.4 ms (measured on torch
+2.13 with AVX-512)."""
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -26,15 +31,13 @@ _OFFLINE = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the driver's own order, by which the router counts
 }
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-"""Matrix kernels that oneDNN and torch's layer above it keep, one for each shape. In bfloat16 on the CPU each takes
-about 0.65 MB whatever its size, and every length of prompt brings new ones: with the default of 1024 a worker grows by
-more than half a gigabyte that no estimate knows. One that was dropped is made again in about 0.4 ms (measured on torch
-2.13 with AVX-512)."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one verb and end the process with its exit code (`contract.Exit`)."""
+    """Run one verb and end the process with its exit code (`contract.Exit`).
+
+    A nursery runs it again in each process that it forks.
+    """
     code = run(sys.argv[1:] if argv is None else list(argv))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,6 +60,8 @@ def run(words: list[str]) -> int:
     if leashed and not spawner:
         print("worker: --leashed needs --spawner=PID, the process id of whoever starts this one", file=sys.stderr)
         return 2
+    if words[0] == "nursery":
+        return _nurse(words)
     tied = leash.take(leashed=leashed, spawner=spawner)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))  # asked to stop; nothing is half-done that needs an end
@@ -75,6 +80,28 @@ def _spawner(words: list[str]) -> int:
         if name == "--spawner" and value.isdecimal():
             return int(value)
     return 0
+
+
+def _nurse(words: list[str]) -> int:
+    from worker import contract, nursery
+
+    try:
+        command = contract.from_argv(words)
+    except ValueError as error:
+        print(f"worker: {error}; see worker --help", file=sys.stderr)
+        return contract.Exit.USAGE
+    assert isinstance(command, contract.Nursery)
+    os.environ.update(_QUIET)
+    _prepare(1)  # what libraries look up when they are loaded must be so here; each child settles it once more
+    return nursery.serve(command, _begin_forked)
+
+
+def _begin_forked(words: list[str]) -> NoReturn:
+    """What a child of the nursery does: all that an executed worker does, with its imports done."""
+    from worker.engine import memory
+
+    memory.forked()
+    main(words)
 
 
 def _dispatch(words: list[str], tied: leash.Leash) -> None:
@@ -98,6 +125,7 @@ def _dispatch(words: list[str], tied: leash.Leash) -> None:
 
         download.download(command, tied.say, token=hub_token)
         return
+    assert not isinstance(command, contract.Nursery), "it never takes this leash"
     _prepare(command.threads)
     if isinstance(command, contract.Estimate):
         from worker import estimate
@@ -154,6 +182,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash) -> Non
             measured=engine.measured,
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
+            modules=[name for name in sys.modules if contract.is_warmable(name)],
         )
     )
     await told.wait()

@@ -7,6 +7,7 @@ Law: standard library only, and no import of anything else in this project; both
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-VERBS = ("download", "estimate", "serve")
+VERBS = ("download", "estimate", "serve", "nursery")
 MAX_EVENT_BYTES = 1 << 20
 """A longer line on a worker's stdout is skipped by the router."""
 
@@ -131,8 +132,18 @@ class Serve(ModelOptions):
     spawner: int = 0
 
 
-Command = Download | Estimate | Serve
-_COMMANDS: dict[str, type[Any]] = {"download": Download, "estimate": Estimate, "serve": Serve}
+@dataclass(frozen=True, kw_only=True)
+class Nursery:
+    """Import everything once, then fork workers as the router orders. For routers only; always leashed."""
+
+    orders: int
+    """Descriptor of the socket (AF_UNIX, SOCK_SEQPACKET) on which orders come."""
+    leashed: bool = False
+    spawner: int = 0
+
+
+Command = Download | Estimate | Serve | Nursery
+_COMMANDS: dict[str, type[Any]] = {"download": Download, "estimate": Estimate, "serve": Serve, "nursery": Nursery}
 
 
 def to_argv(command: Command) -> list[str]:
@@ -246,6 +257,10 @@ class Ready:
     capabilities: list[str] = dataclasses.field(default_factory=list)
     """Of chat, completion, embedding, rerank."""
     n_ctx: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Where the time of the load went, by stage, in their order: of what this process has seen of it."""
+    modules: list[str] = dataclasses.field(default_factory=list)
+    """Modules of the model's family that it has (`is_warmable`), so that a nursery may have them, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,10 +312,42 @@ class Failed:
     message: str
 
 
-Event = Progress | Downloaded | Estimated | Ready | Request | Pulse | Failed
-_EVENTS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind for kind in (Progress, Downloaded, Estimated, Ready, Request, Pulse, Failed)
-}
+# What a nursery says beside them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warm:
+    """It may fork from now on, and has these modules beyond those that it always has."""
+
+    modules: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Born:
+    """The answer to a Fork: the new process. It stays a zombie, once it has ended, until it is ordered to be reaped."""
+
+    id: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """The answer to a Fork that would not be safe, or failed."""
+
+    id: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited:
+    """The answer to a Reap: its exit code, negative for a signal."""
+
+    pid: int
+    code: int
+
+
+Event = Progress | Downloaded | Estimated | Ready | Request | Pulse | Failed | Warm | Born | Refused | Exited
+_EVENTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 
 
 def encode(event: Event) -> bytes:
@@ -319,6 +366,66 @@ def decode(line: bytes) -> Event | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return event
+
+
+# Orders: what a router tells its nursery, one packet each. Answers are events.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Bring a worker into the world. With the packet come four descriptors: the new process's stdin, stdout and stderr,
+    and a file that holds a Birth."""
+
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reap:
+    """This child of the nursery has ended, and its group was killed: it may go."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """These modules were wanted by a worker: have them before the next one is born."""
+
+    modules: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Birth:
+    """What a forked worker begins with, in place of a command line. `argv`: verb first."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+Order = Fork | Reap | Import
+MAX_ORDER_BYTES = 1 << 16
+_ORDERS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Order)}
+
+
+def encode_order(order: Order) -> bytes:
+    """One packet."""
+    return json.dumps({"order": type(order).__name__.lower(), **dataclasses.asdict(order)}).encode()
+
+
+def decode_order(packet: bytes) -> Order:
+    """The order in `packet`. Raises ValueError, TypeError or KeyError if it is none."""
+    body = json.loads(packet)
+    order: Order = _ORDERS[body.pop("order")](**body)
+    return order
+
+
+def is_warmable(module: str) -> bool:
+    """Whether a nursery may import `module` because a worker did: transformers' own code for one family of models."""
+    return _FAMILY_MODULE.fullmatch(module) is not None
+
+
+_FAMILY_MODULE = re.compile(
+    r"transformers\.models\.[a-z0-9_]+(\.(configuration|modeling|tokenization|processing)_[a-z0-9_]+)?"
+)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from worker import contract
 WIDTH = 110
 _KINDS: dict[str, type[Any]] = {
     "download": contract.Download, "estimate": contract.Estimate, "serve": contract.Serve,
+    "nursery": contract.Nursery,
 }  # fmt: skip
 _TEXTS = {
     "revision": "Branch, tag or commit.",

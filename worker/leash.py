@@ -88,9 +88,7 @@ def take(*, leashed: bool, spawner: int = 0) -> Leash:
     os.dup2(2, 1)
     if not leashed:
         return Leash(events)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != spawner:
-        os._exit(ORPHANED)
+    bind(spawner)
     # In this order: a process that is not dumpable cannot write its own score.
     _volunteer_for_the_oom_killer()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -104,6 +102,16 @@ def take(*, leashed: bool, spawner: int = 0) -> Leash:
     threading.Thread(target=_await_end, args=(lifeline,), name="lifeline", daemon=True).start()
     os.set_blocking(events, False)
     return Leash(events, token=token, leashed=True)
+
+
+def bind(spawner: int) -> None:
+    """From here on the kernel kills this process as soon as the thread that started it has ended.
+
+    Ends the process with exit code 7 if its parent is not (any more) process `spawner`.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != spawner:
+        os._exit(ORPHANED)
 
 
 def _read_token(lifeline: int) -> str:

@@ -55,6 +55,8 @@ class Program:
     """Another interpreter; empty: the router's own."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Beside the launcher's allow-list."""
+    forks: bool = True
+    """May be born by fork from a process that has its imports done (`contract.EngineTraits`)."""
     start_timeout: float = 240.0
     """Seconds without load progress."""
     stop_timeout: float = 10.0

@@ -23,8 +23,10 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, U
 
 from router.launchers import Cause, Listen, Program, WorkerLost, orphans
 from router.launchers import environment as environments
+from router.launchers import nursery as nurseries
 from router.launchers.environment import Verb
 from router.launchers.guard import Guard
+from router.launchers.nursery import Nursery, NurseryRefused
 from router.launchers.oom import OomKills, counted
 from router.launchers.probe import Devices, Probe
 from router.launchers.process import Child, Log, uncancelled
@@ -50,6 +52,11 @@ LOOK_INTERVAL = 1.0
 """Seconds between two looks at a process's vitals."""
 LATE = 1.0
 """Seconds by which our own timer may be late before what it would judge is not trusted."""
+
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+"""Seconds until a nursery that has ended is replaced: twice as long each time, from the first again after one that
+lived so long."""
 
 _NOUNS: Mapping[Verb, str] = {"download": "download", "estimate": "estimate", "serve": "worker"}
 _MEANINGS: Mapping[int, str] = {
@@ -88,11 +95,16 @@ class LocalLauncher:
         download_silence: float = 60.0,
         estimate_timeout: float = 120.0,
         python_argv: Sequence[str] = PYTHON_ARGV,
+        nursery: bool = False,
+        nursery_pause: float = FIRST_PAUSE,
+        nursery_timeout: float = nurseries.ANSWER_TIMEOUT,
     ):
         """`environ`: the router's own environment, of which an allow-list is handed on; `on_reading` is called on the
         loop after each new reading; `sample_interval`: seconds between them; `download_silence`: seconds without any
         event after which a download counts as dead; `estimate_timeout`: seconds that an estimate may take in all;
-        `python_argv`: how the worker program is started, the interpreter first."""
+        `python_argv`: how the worker program is started, the interpreter first; `nursery`: whether
+        workers are forked where that is possible; `nursery_pause`, `nursery_timeout`: seconds until one that died is
+        replaced for the first time, and for an answer of it."""
         self._environ = dict(environ)
         self._offline = offline
         self._hf_token = hf_token
@@ -104,8 +116,16 @@ class LocalLauncher:
         self._probe = Probe(devices, on_reading)
         self._ooms = OomKills(counted)
         self._children: dict[str, Child] = {}
+        self.nursery: Nursery | None = None
+        """The one that runs now; it may not be warm yet."""
+        self.on_nursery: Callable[[], None] = lambda: None
+        """Called when the nursery has imported something: from the first time on it forks."""
         self._guard: Guard | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._wants_nursery = nursery
+        self._nursery_pause = nursery_pause
+        self._nursery_timeout = nursery_timeout
+        self._nursing: asyncio.Task[None] | None = None
         self._entered = contextlib.ExitStack()
 
     @property
@@ -139,6 +159,9 @@ class LocalLauncher:
             self._entered = stack.pop_all()
         self._watching = asyncio.create_task(self._watch(), name="devices")
         self._watching.add_done_callback(_tell_failure)
+        if self._wants_nursery:
+            self._nursing = asyncio.create_task(self._keep_nursery(), name=nurseries.NAME)
+            self._nursing.add_done_callback(_tell_failure)
         return self
 
     async def __aexit__(
@@ -148,7 +171,7 @@ class LocalLauncher:
 
     def kill_all(self) -> None:
         """SIGKILL to every group, at once: for a router that may not wait. Their blocks end as usual."""
-        for child in self._children.values():
+        for child in self._workers():
             child.kill()
 
     # Readings
@@ -171,7 +194,6 @@ class LocalLauncher:
             vitals.hear(event, loop.time())
             listen(event)
 
-        command = replace(command, leashed=True, spawner=os.getpid())
         answer = await self._ask(program, command, contract.Downloaded, vitals, hear)
         return answer.snapshot
 
@@ -179,7 +201,6 @@ class LocalLauncher:
         now = asyncio.get_running_loop().time()
         limit = self._estimate_timeout  # of which no event buys more
         vitals = Vitals(now, start_timeout=limit, stall_timeout=limit)
-        command = replace(command, leashed=True, spawner=os.getpid())
         return await self._ask(program, command, contract.Estimated, vitals, lambda event: None)
 
     @asynccontextmanager
@@ -194,14 +215,14 @@ class LocalLauncher:
             command,
             devices=tuple(name for name in names if name != "cpu") or ("cpu",),
             listen=f"unix:{socket}",
-            leashed=True,
-            spawner=os.getpid(),
         )
         try:
             async with self._running(program, command, "serve", tag, token, self._visible(names)) as child:
                 worker = LocalWorker(program, command, child, names, socket, token, listen, self._ooms)
                 try:
                     await worker.start()
+                    if self.nursery is not None:
+                        self.nursery.warm(worker.ready.modules)
                     yield worker
                 finally:
                     await uncancelled(worker.end())
@@ -242,35 +263,92 @@ class LocalLauncher:
         self, program: Program, command: contract.Command, verb: Verb, tag: str, token: str, visible: str
     ) -> AsyncIterator[Child]:
         """A child that has its token, for the length of the block; left, it is dead, reaped and struck off."""
-        child = self._spawn(program, command, verb, tag, token, visible)
-        self._children[tag] = child
         try:
-            await uncancelled(self._put_on_record(program, verb, tag, child.pid))
+            await uncancelled(self._bear(program, command, verb, tag, (token, visible)))
+            child = self._children[tag]
             child.send_token(token)
             yield child
         finally:
-            await uncancelled(self._bury(child, tag))
+            await uncancelled(self._bury(tag))
 
-    def _spawn(
-        self, program: Program, command: contract.Command, verb: Verb, tag: str, token: str, visible: str
-    ) -> Child:
-        env = environments.environment(
+    async def _bear(
+        self, program: Program, command: contract.Command, verb: Verb, tag: str, told: tuple[str, str]
+    ) -> None:
+        """Returns once there is a child of that tag, on record. `told`: its token, and which devices it may see."""
+        token, visible = told
+        env = self._environment(verb, tag, visible, program.env, command)
+        name = program.worker if verb == "serve" else f"{program.worker} ({verb})"
+        words = Log(program.model, name, secrets=(token, *environments.secrets(env)))
+        nursery = self.nursery
+        child = None
+        if nursery is not None and nursery.can_fork and may_fork(program, verb):
+            argv = contract.to_argv(replace(command, leashed=True, spawner=nursery.pid))
+            try:
+                child = await nursery.spawn(argv, env, name=name, log=words)
+            except NurseryRefused as refused:
+                log.warning("%s: the nursery cannot fork, so it is executed: %s", name, refused)
+        if child is None:
+            argv = contract.to_argv(replace(command, leashed=True, spawner=os.getpid()))
+            argv = [program.python or self._argv[0], *self._argv[1:], *argv]
+            try:
+                child = Child.spawn(argv, env, name=name, log=words, private=verb != "download")
+            except OSError as error:
+                raise lost_at_birth(program, verb, argv[0], error) from error
+        self._children[tag] = child
+        await self._put_on_record(program, verb, tag, child.pid)
+
+    def _environment(
+        self, verb: Verb, tag: str, visible: str, extra: Mapping[str, str], command: contract.Command | None
+    ) -> dict[str, str]:
+        return environments.environment(
             self._environ,
             verb,
             tag=tag,
             visible=visible,
             threads=command.threads if isinstance(command, contract.ModelOptions) else 1,
-            extra=program.env,
+            extra=extra,
             offline=self._offline,
             hf_token=self._hf_token,
         )
-        name = program.worker if verb == "serve" else f"{program.worker} ({verb})"
-        words = Log(program.model, name, secrets=(token, *environments.secrets(env)))
-        argv = [program.python or self._argv[0], *self._argv[1:], *contract.to_argv(command)]
+
+    # The nursery
+
+    async def _keep_nursery(self) -> None:
+        """Have a nursery at all times, or soon again; never returns. Cancelling it ends the one that runs."""
+        loop = asyncio.get_running_loop()
+        pause = self._nursery_pause
+        while True:
+            began = loop.time()
+            try:
+                await self._nurse()
+            except OSError as error:
+                log.warning("cannot start the nursery: %s", error.strerror or error)
+            if loop.time() - began > LONGEST_PAUSE:
+                pause = self._nursery_pause
+            log.warning("workers are executed until there is another nursery, in %g s", pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _nurse(self) -> None:
+        """One nursery from its start to its end. Raises OSError if it cannot be started."""
+        tag = self._folder.tag("", nurseries.NAME)
+        program = Program(model="", worker=nurseries.NAME)
+        env = self._environment("serve", tag, "", {}, None)
+        self.nursery = Nursery.start(
+            self._argv,
+            env,
+            log=Log(nurseries.NAME, nurseries.NAME),
+            on_warm=lambda: self.on_nursery(),
+            answer_timeout=self._nursery_timeout,
+        )
+        self._children[tag] = child = self.nursery.child
         try:
-            return Child.spawn(argv, env, name=name, log=words, private=verb != "download")
-        except OSError as error:
-            raise lost_at_birth(program, verb, argv[0], error) from error
+            await uncancelled(self._put_on_record(program, "serve", tag, child.pid))
+            code = await asyncio.shield(child.exited)
+            log.warning("the nursery %s: %s", _how_it_ended(code, oom_killed=False), child.said)
+        finally:
+            self.nursery = None
+            await uncancelled(self._bury(tag))
 
     async def _put_on_record(self, program: Program, verb: Verb, tag: str, pid: int) -> None:
         """Before it gets its token: whoever kills the router now finds it on disk, and the guard knows its group."""
@@ -282,8 +360,11 @@ class LocalLauncher:
         except OSError as error:  # its leash holds it all the same
             log.warning("%s: cannot put process %d on record: %s", program.worker, pid, error)
 
-    async def _bury(self, child: Child, tag: str) -> None:
-        """Returns once the process, its group and its orphans are gone and struck off."""
+    async def _bury(self, tag: str) -> None:
+        """Returns once the process of that tag, if there is one, its group and its orphans are gone and struck off."""
+        child = self._children.get(tag)
+        if child is None:
+            return
         await child.end()
         for pid in await orphans.end(child.pid, tag):
             log.error("process %d, left by a worker, is stuck: SIGKILL did not end it", pid)
@@ -295,15 +376,23 @@ class LocalLauncher:
         except OSError as error:
             log.warning("cannot strike process %d off: %s", child.pid, error)
 
+    def _workers(self) -> list[Child]:
+        """All that run but the nursery: it has to reap its own, and ends last."""
+        nursery = self.nursery.pid if self.nursery is not None else 0
+        return [child for child in self._children.values() if child.pid != nursery]
+
     async def _close(self) -> None:
         """Returns once everything that ran here has been reaped, or does not die."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
         self.kill_all()
-        left = {child.exited for child in self._children.values()}
+        left = {child.exited for child in self._workers()}
         if left:
             await asyncio.wait(left, timeout=CLOSE_TIMEOUT)
+        if self._nursing is not None:
+            self._nursing.cancel()
+            await asyncio.wait({self._nursing})
         self._entered.close()
 
     def _close_guard(self) -> None:
@@ -493,6 +582,12 @@ def device_names(place: Bytes) -> dict[str, DeviceId]:
     names = {f"cuda:{shard}": device for shard, device in enumerate(accelerators)}
     hosts = [device for device in place if device.index == HOST]
     return names | ({"cpu": hosts[0]} if hosts else {})
+
+
+def may_fork(program: Program, verb: Verb) -> bool:
+    """Whether a process of `verb` is the same, forked or executed: what a preset says of interpreter and environment is
+    looked up when libraries are loaded, and a download reaches the network, which the nursery's libraries do not."""
+    return verb != "download" and program.forks and not program.python and not program.env
 
 
 def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_killed: bool) -> WorkerLost:

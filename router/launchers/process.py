@@ -2,7 +2,8 @@
 
 Laws. Spawn from the thread that runs the loop, and let that be the program's main thread: the kernel ends a worker with
 the *thread* that started it. A child is reaped in one place, `Child._on_exit`, where its whole group is killed first,
-while the leader is still a zombie and its number can belong to nobody else. Its pipes are always drained.
+while the leader is still a zombie and its number can belong to nobody else; who reaps it is whoever is its parent, this
+process or a nursery. Its pipes are always drained.
 """
 
 import asyncio
@@ -147,23 +148,57 @@ class Log:
             self._kept_bytes -= len(self._kept.popleft())
 
 
+Reap = Callable[[int, Callable[[int], None]], None]
+"""Reaps the child of that number, which has ended, and calls what it is given with the exit code (negative: a signal),
+now or later."""
+
+
+class Pipes:
+    """The three pipes of a child, both ends; all close on exec."""
+
+    def __init__(self) -> None:
+        """Raises OSError if there are no descriptors left."""
+        self._open: list[int] = []
+        try:
+            for _ in range(3):
+                self._open += os.pipe()
+        except OSError:
+            self.close()
+            raise
+        theirs_in, self.stdin, self.stdout, theirs_out, self.stderr, theirs_err = self._open
+        self.theirs = (theirs_in, theirs_out, theirs_err)
+        """For the child: its descriptors 0, 1 and 2."""
+
+    def close_theirs(self) -> None:
+        """Once the child has its own copies: else nobody would see that it has ended."""
+        self._close(self.theirs)
+
+    def close(self) -> None:
+        self._close(tuple(self._open))
+
+    def _close(self, ends: Sequence[int]) -> None:
+        for end in ends:
+            if end in self._open:
+                self._open.remove(end)
+                os.close(end)
+
+
 class Child:
     """One process in a session and group of its own, from its birth to its reaping."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", name: str, log: Log):
-        """Takes `process` over: its three pipes and its exit. Must be called in the loop's thread."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process = process
+    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap):
+        """Takes process `pid` over, with our ends of its pipes: it is running or a zombie. Must be called in the loop's
+        thread. Raises OSError if there is no descriptor left; then nothing was taken over."""
+        self._pipes = pipes
         self._name = name
         self._log = log
+        self._reap = reap
         self._loop = asyncio.get_running_loop()
-        self._stdin = process.stdin.fileno()
-        self._events, self._lines = process.stdout.fileno(), Lines(contract.MAX_EVENT_BYTES)
-        self._stderr, self._text = process.stderr.fileno(), Lines(MAX_LOG_BYTES)
+        self._stdin = pipes.stdin
+        self._events, self._lines = pipes.stdout, Lines(contract.MAX_EVENT_BYTES)
+        self._stderr, self._text = pipes.stderr, Lines(MAX_LOG_BYTES)
         self._reads: dict[int, Callable[[bytes], None]] = {self._events: self._heard, self._stderr: self._logged}
-        self.pid = process.pid
+        self.pid = pid
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """The exit code, negative for a signal, once it is reaped."""
         self.on_event: Callable[[contract.Event], None] = lambda event: None
@@ -171,39 +206,66 @@ class Child:
         """The cause, if it gave one."""
         self.is_stuck = False
         """SIGKILL did not end it (a call in the kernel that never returns)."""
-        orphans.known.add(self.pid)
-        self._watch = os.pidfd_open(self.pid)
+        self._has_ended = False
+        self._watch = os.pidfd_open(pid)
+        orphans.known.add(pid)
         self._loop.add_reader(self._watch, self._on_exit)
         for pipe in self._reads:
             os.set_blocking(pipe, False)
             self._loop.add_reader(pipe, self._read, pipe, 1)
 
     @classmethod
-    def spawn(cls, argv: Sequence[str], env: Mapping[str, str], *, name: str, log: Log, private: bool) -> "Child":
-        """A new process of `argv`. `name` is for messages; `private`: only its user may read the files that it makes.
+    def spawn(
+        cls,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        name: str,
+        log: Log,
+        private: bool,
+        pass_fds: Sequence[int] = (),
+    ) -> "Child":
+        """A new process of `argv`. `name` is for messages; `private`: only its user may read the files that it makes;
+        `pass_fds`: descriptors that it is to have besides its pipes, under the same numbers.
 
         Raises OSError if there is no such program, or no room for another process.
         """
-        process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=dict(env),
-            close_fds=True,
-            start_new_session=True,
-            umask=0o077 if private else -1,
-        )
+        pipes = Pipes()
         try:
-            return cls(process, name, log)
+            stdin, stdout, stderr = pipes.theirs
+            process = subprocess.Popen(
+                list(argv),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=dict(env),
+                close_fds=True,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+                umask=0o077 if private else -1,
+            )
+        except BaseException:
+            pipes.close()
+            raise
+        pipes.close_theirs()
+
+        def reap(pid: int, tell: Callable[[int], None]) -> None:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            process.returncode = code  # so that Popen does not wait for it once more
+            tell(code)
+
+        try:
+            return cls(process.pid, pipes, name, log, reap)
         except OSError:
-            orphans.known.discard(process.pid)
-            _discard(process)
+            process.kill()
+            process.wait()
+            pipes.close()
             raise
 
     def send_token(self, token: str) -> None:
         """The first and only line that it reads; from then on its stdin stands open as long as we live."""
+        if self.exited.done():  # its pipes are closed, and their numbers may be somebody else's
+            return
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stdin, token.encode() + b"\n")
 
@@ -250,25 +312,30 @@ class Child:
         return self.exited.done()
 
     def _signal(self, number: signal.Signals) -> None:
-        if not self.exited.done():
+        if self._has_ended or self.exited.done():
+            return  # its number may soon belong to somebody else
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:  # forked a moment ago, it does not lead its group yet
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+                os.kill(self.pid, number)
 
     def _on_exit(self) -> None:
-        """The leader is a zombie: kill its group, reap it, hear its last words."""
+        """The leader is a zombie: kill its group, and have it reaped."""
         self._loop.remove_reader(self._watch)
         os.close(self._watch)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self._process.returncode = code  # so that Popen does not wait for it once more
+        self._has_ended = True
+        self._reap(self.pid, self._reaped)
+
+    def _reaped(self, code: int) -> None:
+        """It is gone: hear its last words."""
         orphans.known.discard(self.pid)
         self.read()
         for pipe in tuple(self._reads):
             self._close(pipe)
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        self._pipes.close()
         self._log.flush()
         self.exited.set_result(code)
 
@@ -334,12 +401,3 @@ def _has_type(value: object, hint: Any) -> bool:
     if isinstance(value, dict):
         return all(_has_type(key, parts[0]) and _has_type(each, parts[1]) for key, each in value.items())
     return True
-
-
-def _discard(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that could not be taken over."""
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()

@@ -139,7 +139,8 @@ async def router(
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": f"{own}/hub", **(environ or {})}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "router",
-            "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run", *options,
+            "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run",
+            "--no-nursery", *options,  # the last one counts: whoever wants a nursery says --nursery
             stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,
             env=env | {"PYTHONPATH": str(ROOT)}, limit=1 << 20,
         )  # fmt: skip

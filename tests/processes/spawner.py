@@ -1,8 +1,8 @@
 """A router reduced to its launcher, to be killed: runs one fake program, `python spawner.py RUN_FOLDER JSON`.
 
 The JSON object has `verb`, `told` (the behaviour of the program), and what else to do: `request` (a body to post once
-ready), `leave` (leave the block once ready), `birth` (the program kills its parent as its first act). Says on stdout,
-a word a line, how far it got: `ready`, `answering`, `leaving`.
+ready), `leave` (leave the block once ready), `birth` (the program kills its parent as its first act), `forks` (it is
+forked by a nursery). Says on stdout, a word a line, how far it got: `nursery PID`, `ready`, `answering`, `leaving`.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from router.launchers.local import LocalLauncher
 from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
+from tests.processes.forking import ForkingLauncher
 from worker import contract
 
 KILLS_ITS_PARENT = (
@@ -31,9 +32,10 @@ def say(word: str) -> None:
 async def main(folder: Path, plan: dict[str, Any]) -> None:
     argv = (sys.executable, "-P", "-c", KILLS_ITS_PARENT) if plan.get("birth") else FAKE_ARGV
     program = fake_program("m", stop_timeout=1000.0, **plan["told"])
-    async with LocalLauncher(
-        devices=FixedDevices(), runtime_dir=folder, environ=os.environ, python_argv=argv
-    ) as launcher:
+    kind = ForkingLauncher if plan.get("forks") else LocalLauncher
+    async with kind(devices=FixedDevices(), runtime_dir=folder, environ=os.environ, python_argv=argv) as launcher:
+        if isinstance(launcher, ForkingLauncher):
+            say(f"nursery {(await launcher.warmed()).pid}")
         if plan["verb"] == "download":
             await launcher.download(program, contract.Download(repo="org/m"), lambda event: None)
         elif plan["verb"] == "estimate":

@@ -34,6 +34,7 @@ from tests.fakes import (
     fake_program,
     fake_snapshot,
 )  # fmt: skip
+from tests.processes.forking import ForkingLauncher
 from worker import contract
 
 SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
@@ -53,17 +54,23 @@ def devices() -> FixedDevices:
     return FixedDevices({GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 16 * GIB})
 
 
-@pytest.fixture
-async def launcher(folder: Path, devices: FixedDevices) -> AsyncIterator[LocalLauncher]:
+@pytest.fixture(params=[LocalLauncher, ForkingLauncher], ids=["exec", "nursery"])
+async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedDevices) -> AsyncIterator[LocalLauncher]:
     """A launcher whose end leaves neither a process nor a file."""
     environ = {"PATH": os.environ["PATH"], **SECRETS}
-    async with LocalLauncher(
+    async with request.param(
         devices=devices, runtime_dir=folder, environ=environ, hf_token="hf_given", python_argv=FAKE_ARGV
     ) as found:
+        if isinstance(found, ForkingLauncher):
+            await found.warmed()
         yield found
     assert traces(folder) == []
     assert orphans.find() == []
     assert orphans.known == set()
+
+
+EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
+"""For what takes seconds and is the same whoever the parent is."""
 
 
 @pytest.fixture
@@ -247,6 +254,7 @@ async def test_ready_counts_only_once_it_answers(launcher: LocalLauncher, told: 
 
 
 @pytest.mark.slow
+@EXECUTED
 async def test_a_load_that_stalls_is_ended_and_a_slow_one_is_not(launcher: LocalLauncher, journal: Journal) -> None:
     slow = fake_program("slow", start_timeout=1.5, load_steps=8, load_interval=0.25)
     async with serve(launcher, slow):
@@ -344,6 +352,7 @@ async def test_whom_a_worker_started_ends_with_it(launcher: LocalLauncher, journ
 
 
 @pytest.mark.slow
+@EXECUTED
 async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
     async def wedge(number: int, says: str, **told: Any) -> None:
         program = fake_program("m", number=number, stall_timeout=1.0, pulse_interval=0.05, hang_after=1, **told)
@@ -368,6 +377,7 @@ async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.slow
+@EXECUTED
 async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLauncher) -> None:
     pulses: asyncio.Queue[contract.Event] = asyncio.Queue()
     program = fake_program("m", stall_timeout=1.0, pulse_interval=0.05)
@@ -559,11 +569,14 @@ PHASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "forks"),
+    [*((phase, False) for phase in PHASES), *((each, True) for each in PHASES if each != "downloading")],
+)
 async def test_no_child_outlives_the_router(
-    phase: str, spawn: Callable[..., Any], journal: Journal, folder: Path
+    phase: str, forks: bool, spawn: Callable[..., Any], journal: Journal, folder: Path
 ) -> None:
-    plan = dict(PHASES[phase])
+    plan = PHASES[phase] | {"forks": forks}
     until = plan.pop("until", "")
     plan["told"] = plan["told"] | {"journal": journal.path, "grandchild": "group", "ignore_sigterm": True}
     router = await spawn(**plan)
@@ -573,7 +586,7 @@ async def test_no_child_outlives_the_router(
     await router.killed()
     await ended(worker, within=WITHIN)
     await ended(grandchild, within=WITHIN)
-    assert len([name for name in traces(folder) if name.endswith(".json")]) == 1
+    assert len([name for name in traces(folder) if name.endswith(".json")]) == 1 + forks
     async with LocalLauncher(devices=FixedDevices(), runtime_dir=folder, environ={}):
         assert traces(folder) == []
 

@@ -1,0 +1,66 @@
+"""A launcher whose fake workers are forked: what they are told to do wrong lies in their snapshots.
+
+A preset's environment makes its workers be executed, and tells fake ones how to behave. So it is moved out of the way.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from router.launchers import Listen, Program
+from router.launchers.local import LocalLauncher, LocalWorker
+from router.launchers.nursery import Nursery
+from router.ledger import Bytes
+from tests.fakes import DEADLINE
+from worker import contract
+
+Model = TypeVar("Model", contract.Serve, contract.Estimate)
+
+
+class ForkingLauncher(LocalLauncher):
+    """Takes what `LocalLauncher` takes; snapshots are made below its runtime folder's parent."""
+
+    def __init__(self, *, runtime_dir: Path, **options: Any):
+        super().__init__(runtime_dir=runtime_dir, nursery=True, **options)
+        self._snapshots = runtime_dir.parent / "told"
+        self._told = 0
+        self._warm = asyncio.Event()
+        self.on_nursery = self._warm.set
+
+    async def warmed(self) -> Nursery:
+        """Returns once there is a nursery that can fork."""
+        async with asyncio.timeout(DEADLINE):
+            while self.nursery is None or not self.nursery.can_fork:
+                self._warm.clear()
+                await self._warm.wait()
+            return self.nursery
+
+    @asynccontextmanager
+    async def serve(
+        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+    ) -> AsyncIterator[LocalWorker]:
+        async with super().serve(*self._moved(program, command), place, listen) as worker:
+            yield worker
+
+    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+        return await super().estimate(*self._moved(program, command))
+
+    def _moved(self, program: Program, command: Model) -> tuple[Program, Model]:
+        if set(program.env) != {"FAKE_WORKER"} or program.python:
+            return program, command
+        file = Path(command.snapshot, "fake.json")
+        told = json.loads(file.read_text()) if file.is_file() else {}
+        self._told += 1
+        folder = self._snapshots / str(self._told)
+        folder.mkdir(parents=True)
+        (folder / "fake.json").write_text(json.dumps(told | json.loads(program.env["FAKE_WORKER"])))
+        return replace(program, env={}), replace(command, snapshot=str(folder))
+
+
+def parent(pid: int) -> int:
+    """Of a process that is there."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

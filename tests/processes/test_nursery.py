@@ -1,0 +1,304 @@
+"""The nursery with real processes: what it forks cannot be told from what is executed, and nobody outlives anybody."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientError
+
+from router.launchers import Program, WorkerLost, orphans
+from router.launchers.local import LocalLauncher, LocalWorker, may_fork
+from router.launchers.nursery import Nursery, NurseryRefused
+from router.launchers.process import Child, Log, uncancelled
+from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
+from tests.processes.forking import ForkingLauncher, parent
+from worker import contract
+
+PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("nursery_program.py")))
+ROOT = str(Path(__file__).resolve().parents[2])
+WITHIN = 1.0
+"""Seconds after a kill within which everybody who must die is dead."""
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_is_left() -> AsyncIterator[None]:
+    """Adopts, as a router does; whoever ends has closed what he opened, and left no child."""
+    before = set(os.listdir("/proc/self/fd"))
+    had = orphans.adopt()
+    yield
+    orphans.adopt(whether=had)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert orphans.known == set()
+    assert orphans.find() == []
+    assert _children(os.getpid()) == ""
+
+
+@asynccontextmanager
+async def nursing(**environ: str) -> AsyncIterator[Nursery]:
+    """A nursery of `nursery_program`, warm."""
+    warm = asyncio.Event()
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
+    nursery = Nursery.start(PROGRAM, env, log=Log("nursery", "nursery"), on_warm=warm.set)
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await warm.wait()
+            yield nursery
+    finally:
+        await uncancelled(nursery.child.end())
+
+
+async def told(child: Child, token: str = "a-token-of-this-test") -> dict[str, Any]:
+    """What the program says of itself, once it has ended well."""
+    said: asyncio.Queue[contract.Event] = asyncio.Queue()
+    child.on_event = said.put_nowait
+    child.send_token(token)
+    async with asyncio.timeout(DEADLINE):
+        event = await said.get()
+        assert isinstance(event, contract.Progress)
+        assert await child.exited == 0
+    found: dict[str, Any] = json.loads(event.stage)
+    return found
+
+
+def estimate(spawner: int) -> list[str]:
+    return contract.to_argv(contract.Estimate(snapshot="/a b", leashed=True, spawner=spawner))
+
+
+ENV = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": ROOT,
+    "OPENBLAS_NUM_THREADS": "1",
+    "LANG": "C.UTF-8",
+    "FLEET_WORKER": "0123456789ab",
+}
+
+
+async def forked(nursery: Nursery) -> Child:
+    return await nursery.spawn(estimate(nursery.pid), ENV, name="m#1", log=Log("m", "m#1"))
+
+
+def executed() -> Child:
+    return Child.spawn([*PROGRAM, *estimate(os.getpid())], ENV, name="m#1", log=Log("m", "m#1"), private=True)
+
+
+# A birth
+
+
+async def test_exec_and_nursery_look_the_same() -> None:
+    """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
+    async with nursing(NURSERYS_OWN="secret") as nursery:
+        by_fork, by_exec = await told(await forked(nursery)), await told(executed())
+    spawner = f"--spawner={nursery.pid}"
+    assert by_fork["argv"] == ["estimate", "--snapshot=/a b", "--leashed", spawner]
+    assert spawner in by_fork["cmdline"]
+    assert "--orders" not in by_fork["cmdline"]
+    for each in (by_fork, by_exec):
+        del each["argv"], each["cmdline"], each["luck"]
+
+    assert by_fork == by_exec
+    assert by_fork["descriptors"] == ["pipe", "pipe", "pipe"]
+    assert by_fork["environ"] == {name: value for name, value in ENV.items() if name != "FLEET_WORKER"}
+    assert by_fork["oom after"] > by_fork["oom"]
+
+
+async def test_no_two_workers_share_a_random_number() -> None:
+    async with nursing() as nursery:
+        drawn = [number for _ in range(3) for number in (await told(await forked(nursery)))["luck"]]
+    assert len(set(drawn)) == 6
+
+
+async def test_a_birth_larger_than_a_packet_arrives_whole() -> None:
+    async with nursing() as nursery:
+        argv = [*estimate(nursery.pid), f"--config-override={'x' * 900_000}"]
+        child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+        assert (await told(child))["argv"] == argv
+
+
+async def test_a_nursery_with_a_second_thread_forks_nobody() -> None:
+    async with nursing(NURSERY_HAS="thread") as nursery:
+        with pytest.raises(NurseryRefused, match="2 threads"):
+            await forked(nursery)
+        assert nursery.can_fork, "it says so each time, and may be asked again"
+
+
+async def test_only_what_is_the_same_is_forked() -> None:
+    plain = Program(model="m", worker="m#1")
+    assert may_fork(plain, "serve")
+    assert may_fork(plain, "estimate")
+    assert not may_fork(plain, "download")
+    assert not may_fork(Program(model="m", worker="m#1", python="/usr/bin/python3"), "serve")
+    assert not may_fork(Program(model="m", worker="m#1", env={"LD_PRELOAD": "x.so"}), "serve")
+    assert not may_fork(Program(model="m", worker="m#1", forks=False), "serve")
+
+
+# A launcher with a nursery
+
+
+@pytest.fixture
+async def launcher(tmp_path: Path) -> AsyncIterator[ForkingLauncher]:
+    async with ForkingLauncher(
+        devices=FixedDevices(),
+        runtime_dir=tmp_path / "run",
+        environ={"PATH": os.environ["PATH"]},
+        python_argv=FAKE_ARGV,
+        nursery_pause=0.02,
+        nursery_timeout=1.0,
+    ) as found:
+        yield found
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    with Journal(tmp_path / "journal") as found:
+        yield found
+
+
+@asynccontextmanager
+async def serving(launcher: LocalLauncher, number: int = 1, **wrong: Any) -> AsyncIterator[LocalWorker]:
+    command = contract.Serve(snapshot="/", listen="", name="m")
+    async with launcher.serve(
+        fake_program("m", number=number, **wrong), command, {CPU: GIB}, lambda event: None
+    ) as worker:
+        yield worker
+
+
+async def test_a_worker_is_executed_until_the_nursery_is_warm_and_then_forked(launcher: ForkingLauncher) -> None:
+    async with serving(launcher) as early:
+        assert parent(early.pid) == os.getpid()
+        nursery = await launcher.warmed()
+        async with serving(launcher, 2) as late:
+            assert parent(late.pid) == nursery.pid
+
+
+async def test_what_a_preset_says_of_its_environment_is_not_lost(launcher: ForkingLauncher, tmp_path: Path) -> None:
+    await launcher.warmed()
+    file = tmp_path / "environ"
+    program = fake_program("m", env={"EXTRA": "1"}, environ_file=str(file))
+    await launcher.estimate(program, contract.Estimate(snapshot="/"))
+    assert json.loads(file.read_text())["EXTRA"] == "1"
+
+
+async def test_workers_die_with_their_nursery_and_the_next_ones_live(launcher: ForkingLauncher) -> None:
+    nursery = await launcher.warmed()
+    async with serving(launcher) as worker:
+        os.kill(nursery.pid, signal.SIGKILL)
+        lost = await worker.lost()
+        assert (lost.cause, lost.exit) == ("crashed", -signal.SIGKILL)
+        await ended(worker.pid, within=WITHIN)
+    async with serving(launcher, 2):
+        pass  # forked or executed, whichever is possible by now
+    successor = await launcher.warmed()
+    assert successor.pid != nursery.pid
+    async with serving(launcher, 3) as again:
+        assert parent(again.pid) == successor.pid
+
+
+async def test_a_worker_whose_nursery_is_stopped_is_reaped_all_the_same(launcher: ForkingLauncher) -> None:
+    """A nursery that does not answer is killed, and its children are then ours."""
+    nursery = await launcher.warmed()
+    async with serving(launcher) as worker:
+        os.kill(nursery.pid, signal.SIGSTOP)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert (await worker.lost()).exit == -signal.SIGKILL
+    await ended(nursery.pid, within=WITHIN)
+
+
+async def test_the_exit_of_a_forked_worker_is_its_own(launcher: ForkingLauncher) -> None:
+    await launcher.warmed()
+    for code in (0, 4, 77, -signal.SIGSEGV):
+        with pytest.raises(WorkerLost) as lost:
+            async with serving(launcher, die_at_start=code):
+                raise AssertionError("it got ready")
+        assert lost.value.exit == code
+
+
+async def test_a_descriptor_of_one_worker_is_not_held_by_the_next(launcher: ForkingLauncher) -> None:
+    """Else its end would not be seen: the router waits for the end of its pipes."""
+    await launcher.warmed()
+    async with serving(launcher) as first, serving(launcher, 2) as second:
+        streams = [_inodes(worker.pid) for worker in (first, second)]
+        assert streams[0] & streams[1] == set()
+        os.kill(first.pid, signal.SIGKILL)
+        assert (await first.lost()).exit == -signal.SIGKILL
+
+
+def _children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+def _inodes(pid: int) -> set[str]:
+    found = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+    return {name for name in found if name.startswith(("pipe", "socket"))}
+
+
+@pytest.mark.slow
+async def test_fifty_swaps_leave_nothing_behind(launcher: ForkingLauncher, tmp_path: Path) -> None:
+    """No process, descriptor or socket of ours or of the nursery's, and no memory of the nursery's."""
+    nursery = await launcher.warmed()
+
+    def state() -> tuple[set[str], set[str], list[str], str]:
+        files = [file.name for file in (tmp_path / "run").iterdir()]
+        return (
+            set(os.listdir("/proc/self/fd")),
+            set(os.listdir(f"/proc/{nursery.pid}/fd")),
+            files,
+            _children(nursery.pid),
+        )
+
+    async def swap(number: int) -> None:
+        async with serving(launcher, number) as worker:
+            if number % 5 == 0:
+                os.kill(worker.pid, signal.SIGKILL)
+                await worker.lost()
+
+    await asyncio.gather(*(swap(number) for number in range(10)))
+    before, pages = state(), _resident(nursery.pid)
+    for batch in range(10):
+        await asyncio.gather(*(swap(5 * batch + number) for number in range(5)))
+    assert state() == before
+    assert _resident(nursery.pid) - pages < 64, "pages of the nursery"
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
+@pytest.mark.slow
+async def test_whoever_is_killed_at_any_moment_leaves_nothing(launcher: ForkingLauncher, journal: Journal) -> None:
+    """Workers and nurseries, at moments of a load that differ by fractions of a millisecond; the next load works."""
+    for number in range(8):
+        loop, victim = asyncio.get_running_loop(), (await launcher.warmed()).pid
+        timer = loop.call_later(0.003 * number, os.kill, victim, signal.SIGKILL)
+        with suppress(WorkerLost):
+            async with asyncio.timeout(DEADLINE), serving(launcher, number, journal=journal.path) as worker:
+                if parent(worker.pid) == victim:
+                    await worker.lost()
+        timer.cancel()
+        await ended(victim, within=WITHIN)
+        assert orphans.find() == []
+
+
+async def test_an_answer_breaks_with_the_nursery(launcher: ForkingLauncher) -> None:
+    nursery = await launcher.warmed()
+    async with serving(launcher, hang_after=1) as worker:
+        body = {"messages": [{"role": "user", "content": "a b"}], "stream": True}
+        headers = {"Authorization": f"Bearer {worker.token}"}
+        async with worker.session.post(f"{worker.url}/v1/chat/completions", json=body, headers=headers) as response:
+            await response.content.readany()
+            os.kill(nursery.pid, signal.SIGKILL)
+            with pytest.raises(ClientError):
+                await response.read()
+
+
+async def test_an_estimate_by_fork_is_what_the_worker_says(launcher: ForkingLauncher, tmp_path: Path) -> None:
+    await launcher.warmed()
+    snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
+    answer = await launcher.estimate(fake_program("m"), contract.Estimate(snapshot=str(snapshot)))
+    assert (answer.weights, answer.host) == ([7], 5)
