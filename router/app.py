@@ -5,7 +5,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,6 +43,8 @@ BUFFERED_IN_ALL = 512 << 20
 """Bytes of request bodies held at once; more are refused."""
 LINGERING = 2.0
 """Seconds for which the rest of a refused body is read and thrown away, so that its sender gets to see why."""
+PROTOCOL: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": LINGERING}
+"""What connections of this application need, as options of aiohttp's protocol."""
 ID, OTHER_ID = ".+", "(?!(?:load|unload)$).+"
 """A model in a path; without /v1 two names are calls, and GET of them is a wrong method."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -79,7 +81,7 @@ class App:
         app = web.Application(
             middlewares=[self._outermost],
             client_max_size=0,
-            handler_args={"auto_decompress": False, "lingering_time": LINGERING},
+            handler_args=PROTOCOL,
         )
         own = {
             "models": self._models,

@@ -25,8 +25,9 @@ from aiohttp import web
 from router import __version__
 from router import log as log_lines
 from router.access import Access
-from router.app import App
+from router.app import PROTOCOL, App
 from router.calibration import Calibration
+from router.connections import listen
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet import Fleet, Limits
@@ -218,17 +219,11 @@ async def _router(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
         app = App(site, Proxy(fleet, pace), Metrics(fleet, events))
-        runner = web.AppRunner(
-            app.build(),
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=KEEP_ALIVE,
-            shutdown_timeout=2.0,
-        )
+        runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=2.0)
         await runner.setup()
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
-        for sock in sockets:
-            await web.SockSite(runner, sock, backlog=1024).start()
+        options = {**PROTOCOL, "access_log": None, "keepalive_timeout": KEEP_ALIVE}
+        listening = [await listen(runner, sock, **options) for sock in sockets]
         stop.on_hangup = lambda: stop.keep(_reload(site))
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
         try:
@@ -238,6 +233,8 @@ async def _router(
             events.append("shutdown", "*")
             await _close(fleet, launcher, stop)
             app.end_streams()
+            for server in listening:
+                server.close()
             await runner.cleanup()
             for path in paths:
                 with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ ROUTER = [
     "router.app  router.launchers.local",
     "router.faces.admin",
     "router.faces  router.faces.*  router.launchers.nursery",
-    "router.site  router.proxy  router.metrics  router.launchers.process",
+    "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.fleet  router.access  router.launchers.orphans",
     "router.explain  router.model",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import re
 from pathlib import Path
@@ -107,6 +108,35 @@ async def test_no_malformed_request_makes_the_router_fail_hang_or_quote_it(tmp_p
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         await is_well(up)
     assert not any("Traceback" in line or SECRET.decode() in line for line in up.log)
+
+
+MALFORMED = (
+    b"GE T / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"sk-secret\r\n\r\n",
+    b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: sk-secret\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nsk-secret\r\n\r\n",
+    b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+)
+
+
+async def test_what_is_not_http_is_answered_like_any_other_error_and_not_quoted(tmp_path: Path) -> None:
+    async with router("--models-preset", str(presets(tmp_path, {"alpha": {}}))) as up:
+        for request in MALFORMED:
+            reader, writer = await asyncio.open_connection("127.0.0.1", up.port)
+            writer.write(request)
+            async with asyncio.timeout(SLOWEST):
+                got = await reader.read()
+            writer.close()
+            head, _, body = got.partition(b"\r\n\r\n")
+            assert head.split(b" ")[1] == b"400", request
+            assert b"Content-Type: application/json" in head
+            assert b"Server: router/" in head
+            error = json.loads(body)["error"]
+            assert (error["code"], error["type"], error["reason"]) == (400, "invalid_request_error", "invalid_value")
+            assert b"sk-secret" not in got
+        await is_well(up)
 
 
 async def is_well(up: Router) -> None:
