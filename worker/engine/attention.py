@@ -5,19 +5,30 @@ embeddings do not care where one sequence ends. Attention does, so transformers 
 interface) with the step's layout in the keyword `packed`. It writes the new keys and values into the pool and lets
 each token see its own sequence only: the tokens up to itself, within the layer's window if it has one.
 
+The pool is made of blocks (`kv_cache`). What lies in one run is read as a view: copying the keys and values of every
+sequence in every step would cost more than a small model on a CPU. Sequences that decode are computed together, as
+rows of one strided view, where their runs begin at homes. What lies in several runs (a prefix that others share, then
+its own) is attended run by run and merged by the sums of the softmax's exponentials (Milakov and Gimelshein 2018), so
+that a prefix which many share is read once for all of them; where a kernel does not tell these sums, and for prompts,
+runs are gathered first.
+
 A model whose attention needs more than that (soft-capping, sinks, position biases, masks of its own) is refused here
 with an error, never computed without it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from worker.engine.kv_cache import BLOCK_TOKENS, Table
 from worker.engine.memory import upload
-from worker.engine.scheduler import Batch
+from worker.engine.scheduler import Batch, Segment
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
@@ -25,11 +36,15 @@ _PADDING = 2.0
 """Sequences that decode are computed together, padded to the longest, while that costs at most so many times the work
 of each alone. Measured on 2 cores: a call for each costs about as much as one padded call without waste."""
 
+Span = tuple[int, int]
+"""First slot, and how many: tokens that lie one behind another."""
+
 
 class Pool:
     """Keys and values of every layer, allocated and touched at once: nothing of it grows later.
 
-    `keys[layer]` and `values[layer]` are `[rows * ctx_size, kv_heads, head_dim]`; slots as in `kv_cache`.
+    `keys[layer]` and `values[layer]` are `[slots, kv_heads, head_dim]`; block `b` is the slots from
+    `b * BLOCK_TOKENS` on.
     """
 
     def __init__(
@@ -39,13 +54,17 @@ class Pool:
         kv_heads: int,
         head_dim: int,
         rows: int,
-        ctx_size: int,
+        blocks: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.rows, self.ctx_size = rows, ctx_size
+        """`rows`: sequences that may run at once; their homes divide the pool (`kv_cache.Blocks`)."""
+        self.rows, self.blocks = rows, blocks
+        self.slots = blocks * BLOCK_TOKENS
+        self.stride = max(blocks // rows, 1) * BLOCK_TOKENS
+        """Slots from one home to the next."""
         # empty, then zeroed: zeros() alone leaves the pages to be claimed by the first write
-        self._store = torch.empty(layers, 2, rows * ctx_size, kv_heads, head_dim, dtype=dtype, device=device).zero_()
+        self._store = torch.empty(layers, 2, self.slots, kv_heads, head_dim, dtype=dtype, device=device).zero_()
         self.keys = [layer[0] for layer in self._store]
         self.values = [layer[1] for layer in self._store]
 
@@ -58,27 +77,95 @@ class Pool:
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 
-    def copy_row(self, source: int, target: int) -> None:
-        """All that row `source` holds into row `target`, in every layer."""
-        rows = self._store.view(*self._store.shape[:2], self.rows, self.ctx_size, *self._store.shape[3:])
-        rows[:, :, target] = rows[:, :, source]
+    def read(self, layer: int, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[1, kv_heads, tokens, head_dim]`: a view of one span, a copy of several."""
+        keys, values = self.keys[layer], self.values[layer]
+        if len(spans) == 1:
+            ((slot, tokens),) = spans
+            keys, values = keys[slot : slot + tokens], values[slot : slot + tokens]
+        else:
+            keys = torch.cat([keys[slot : slot + tokens] for slot, tokens in spans])
+            values = torch.cat([values[slot : slot + tokens] for slot, tokens in spans])
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
-    def read(self, layer: int, rows: slice, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views `[rows, kv_heads, span, head_dim]`; nothing is copied."""
-        shape = (self.rows, self.ctx_size, *self.keys[layer].shape[1:])
-        keys = self.keys[layer].view(shape)[rows, span]
-        values = self.values[layer].view(shape)[rows, span]
-        return keys.transpose(1, 2), values.transpose(1, 2)
+    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views `[rows, kv_heads, tokens, head_dim]`: row `r` begins at `slot + r * stride`; nothing is copied."""
+        return self._rows(self.keys[layer], slot, stride, rows, tokens), self._rows(
+            self.values[layer], slot, stride, rows, tokens
+        )
+
+    def _rows(self, store: torch.Tensor, slot: int, stride: int, rows: int, tokens: int) -> torch.Tensor:
+        _, heads, dim = store.shape
+        wide = heads * dim
+        offset = store.storage_offset() + slot * wide
+        return store.as_strided((rows, heads, tokens, dim), (stride * wide, dim, wide, 1), offset)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The first block of each pair into the second, in every layer; all are read before any is written."""
+        blocks = self._by_block()
+        source, target = (upload([pair[side] for pair in pairs], torch.int64, self._store.device) for side in (0, 1))
+        blocks.index_copy_(2, target, blocks.index_select(2, source))
+
+    def erase(self, blocks: Sequence[int]) -> None:
+        """Zeros in every layer."""
+        self._by_block().index_fill_(2, upload(blocks, torch.int64, self._store.device), 0.0)
+
+    def _by_block(self) -> torch.Tensor:
+        """`[layers, 2, blocks, BLOCK_TOKENS, kv_heads, head_dim]`."""
+        return self._store.unflatten(2, (self.blocks, BLOCK_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of packed tokens that attends in one call: some of one row, or one of each row in a range."""
+    """A run of packed tokens of one sequence, which attend in one call."""
 
     first: int
     count: int
-    row: int
     start: int
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """Decodes that attend in one call, as rows of a view; some rows may be nobody's."""
+
+    who: torch.Tensor | None
+    """`[decodes of the call]`; None: all, in order."""
+    row: torch.Tensor | None
+    """`[decodes of the call]`: the row of each; None: all rows, in order."""
+    slot: int
+    stride: int
+    rows: int
+    tokens: int
+    mask: torch.Tensor | None
+    """`[rows, 1, 1, tokens]`, added to the scores: who may look where; None if everybody may everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Decodes that all see the same tokens, and all of them."""
+
+    who: torch.Tensor | None
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the decodes of a step attend in a layer."""
+
+    calls: tuple[_Padded | _Shared, ...]
+    merges: bool
+    """Some decode is in several calls, whose answers are parts of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What one decode sees of the run that its newest token lies in: slots from `slot + hidden` to `slot + tokens`."""
+
+    who: int
+    slot: int
+    hidden: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -86,72 +173,121 @@ class Packed:
     """The layout of one step: which packed tokens belong together, and where the pool keeps them."""
 
     pool: Pool
-    batch: Batch
     slots: torch.Tensor
     """`[tokens]`: where each token's keys and values go."""
-    decodes: int
-    """The first so many tokens are the newest of as many sequences, computed together, padded."""
-    index: torch.Tensor | None
-    """`[decodes]`: their rows, counted from the lowest; None if they are all rows of `rows` in order."""
-    rows: slice
-    longest: int
+    decodes: tuple[tuple[Table, int], ...]
+    """Of the first so many tokens, each the newest of its sequence: its blocks and its length."""
     parts: tuple[_Part, ...]
     """All other tokens, computed one sequence after another."""
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
-    """By (part, window): built for the first layer that needs it, shared by the others."""
+    """Of parts, by (part, window): built for the first layer that needs it, shared by the others."""
+    plans: dict[tuple[int, bool], _Plan] = field(default_factory=dict)
+    """Of decodes, by window and whether the kernel can merge; likewise."""
 
     @classmethod
     def of(cls, batch: Batch, pool: Pool, device: torch.device) -> "Packed":
-        """Layout of `batch`, whose segments of one token should come first."""
+        """Layout of `batch`, whose segments have tables; those of one token should come first."""
         slots: list[int] = []
         for segment in batch:
-            base = segment.row * pool.ctx_size
-            slots.extend(range(base + segment.start, base + segment.end))
-        decodes = _together(batch)
-        rows = [segment.row for segment in batch[:decodes]]
-        low, high = (min(rows), max(rows) + 1) if rows else (0, 0)
-        in_order = rows == list(range(low, high))
-        parts, first = [], decodes
-        for segment in batch[decodes:]:
-            parts.append(_Part(first, segment.length, segment.row, segment.start))
+            for slot, tokens in _table(segment).slots(segment.start, segment.end):
+                slots.extend(range(slot, slot + tokens))
+        count = 0
+        while count < len(batch) and batch[count].length == 1:
+            count += 1
+        parts, first = [], count
+        for segment in batch[count:]:
+            parts.append(_Part(first, segment.length, segment.start, _table(segment)))
             first += segment.length
         return cls(
             pool=pool,
-            batch=batch,
             slots=upload(slots, torch.int64, device),
-            decodes=decodes,
-            index=None if in_order else upload([row - low for row in rows], torch.int64, device),
-            rows=slice(low, high),
-            longest=max((segment.end for segment in batch[:decodes]), default=0),
+            decodes=tuple((_table(segment), segment.end) for segment in batch[:count]),
             parts=tuple(parts),
         )
 
-    def decode_mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """`[rows, 1, 1, longest]`, added to the scores: who may look where; None if everybody may everywhere."""
-        if (-1, window) not in self.masks:
-            self.masks[-1, window] = self._decode_mask(window, dtype)
-        return self.masks[-1, window]
+    def plan(self, window: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
+        """How the decodes attend in a layer with this window (0: none); `dtype` of masks."""
+        if (window, can_merge) not in self.plans:
+            self.plans[window, can_merge] = self._plan(window, dtype, can_merge=can_merge)
+        return self.plans[window, can_merge]
 
-    def _decode_mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
-        segments = self.batch[: self.decodes]
-        if all(segment.end == self.longest for segment in segments) and not 0 < window < self.longest:
+    def _plan(self, window: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
+        views: list[_View] = []
+        before: dict[Span, list[int]] = {}
+        gathered: list[tuple[int, tuple[Span, ...]]] = []
+        for who, (table, end) in enumerate(self.decodes):
+            low = max(0, end - window) if window else 0
+            run = next(run for run in reversed(table.runs) if run.first * BLOCK_TOKENS < end)
+            first = run.first * BLOCK_TOKENS
+            if low >= first:
+                views.append(_View(who, run.block * BLOCK_TOKENS, low - first, end - first))
+            elif can_merge and not low:
+                for span in table.slots(0, first):
+                    before.setdefault(span, []).append(who)
+                views.append(_View(who, run.block * BLOCK_TOKENS, 0, end - first))
+            else:
+                gathered.append((who, tuple(table.slots(low, end))))
+        together, alone = self._together(views)
+        calls: list[_Padded | _Shared] = [self._padded(together, dtype)] if together else []
+        calls += [
+            _Shared(self._who([view.who]), ((view.slot + view.hidden, view.tokens - view.hidden),)) for view in alone
+        ]
+        calls += [_Shared(self._who(who), (span,)) for span, who in before.items()]
+        calls += [_Shared(self._who([who]), spans) for who, spans in gathered]
+        return _Plan(tuple(calls), merges=bool(before))
+
+    def _together(self, views: list[_View]) -> tuple[list[_View], list[_View]]:
+        """Those that are computed as rows of one view, and the rest: all whose runs begin at homes, unless padding
+        costs too much."""
+        at_home = [view for view in views if view.slot % self.pool.stride == 0]
+        if len(at_home) < 2:
+            return [], views
+        low, stride, rows, tokens = _rows(at_home)
+        fits = low + (rows - 1) * stride + tokens <= self.pool.slots
+        is_cheap = rows * tokens <= _PADDING * sum(view.tokens - view.hidden for view in at_home)
+        if not fits or not is_cheap:
+            return [], views
+        return at_home, [view for view in views if view.slot % self.pool.stride]
+
+    def _padded(self, views: list[_View], dtype: torch.dtype) -> _Padded:
+        low, stride, rows, tokens = _rows(views)
+        row = [(view.slot - low) // stride for view in views]
+        return _Padded(
+            who=self._who([view.who for view in views]),
+            row=None if row == list(range(rows)) else self._upload(row),
+            slot=low,
+            stride=stride,
+            rows=rows,
+            tokens=tokens,
+            mask=self._padded_mask(views, row, rows, tokens, dtype),
+        )
+
+    def _padded_mask(
+        self, views: list[_View], row: list[int], rows: int, tokens: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        if all(view.tokens == tokens and not view.hidden for view in views):
             return None
-        ends = [0] * (self.rows.stop - self.rows.start)
-        for segment in segments:
-            ends[segment.row - self.rows.start] = segment.end
-        end = upload(ends, torch.int64, self.slots.device)[:, None]
-        position = torch.arange(self.longest, device=self.slots.device)
-        hidden = position >= end
-        if window:
-            hidden |= position < end - window
+        begins, ends = [0] * rows, [0] * rows
+        for view, place in zip(views, row, strict=True):
+            begins[place], ends[place] = view.hidden, view.tokens
+        position = torch.arange(tokens, device=self.slots.device)
+        hidden = position >= self._upload(ends)[:, None]
+        if any(begins):
+            hidden |= position < self._upload(begins)[:, None]
         return _additive(hidden, dtype)[:, None, None]
+
+    def _who(self, who: list[int]) -> torch.Tensor | None:
+        return None if who == list(range(len(self.decodes))) else self._upload(who)
+
+    def _upload(self, values: list[int]) -> torch.Tensor:
+        return upload(values, torch.int64, self.slots.device)
 
     def part_mask(self, part: _Part, window: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
         """First position that any token of `part` sees, and `[1, 1, tokens, positions]` from there on, added to the
-        scores; None: plain causal from position 0, or a single token that sees all from the first position on."""
+        scores; None: plain causal from position 0."""
         first = max(0, part.start + 1 - window) if window else 0
         end = part.start + part.count
-        if part.count == 1 or (part.start == 0 and not 0 < window < end):
+        if part.start == 0 and not 0 < window < end:
             return first, None
         key = (part.first, window)
         if key not in self.masks:
@@ -164,17 +300,16 @@ class Packed:
         return first, self.masks[key]
 
 
-def _together(batch: Batch) -> int:
-    """How many of the first segments are computed together: all that decode, unless padding would cost too much."""
-    count = 0
-    while count < len(batch) and batch[count].length == 1:
-        count += 1
-    if count < 2:
-        return 0
-    rows = [segment.row for segment in batch[:count]]
-    ends = [segment.end for segment in batch[:count]]
-    padded = (max(rows) - min(rows) + 1) * max(ends)
-    return count if padded <= _PADDING * sum(ends) else 0
+def _table(segment: Segment) -> Table:
+    assert segment.table is not None, "this cache has blocks"
+    return segment.table
+
+
+def _rows(views: list[_View]) -> tuple[int, int, int, int]:
+    """The lowest slot, the widest stride that meets all runs, and how many rows of how many tokens those are."""
+    low, high = min(view.slot for view in views), max(view.slot for view in views)
+    stride = math.gcd(*(view.slot - low for view in views))
+    return low, stride, (high - low) // stride + 1, max(view.tokens for view in views)
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -215,15 +350,18 @@ def _attend(
     pool, layer, window = packed.pool, module.layer_idx, sliding_window or 0
     pool.write(layer, packed.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
+    decodes = len(packed.decodes)
+    if not packed.parts:
+        return _decode(kernel, packed, layer, tokens, window, scaling)[None]
     out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-    if packed.decodes:
-        out[: packed.decodes] = _decode(kernel, packed, layer, tokens[: packed.decodes], window, scaling)
+    if decodes:
+        out[:decodes] = _decode(kernel, packed, layer, tokens[:decodes], window, scaling)
     for part in packed.parts:
         first, mask = packed.part_mask(part, window, query.dtype)
-        end = part.start + part.count
-        keys, values = pool.read(layer, slice(part.row, part.row + 1), slice(first, end))
+        spans = tuple(part.table.slots(first, part.start + part.count))
+        keys, values = pool.read(layer, spans)
         mine = query[:, :, part.first : part.first + part.count]
-        answer = kernel(mine, keys, values, mask, causal=mask is None and part.count > 1, scaling=scaling)
+        answer = kernel(mine, keys, values, mask, causal=mask is None, scaling=scaling)
         out[part.first : part.first + part.count] = answer[0].transpose(0, 1)
     return out[None]
 
@@ -231,21 +369,93 @@ def _attend(
 def _decode(
     kernel: Any, packed: Packed, layer: int, tokens: torch.Tensor, window: int, scaling: float | None
 ) -> torch.Tensor:
-    """`tokens` `[decodes, heads, head_dim]`, the newest of as many rows, against all of their rows in one call."""
-    keys, values = packed.pool.read(layer, packed.rows, slice(0, packed.longest))
-    rows, kv_heads = keys.shape[:2]
-    heads, head_dim = tokens.shape[1:]
-    if packed.index is None:
-        query = tokens
+    """`tokens` `[decodes, heads, head_dim]`, each the newest of its sequence, against all that it sees."""
+    can_merge = kernel is _sdpa and tokens.device.type == "cpu"
+    plan = packed.plan(window, tokens.dtype, can_merge=can_merge)
+    if plan.merges:
+        return _merged(packed, plan, layer, tokens, scaling)
+    if len(plan.calls) == 1 and plan.calls[0].who is None:
+        return _call(kernel, packed.pool, layer, tokens, plan.calls[0], scaling)
+    out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+    for call in plan.calls:
+        out[call.who] = _call(kernel, packed.pool, layer, tokens[call.who], call, scaling)
+    return out
+
+
+def _merged(packed: Packed, plan: _Plan, layer: int, tokens: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """As `_decode`, where some decode sees several runs: its answers to them, weighted by what each run's scores sum
+    up to."""
+    count, heads, _ = tokens.shape
+    answers, sums = [], []
+    highest = tokens.new_full((count, heads), float("-inf"), dtype=torch.float32)
+    for call in plan.calls:
+        who = slice(None) if call.who is None else call.who
+        told: list[torch.Tensor] = []
+        answers.append(_call(partial(_flash, told), packed.pool, layer, tokens[who], call, scaling))
+        sums.append(_unfolded(told[0][..., None], call, heads)[..., 0])
+        highest[who] = torch.maximum(highest[who], sums[-1])
+    total = torch.zeros_like(highest)
+    out = torch.zeros_like(tokens, dtype=torch.float32)
+    for call, answer, logsum in zip(plan.calls, answers, sums, strict=True):
+        who = slice(None) if call.who is None else call.who
+        weight = torch.exp(logsum - highest[who])  # [decodes of the call, heads]
+        total[who] += weight
+        out[who] += answer.float() * weight[..., None]
+    return (out / total[..., None]).to(tokens.dtype)
+
+
+def _call(
+    kernel: Any, pool: Pool, layer: int, tokens: torch.Tensor, call: _Padded | _Shared, scaling: float | None
+) -> torch.Tensor:
+    """Answers to `tokens` `[decodes of the call, heads, head_dim]`.
+
+    Heads that share keys become queries of one head, so no key is repeated.
+    """
+    _, heads, head_dim = tokens.shape
+    if isinstance(call, _Shared):
+        keys, values = pool.read(layer, call.spans)
+        kv_heads = keys.shape[1]
+        # [1, kv_heads, decodes * group, head_dim]
+        query = tokens.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
+        mask = None
     else:
-        query = tokens.new_zeros(rows, heads, head_dim)
-        query[packed.index] = tokens
-    # heads that share keys become queries of one head: no repetition of keys  # [rows, kv_heads, group, head_dim]
-    query = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    mask = packed.decode_mask(window, tokens.dtype)
-    answer: torch.Tensor = kernel(query, keys, values, mask, causal=False, scaling=scaling)
-    answer = answer.reshape(rows, heads, head_dim)
-    return answer if packed.index is None else answer[packed.index]
+        keys, values = pool.read_rows(layer, call.slot, call.stride, call.rows, call.tokens)
+        kv_heads = keys.shape[1]
+        query, mask = tokens, call.mask
+        if call.row is not None:
+            query = tokens.new_zeros(call.rows, heads, head_dim)
+            query[call.row] = tokens
+        query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
+    return _unfolded(kernel(query, keys, values, mask, causal=False, scaling=scaling), call, heads)
+
+
+def _unfolded(answer: torch.Tensor, call: _Padded | _Shared, heads: int) -> torch.Tensor:
+    """`[rows, kv_heads, queries, any]` as a kernel gave it, to `[decodes of the call, heads, any]`."""
+    last = answer.shape[-1]
+    if isinstance(call, _Shared):
+        group = heads // answer.shape[1]
+        return answer[0].unflatten(1, (-1, group)).transpose(0, 1).reshape(-1, heads, last)
+    answer = answer.reshape(call.rows, heads, last)
+    return answer if call.row is None else answer[call.row]
+
+
+def _flash(
+    told: list[torch.Tensor],
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Torch's kernel for the CPU, as `_sdpa`; the logarithms of its sums `[rows, heads, queries]` go to `told`."""
+    answer, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling
+    )
+    told.append(sums)
+    out: torch.Tensor = answer
+    return out
 
 
 def _sdpa(

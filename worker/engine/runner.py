@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from worker.engine.attention import Packed, Pool
+from worker.engine.kv_cache import Blocks
 from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
 
@@ -41,9 +42,11 @@ class Runner(Protocol):
 class PackedRunner:
     """Runs a causal language model whose attention is ours (`attention.register`)."""
 
-    def __init__(self, model: Any, pool: Pool, device: torch.device):
+    def __init__(self, model: Any, pool: Pool, blocks: Blocks, device: torch.device):
+        """`blocks` say which of the pool belong to whom."""
         self._model = model
         self._pool = pool
+        self._blocks = blocks
         self._device = device
 
     @property
@@ -56,13 +59,14 @@ class PackedRunner:
         return self._pool.bytes
 
     def fork(self, source: int, target: int) -> None:
-        self._pool.copy_row(source, target)
+        """Nothing to do: both have the same blocks, until one has to be copied (`Table.copy`)."""
 
     def forget(self, row: int) -> None:
         """Nothing to do: a token sees its own row only as far as this sequence has written it."""
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
+        self._tidy(batch)
         tokens: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
@@ -79,6 +83,18 @@ class PackedRunner:
         )
         logits: torch.Tensor = out.logits[0]
         return logits.float()
+
+    def _tidy(self, batch: Batch) -> None:
+        """Blocks that are to be copied or erased before anything is computed; done once, so a step can be repeated."""
+        spoiled = self._blocks.take_spoiled()
+        if spoiled:
+            self._pool.erase(spoiled)
+        tables = [segment.table for segment in batch if segment.table is not None]
+        pairs = [table.copy for table in tables if table.copy is not None]
+        if pairs:
+            self._pool.copy(pairs)
+            for table in tables:
+                table.copy = None
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return upload(values, torch.int64, self._device)
