@@ -30,6 +30,9 @@ RUNTIME_DEVICE = 512 * MIB
 RUNTIME_DEVICE_HOST = 1536 * MIB
 """Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries, pinned buffers. A guess."""
 
+BLOCK_TOKENS = 16
+"""Tokens of one block of the pool (worker/engine/kv_cache.py)."""
+
 PROMPT_LOGITS = 16
 """Prompt positions whose logits the engine computes in one step at most (worker/engine/scheduler.py)."""
 
@@ -78,7 +81,7 @@ class UnknownArchitecture(EstimateError):
 
 
 class ContextTooLarge(EstimateError):
-    """The preset asks for more tokens than the model has positions."""
+    """The preset asks for more tokens than the model has positions, or than its cache has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,7 @@ def effective_ctx(facts: Checkpoint, preset: Preset) -> int:
     """
     most = facts.max_positions
     if preset.ctx_size == -1:
-        return min(most, AUTO_CTX) if most else AUTO_CTX
+        return min(filter(None, (most, AUTO_CTX, preset.kv_tokens)))
     if preset.ctx_size == 0:
         if not most:
             raise UnknownArchitecture(f"{preset.id}: config.json states no longest sequence; set ctx-size in tokens")
@@ -310,14 +313,19 @@ def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
 
 
 def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Bytes of the pool of keys and values for `parallel` sequences of `tokens` tokens each.
+    """Bytes of the pool of keys and values: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
 
     Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3). The
     engine caps no layer at its window. A state layer costs the same whatever the length. An embedder has no pool.
-    Raises UnknownArchitecture if the layers are unstated.
+    Raises UnknownArchitecture if the layers are unstated, ContextTooLarge if one request would not fit.
     """
     if embeds(facts, preset):
         return 0
+    if 0 < preset.kv_tokens < tokens:
+        raise ContextTooLarge(
+            f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
+            " (ctx-size); raise kv-tokens or lower ctx-size"
+        )
     attending = facts.layers - facts.state_layers
     if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
         raise UnknownArchitecture(
@@ -328,7 +336,8 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     attending *= 2 if facts.cross_attention else 1
     per_token = attending * facts.kv_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
     state = facts.state_layers * facts.state_elements
-    return preset.parallel * (tokens * per_token + state) * each
+    blocks = -(-preset.kv_tokens // BLOCK_TOKENS) if preset.kv_tokens else preset.parallel * -(-tokens // BLOCK_TOKENS)
+    return (blocks * BLOCK_TOKENS * per_token + preset.parallel * state) * each
 
 
 def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
@@ -372,6 +381,8 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int
         masked = min(tokens, preset.prefill_chunk)
     spans = {min(masked, window + packed) if window else masked for window in facts.windows or (0,)}
     masks = min(packed, max(masked, preset.prefill_chunk + preset.parallel)) * sum(spans) * each
+    # keys and values of a prompt that lies in several runs, side by side
+    masks += 0 if embeds(facts, preset) else tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
     repeated = tokens * facts.expanded * each  # keys and values, once for each query head
     if preset.attention == "eager":
         # scores and masked scores, or in 16 bits scores, their float32 form and its softmax

@@ -64,6 +64,9 @@ class Preset:
     ctx_size: int = -1
     """Tokens per request; -1: the model's maximum up to 8192; 0: the model's maximum."""
     parallel: int = 4
+    kv_tokens: int = 0
+    """Tokens that the cache has room for; 0: ctx_size x parallel."""
+    prefix_caching: bool = True
     prefill_chunk: int = 512
     max_input_tokens: int = 0
     n_predict: int = -1

@@ -85,6 +85,8 @@ class ModelOptions:
     """Tokens per request, prompt and answer together; 0: the model's maximum."""
     parallel: int = 4
     """Sequences in one step."""
+    kv_tokens: int = 0
+    """Tokens that the cache has room for, of all sequences together; 0: ctx_size x parallel."""
     prefill_chunk: int = 512
     """Prompt tokens of one sequence in one step."""
     threads: int = 1
@@ -109,6 +111,8 @@ class Serve(ModelOptions):
     """The model's id, as reported where a request names none."""
     reserved: str = ""
     """JSON object: bytes by device name that the router has set aside; empty: no promise to keep."""
+    prefix_caching: bool = True
+    """Keys and values of ended requests serve those that begin with the same tokens."""
     max_input_tokens: int = 0
     """Longest prompt; 0: ctx_size - 1."""
     n_predict: int = -1

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker import contract, server
 from worker.engine import architectures, attention, encoders, engine, layout, loader, memory, sampler, weights
+from worker.engine.kv_cache import Capacity, Table
 from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
@@ -89,11 +90,12 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             weight_bytes += head_bytes(encoder)
             steps = encoding_steps(model, encoder, options, ctx_size)
         else:
-            pool = make_pool(config, options, ctx_size, dtype)
+            blocks = engine.make_blocks(options, ctx_size, caches=False)
+            pool = engine.make_pool(config, blocks, dtype, CPU)
             context_bytes = pool.bytes
             attention.register()
             model.set_attn_implementation(engine._ATTENTION[options.attention])
-            steps = generation_steps(PackedRunner(model, pool, CPU), options, ctx_size)
+            steps = generation_steps(PackedRunner(model, pool, blocks, CPU), blocks, options, ctx_size)
         compute_bytes = max(peak_bytes(step) for step in steps)
     del tokenizer  # alive until here: its memory is part of the runtime's
     if device.type == "cpu":
@@ -131,20 +133,6 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
         model = cls._from_config(config, dtype=dtype, **extra)
     model.tie_weights()
     return model.eval().requires_grad_(False)
-
-
-def make_pool(config: Any, options: contract.ModelOptions, ctx_size: int, dtype: torch.dtype) -> attention.Pool:
-    """The key-value pool of the engine."""
-    shape = architectures.CacheShape.of(config)
-    return attention.Pool(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rows=options.parallel,
-        ctx_size=ctx_size,
-        dtype=dtype,
-        device=CPU,
-    )
 
 
 def shorten(model: Any) -> None:
@@ -236,18 +224,21 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 # What is run
 
 
-def generation_steps(runner: PackedRunner, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
-    """The largest steps of a batch: a chunk of a prompt at the far end of the context beside rows that decode there,
-    and the same with logprobs of the prompt."""
+def generation_steps(
+    runner: PackedRunner, capacity: Capacity, options: contract.ModelOptions, ctx_size: int
+) -> Iterator[Step]:
+    """The largest steps of a batch: a chunk of a prompt at the far end of the context, which lies in two runs, beside
+    rows that decode there, and the same with logprobs of the prompt."""
     rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
-    batches = [(*_decodes(rows - 1, ctx_size), _segment(rows - 1, ctx_size - chunk, chunk))]
+    part = partial(_segment, capacity)
+    batches = [(*_decodes(capacity, rows - 1, ctx_size), part(rows - 1, ctx_size - chunk, chunk))]
     asked = min(PROMPT_LOGITS, chunk)
-    told = _segment(rows - 1, ctx_size - asked, asked, prompt_logprobs=True)
+    told = part(rows - 1, ctx_size - asked, asked, prompt_logprobs=True)
     if rows > 1 and chunk > asked:
         rest = chunk - asked
-        batches.append((*_decodes(rows - 2, ctx_size), _segment(rows - 2, ctx_size - rest, rest), told))
+        batches.append((*_decodes(capacity, rows - 2, ctx_size), part(rows - 2, ctx_size - rest, rest), told))
     else:
-        batches.append((*_decodes(rows - 1, ctx_size), told))
+        batches.append((*_decodes(capacity, rows - 1, ctx_size), told))
     for batch in batches:
         yield partial(_generate, runner, batch)
 
@@ -267,12 +258,12 @@ def _generate(runner: PackedRunner, batch: Batch) -> None:
     sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
 
 
-def _decodes(count: int, ctx_size: int) -> tuple[Segment, ...]:
+def _decodes(capacity: Capacity, count: int, ctx_size: int) -> tuple[Segment, ...]:
     """So many rows, each with another length, near the end of the context."""
-    return tuple(_segment(row, max(ctx_size - 1 - row, 0), 1) for row in range(count))
+    return tuple(_segment(capacity, row, max(ctx_size - 1 - row, 0), 1) for row in range(count))
 
 
-def _segment(row: int, start: int, length: int, *, prompt_logprobs: bool = False) -> Segment:
+def _segment(capacity: Capacity, row: int, start: int, length: int, *, prompt_logprobs: bool = False) -> Segment:
     tokens = [0] * (start + length)
     sequence = Sequence(
         id=row,
@@ -283,7 +274,16 @@ def _segment(row: int, start: int, length: int, *, prompt_logprobs: bool = False
         prompt_logprobs=prompt_logprobs,
         computed=start,
     )
-    return Segment(sequence, row, start, length)
+    table = capacity.trial(row, start + length)
+    return Segment(sequence, row, start, length, _broken(table) if table is not None and length > 1 else table)
+
+
+def _broken(table: Table) -> Table:
+    """The same blocks in two runs, if there are two: attention has to gather them."""
+    broken, half = Table(), len(table.blocks) // 2
+    for block in (*table.blocks[half:], *table.blocks[:half]):
+        broken.append(block)
+    return broken
 
 
 def make_encoder(model: Any, options: contract.ModelOptions, *, embeds: bool) -> Encoder:

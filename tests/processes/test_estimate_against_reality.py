@@ -136,7 +136,9 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
     if not embeds(facts, preset):
         assert facts.max_positions == architectures.positions(config)
         shape = architectures.CacheShape.of(config)
-        pool = kv_cache.pool_bytes(shape.layers, shape.kv_heads, shape.head_dim, 3, 100, stored.itemsize)
+        pool = kv_cache.pool_bytes(
+            shape.layers, shape.kv_heads, shape.head_dim, kv_cache.pool_blocks(3, 100), stored.itemsize
+        )
         assert context_bytes(facts, preset, 100, on_host=True) == pool
 
 

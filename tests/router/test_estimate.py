@@ -63,7 +63,16 @@ def test_a_window_caps_nothing_as_the_engine_caps_nothing() -> None:
 
 def test_latent_attention_counts_one_compressed_row_for_all_heads() -> None:
     deepseek = replace(QWEN3_4B, layers=61, heads=128, kv_heads=1, head_dim=512, value_dim=64)
-    assert context_bytes(deepseek, preset(parallel=1), 1000, on_host=False) == 61 * (512 + 64) * 1000 * 2
+    blocks = context_bytes(deepseek, preset(parallel=1), 1000, on_host=False)
+    assert blocks == 61 * (512 + 64) * 1008 * 2, "whole blocks of 16 tokens"
+
+
+def test_the_cache_is_as_large_as_was_asked_for_but_never_too_small_for_one_request() -> None:
+    whole = context_bytes(QWEN3_4B, preset(), 4096, on_host=False)
+    assert context_bytes(QWEN3_4B, preset(kv_tokens=8192), 4096, on_host=False) * 2 == whole
+    assert effective_ctx(QWEN3_4B, preset(ctx_size=-1, kv_tokens=5000)) == 5000
+    with pytest.raises(ContextTooLarge, match="kv-tokens 4000 is less than the 4096 tokens"):
+        estimate(QWEN3_4B, preset(kv_tokens=4000), on_host=False)
 
 
 def test_a_state_costs_the_same_whatever_the_length() -> None:

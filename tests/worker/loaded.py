@@ -11,7 +11,7 @@ import torch
 
 from worker import contract
 from worker.engine import architectures, attention, loader
-from worker.engine.engine import TransformersEngine
+from worker.engine.engine import TransformersEngine, make_blocks, make_pool
 from worker.engine.runner import PackedRunner, Runner
 from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
 
@@ -33,20 +33,14 @@ def load_with(folder: Path, wrap: Callable[[Runner], Runner], **changes: Any) ->
     attention.register()
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, attention.SDPA, _ignore)
-    shape = architectures.CacheShape.of(config)
     ctx_size = asked.ctx_size or architectures.positions(config)
-    pool = attention.Pool(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rows=asked.parallel,
-        ctx_size=ctx_size,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-    runner = wrap(PackedRunner(loaded.model, pool, loaded.device))
+    blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
+    pool = make_pool(config, blocks, loaded.dtype, loaded.device)
+    runner = wrap(PackedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
-    return TransformersEngine(asked, tokenizer, config=config, ctx_size=ctx_size, pulse=_ignore, runner=runner)
+    return TransformersEngine(
+        asked, tokenizer, config=config, ctx_size=ctx_size, pulse=_ignore, runner=runner, capacity=blocks
+    )
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from tests import tiny
 from tests.worker.loaded import generated, load, options, say, serving
 from worker.contract import Exit
 from worker.engine import architectures, attention, loader, weights
-from worker.engine.kv_cache import pool_bytes
+from worker.engine.kv_cache import pool_blocks, pool_bytes
 from worker.engine.loader import load_config, load_model
 from worker.errors import StartError
 from worker.generation import Text
@@ -153,11 +153,11 @@ def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         rows=5,
-        ctx_size=40,
+        blocks=pool_blocks(5, 40),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    assert pool.bytes == pool_bytes(3, 2, 16, 5, 40, 2)
+    assert pool.bytes == pool_bytes(3, 2, 16, 15, 2), "40 tokens take three blocks"
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4)
     assert architectures.CacheShape.of(gpt2) == architectures.CacheShape(layers=2, kv_heads=4, head_dim=16)
 
@@ -228,7 +228,13 @@ def test_the_pool_is_resident_from_the_beginning() -> None:
 
     before = resident()
     pool = attention.Pool(
-        layers=2, kv_heads=4, head_dim=64, rows=4, ctx_size=8192, dtype=torch.float32, device=torch.device("cpu")
+        layers=2,
+        kv_heads=4,
+        head_dim=64,
+        rows=4,
+        blocks=pool_blocks(4, 8192),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     assert resident() - before >= 0.95 * pool.bytes == 0.95 * (128 << 20)
 

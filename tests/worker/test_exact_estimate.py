@@ -61,8 +61,9 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
         steps = estimate.encoding_steps(loaded.model, encoder, chosen, ctx_size)
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
     attention.register()
-    pool = estimate.make_pool(config, chosen, ctx_size, loaded.dtype)
-    steps = estimate.generation_steps(PackedRunner(loaded.model, pool, CPU), chosen, ctx_size)
+    blocks = engine.make_blocks(chosen, ctx_size, caches=True)
+    pool = engine.make_pool(config, blocks, loaded.dtype, CPU)
+    steps = estimate.generation_steps(PackedRunner(loaded.model, pool, blocks, CPU), blocks, chosen, ctx_size)
     return weights, pool.bytes, largest(steps)
 
 
@@ -174,8 +175,10 @@ def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: s
             model.set_attn_implementation(attention.SDPA)
             if is_short:
                 estimate.shorten(model)
-            pool = estimate.make_pool(config, chosen, 128, torch.float32)
-            peaks.append(largest(estimate.generation_steps(PackedRunner(model, pool, CPU), chosen, 128)))
+            blocks = engine.make_blocks(chosen, 128, caches=True)
+            pool = engine.make_pool(config, blocks, torch.float32, CPU)
+            runner = PackedRunner(model, pool, blocks, CPU)
+            peaks.append(largest(estimate.generation_steps(runner, blocks, chosen, 128)))
     assert peaks[0] == peaks[1]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.kv_cache import Rows, pool_bytes
+from worker.engine.kv_cache import BLOCK_TOKENS, Rows, pool_blocks, pool_bytes
 from worker.engine.sequence import Sequence
 
 
@@ -37,5 +37,6 @@ def test_giving_back_a_row_that_nobody_has_is_a_fault() -> None:
 
 def test_the_pool_of_a_known_model_has_the_bytes_that_are_published() -> None:
     # Llama 3 8B: 32 layers, 8 key-value heads of 128, bfloat16: 128 KiB a token
-    assert pool_bytes(32, 8, 128, 1, 1, 2) == 128 << 10
-    assert pool_bytes(32, 8, 128, 4, 8192, 2) == 4 << 30
+    assert pool_bytes(32, 8, 128, 1, 2) == BLOCK_TOKENS * (128 << 10)
+    assert pool_bytes(32, 8, 128, pool_blocks(4, 8192), 2) == 4 << 30
+    assert pool_bytes(32, 8, 128, pool_blocks(4, 8192, kv_tokens=8192), 2) == 1 << 30

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker.engine.kv_cache import BLOCK_TOKENS, Table
+from worker.engine.kv_cache import BLOCK_TOKENS, Table, home_stride
 from worker.engine.memory import upload
 from worker.engine.scheduler import Batch, Segment
 
@@ -61,7 +61,7 @@ class Pool:
         """`rows`: sequences that may run at once; their homes divide the pool (`kv_cache.Blocks`)."""
         self.rows, self.blocks = rows, blocks
         self.slots = blocks * BLOCK_TOKENS
-        self.stride = max(blocks // rows, 1) * BLOCK_TOKENS
+        self.stride = home_stride(rows, blocks) * BLOCK_TOKENS
         """Slots from one home to the next."""
         # empty, then zeroed: zeros() alone leaves the pages to be claimed by the first write
         self._store = torch.empty(layers, 2, self.slots, kv_heads, head_dim, dtype=dtype, device=device).zero_()
@@ -88,17 +88,13 @@ class Pool:
             values = torch.cat([values[slot : slot + tokens] for slot, tokens in spans])
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
-    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views `[rows, kv_heads, tokens, head_dim]`: row `r` begins at `slot + r * stride`; nothing is copied."""
-        return self._rows(self.keys[layer], slot, stride, rows, tokens), self._rows(
-            self.values[layer], slot, stride, rows, tokens
-        )
-
-    def _rows(self, store: torch.Tensor, slot: int, stride: int, rows: int, tokens: int) -> torch.Tensor:
-        _, heads, dim = store.shape
+    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
+        """Keys and values, views `[rows, kv_heads, tokens, head_dim]`: row `r` begins at slot `slot + r * stride`."""
+        _, heads, dim = self.keys[layer].shape
         wide = heads * dim
-        offset = store.storage_offset() + slot * wide
-        return store.as_strided((rows, heads, tokens, dim), (stride * wide, dim, wide, 1), offset)
+        shape, strides = (rows, heads, tokens, dim), (stride * wide, dim, wide, 1)
+        both = (self.keys[layer], self.values[layer])
+        return [each.as_strided(shape, strides, each.storage_offset() + slot * wide) for each in both]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """The first block of each pair into the second, in every layer; all are read before any is written."""
@@ -112,7 +108,8 @@ class Pool:
 
     def _by_block(self) -> torch.Tensor:
         """`[layers, 2, blocks, BLOCK_TOKENS, kv_heads, head_dim]`."""
-        return self._store.unflatten(2, (self.blocks, BLOCK_TOKENS))
+        layers, _, _, heads, dim = self._store.shape
+        return self._store.view(layers, 2, self.blocks, BLOCK_TOKENS, heads, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +237,7 @@ class Packed:
         """Those that are computed as rows of one view, and the rest: all whose runs begin at homes, unless padding
         costs too much."""
         at_home = [view for view in views if view.slot % self.pool.stride == 0]
-        if len(at_home) < 2:
+        if len(at_home) < 2 or len({view.slot for view in at_home}) < len(at_home):
             return [], views
         low, stride, rows, tokens = _rows(at_home)
         fits = low + (rows - 1) * stride + tokens <= self.pool.slots
@@ -416,7 +413,8 @@ def _call(
         keys, values = pool.read(layer, call.spans)
         kv_heads = keys.shape[1]
         # [1, kv_heads, decodes * group, head_dim]
-        query = tokens.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
+        query = tokens.reshape(-1, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
+        query = query.reshape(1, kv_heads, -1, head_dim)
         mask = None
     else:
         keys, values = pool.read_rows(layer, call.slot, call.stride, call.rows, call.tokens)
@@ -431,10 +429,9 @@ def _call(
 
 def _unfolded(answer: torch.Tensor, call: _Padded | _Shared, heads: int) -> torch.Tensor:
     """`[rows, kv_heads, queries, any]` as a kernel gave it, to `[decodes of the call, heads, any]`."""
-    last = answer.shape[-1]
+    kv_heads, _, last = answer.shape[1:]
     if isinstance(call, _Shared):
-        group = heads // answer.shape[1]
-        return answer[0].unflatten(1, (-1, group)).transpose(0, 1).reshape(-1, heads, last)
+        return answer.reshape(kv_heads, -1, heads // kv_heads, last).transpose(0, 1).reshape(-1, heads, last)
     answer = answer.reshape(call.rows, heads, last)
     return answer if call.row is None else answer[call.row]
 

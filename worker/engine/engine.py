@@ -27,7 +27,7 @@ from worker.engine import architectures, attention, encoders, loader, memory
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
-from worker.engine.kv_cache import Capacity, Rows
+from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
@@ -138,28 +138,23 @@ class TransformersEngine:
         attention.register()
         loaded = loader.load_model(options, config, _ATTENTION[options.attention], progress)
         ctx_size = _ctx_size(options, architectures.positions(config))
-        shape, rows, pace = architectures.CacheShape.of(config), options.parallel, Pace()
+        rows, pace = options.parallel, Pace()
+        blocks = make_blocks(options, ctx_size, caches=options.prefix_caching)
         try:
-            pool = attention.Pool(
-                layers=shape.layers,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                rows=rows,
-                ctx_size=ctx_size,
-                dtype=loaded.dtype,
-                device=loaded.device,
-            )
-            runner = PackedRunner(loaded.model, pool, loaded.device)
+            pool = make_pool(config, blocks, loaded.dtype, loaded.device)
+            runner = PackedRunner(loaded.model, pool, blocks, loaded.device)
             chunk = min(options.prefill_chunk, ctx_size)
-            warm_up(runner, pace, rows=rows, chunk=chunk, ctx_size=ctx_size, progress=progress)
+            warm_up(runner, blocks, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
         except NotImplementedError as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served: {error}") from error
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
-            what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"
+            what = f"the context ({blocks.tokens} tokens for {rows} sequences) and one step"
             raise memory.start_error(what, loaded.device, error) from error
-        return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, runner=runner, pace=pace)
+        return cls(
+            options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, runner=runner, capacity=blocks, pace=pace
+        )
 
     @classmethod
     def _load_encoder(
@@ -386,8 +381,38 @@ class TransformersEngine:
             self._loop.post(partial(work.cancel, job))
 
 
+def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
+    """The blocks that `options` ask for. Raises StartError if a request of `ctx_size` tokens would not fit."""
+    if 0 < options.kv_tokens < ctx_size:
+        raise StartError(
+            f"kv-tokens {options.kv_tokens} is less than the {ctx_size} tokens that one request may have (ctx-size);"
+            " raise kv-tokens or lower ctx-size"
+        )
+    return Blocks(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
+
+
+def make_pool(config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device) -> attention.Pool:
+    """Memory for `blocks` of a model's keys and values."""
+    shape = architectures.CacheShape.of(config)
+    return attention.Pool(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=blocks.rows,
+        blocks=blocks.count,
+        dtype=dtype,
+        device=device,
+    )
+
+
 def warm_up(
-    runner: Runner, pace: Pace, *, rows: int, chunk: int, ctx_size: int, progress: Callable[[contract.Progress], None]
+    runner: Runner,
+    capacity: Capacity,
+    pace: Pace,
+    *,
+    chunk: int,
+    ctx_size: int,
+    progress: Callable[[contract.Progress], None],
 ) -> None:
     """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
     the beginning of the context, and of all.
@@ -396,25 +421,25 @@ def warm_up(
     """
     size, begin = min(chunk, 16), time.monotonic()
     while True:
-        seconds = _time_step(runner, pace, (_segment(0, ctx_size - size, size),))
+        seconds = _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
         progress(contract.Progress(stage="warmup", done=size, total=chunk))
         is_long = not torch.cuda.is_available() and time.monotonic() - begin + 2 * seconds > _WARMUP_SECONDS
         if size == chunk or is_long:
             break
         size = min(2 * size, chunk)
-    batch = tuple(_segment(row, ctx_size - 1, 1) for row in range(rows))
+    batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
     for _ in range(2):
         _time_step(runner, pace, (_segment(0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
 
 
-def _segment(row: int, start: int, length: int) -> Segment:
+def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
     """A part of a sequence that nobody asked for."""
     tokens = [0] * (start + length)
     sequence = TokenSequence(
         id=row, prompt_tokens=max(start, 1), tokens=tokens, limit=len(tokens), ends=frozenset(), computed=start
     )
-    return Segment(sequence, row, start, length)
+    return Segment(sequence, row, start, length, capacity.trial(row, start + length))
 
 
 def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
@@ -432,7 +457,8 @@ def _check(options: contract.Serve) -> None:
         raise StartError(f"task {options.task!r} is none of {', '.join(tasks)}", Exit.USAGE)
     if options.attention not in _ATTENTION:
         raise StartError(f"attention {options.attention!r} is none of {', '.join(_ATTENTION)}", Exit.USAGE)
-    least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "queue_size": 0, "max_input_tokens": 0}
+    least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
+             "max_input_tokens": 0}  # fmt: skip
     for name, smallest in least.items():
         if getattr(options, name) < smallest:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)

@@ -26,12 +26,23 @@ BLOCK_TOKENS = 16
 """Small, so that little is computed again behind a prefix that was found; runs make the size irrelevant for speed."""
 
 
-def pool_bytes(layers: int, kv_heads: int, head_dim: int, rows: int, ctx_size: int, dtype_bytes: int) -> int:
-    """Bytes of the whole pool: keys and values of `rows` sequences of `ctx_size` tokens each, in every layer.
+def pool_bytes(layers: int, kv_heads: int, head_dim: int, blocks: int, dtype_bytes: int) -> int:
+    """Bytes of the whole pool: keys and values of so many blocks, in every layer.
 
     A layer with a sliding window holds its full length, too.
     """
-    return 2 * layers * kv_heads * head_dim * rows * ctx_size * dtype_bytes
+    return 2 * layers * kv_heads * head_dim * blocks * BLOCK_TOKENS * dtype_bytes
+
+
+def pool_blocks(rows: int, ctx_size: int, kv_tokens: int = 0) -> int:
+    """Blocks of a pool for `kv_tokens` tokens; 0: for the whole context in each of `rows` rows, so that nobody is ever
+    put back for want of room."""
+    return blocks_for(kv_tokens) if kv_tokens else rows * blocks_for(ctx_size)
+
+
+def home_stride(rows: int, blocks: int) -> int:
+    """Blocks from one home to the next."""
+    return max(blocks // rows, 1)
 
 
 def blocks_for(tokens: int) -> int:
@@ -64,14 +75,6 @@ class Table:
     copy: tuple[int, int] | None = None
     """The first of these blocks is to be copied into the second, before anything is computed. Who has done it, once,
     sets this to None."""
-
-    @classmethod
-    def straight(cls, block: int, tokens: int) -> "Table":
-        """One run from `block` on with room for `tokens`, which belongs to nobody: for trials."""
-        table = cls()
-        for each in range(block, block + blocks_for(tokens)):
-            table.append(each)
-        return table
 
     def append(self, block: int) -> None:
         if self.runs and self.runs[-1].block + self.runs[-1].count == block:
@@ -146,6 +149,9 @@ class Capacity(Protocol):
     def table(self, row: int) -> Table | None:
         """The blocks behind the row, if there are such."""
 
+    def trial(self, row: int, tokens: int) -> Table | None:
+        """As `table`, as if the row held so many tokens in one run. Nobody's: for trials before anybody runs."""
+
     def check_integrity(self) -> None:
         """Raises AssertionError if something is lost or lent twice. For tests, and when idle."""
 
@@ -197,6 +203,9 @@ class Rows:
     def table(self, row: int) -> Table | None:
         return None
 
+    def trial(self, row: int, tokens: int) -> Table | None:
+        return None
+
     def check_integrity(self) -> None:
         assert sorted([*self._free, *self._owners]) == list(range(self.rows)), "a row was lost or given twice"
         assert len(set(self._owners.values())) == len(self._owners), "an owner holds two rows"
@@ -219,7 +228,7 @@ class Blocks:
         self._key_of: list[bytes | None] = [None] * count
         self._block_of: dict[bytes, int] = {}
         self._tables: dict[int, Table] = {}
-        self._stride = max(count // rows, 1)
+        self._stride = home_stride(rows, count)
         self._used = [0] * len(range(0, count, self._stride))
         """By home: when one of its blocks was last held, in ticks."""
         self._tick = 0
@@ -337,6 +346,13 @@ class Blocks:
 
     def table(self, row: int) -> Table:
         return self._tables[row]
+
+    def trial(self, row: int, tokens: int) -> Table:
+        table, count = Table(), blocks_for(tokens)
+        first = max(0, min(row * self._stride, self.count - count))
+        for block in range(first, first + count):
+            table.append(block)
+        return table
 
     def take_spoiled(self) -> list[int]:
         """Blocks that were given back spoiled, each told once: numbers in there may not be finite, and a mask hides
