@@ -429,7 +429,7 @@ def warm_up(
         size = min(2 * size, chunk)
     batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
     for _ in range(2):
-        _time_step(runner, pace, (_segment(0, min(1, ctx_size - 1), 1),))
+        _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
 
 
