@@ -38,6 +38,7 @@ WORKER = [
     "worker.estimate",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.*  worker.engine.engine",
+    "worker.native",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",

@@ -266,12 +266,12 @@ class ChatReply:
 def _entry(entry: TokenLogprob) -> Json:
     return {
         "token": entry.piece.decode(errors="replace"),
-        "logprob": _finite(entry.logprob),
+        "logprob": finite(entry.logprob),
         "bytes": list(entry.piece),
     }
 
 
-def _finite(logprob: float | None) -> float | None:
+def finite(logprob: float | None) -> float | None:
     """JSON has no infinity: a token that cannot be is null, like one without a probability."""
     return logprob if logprob is not None and isfinite(logprob) else None
 
@@ -391,7 +391,7 @@ class _LegacyLogprobs:
         every = [*prompt, *entries]
         return {
             "tokens": [_legacy_token(entry) for entry in every],
-            "token_logprobs": [_finite(entry.logprob) for entry in every],
+            "token_logprobs": [finite(entry.logprob) for entry in every],
             "top_logprobs": [None if entry.logprob is None else _alternatives(entry) for entry in every],
             "text_offset": offsets,
         }
@@ -407,7 +407,7 @@ class _LegacyLogprobs:
 
 def _alternatives(entry: TokenLogprob) -> Json:
     """Logprobs by token, the chosen one included, as at OpenAI."""
-    return {_legacy_token(each): _finite(each.logprob) for each in (*entry.top, entry)}
+    return {_legacy_token(each): finite(each.logprob) for each in (*entry.top, entry)}
 
 
 def _legacy_token(entry: TokenLogprob) -> str:

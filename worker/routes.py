@@ -81,6 +81,10 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/chat/completions", _O, "chat", worker=True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/completions", _O, "completions", True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/embeddings", _O, "embeddings", True, loads=Loads.FOLLOWS),
+    *(
+        Route("POST", path, _L, "completion", True, loads=Loads.FOLLOWS, streams=True)
+        for path in ("/completion", "/completions")
+    ),
     *(Route("POST", path, _L, "embedding", True, loads=Loads.FOLLOWS) for path in ("/embedding", "/embeddings")),
     *_both("POST", "/rerank", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     *_both("POST", "/reranking", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
@@ -114,7 +118,7 @@ ROUTES: tuple[Route, ...] = (
         " /chat/completions/input_tokens /v1/messages/count_tokens",
         "POST /apply-template, and POST /tokenize with its answer",
     ),
-    *_not_offered("POST", "/completion /completions /infill /api/generate", "POST /v1/completions"),
+    *_not_offered("POST", "/infill /api/generate", "POST /v1/completions"),
     *_not_offered("POST", "/api/embed /api/embeddings", "POST /v1/embeddings"),
     *_not_offered("GET", "/api/tags /api/ps /api/version", "GET /v1/models"),
     *_not_offered("POST", "/api/show", "GET /props?model="),

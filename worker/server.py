@@ -267,6 +267,7 @@ class Server:
         handlers: dict[str, Handler] = {
             "chat": self._generating(openai.chat),
             "completions": self._generating(openai.completions),
+            "completion": self._generating(llama_server.completion),
             "embeddings": self._answering(embeddings.embeddings),
             "embedding": self._answering(embeddings.native),
             "rerank": self._answering(embeddings.rerank),

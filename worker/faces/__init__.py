@@ -15,7 +15,7 @@ from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
-from worker.fields import Fields, Json
+from worker.fields import Fields
 from worker.generation import Delta, Engine, Generation, Text
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Model:
 class Reply(Protocol):
     """How one dialect puts an answer. Deltas come with the number of their generation in the call."""
 
-    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
+    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Any:
         """The body of an answer in one piece."""
 
     def frames(self, number: int, delta: Delta) -> bytes:

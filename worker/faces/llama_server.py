@@ -1,11 +1,105 @@
-"""llama-server's service calls: texts to tokens and back, and a chat as the prompt that its template makes."""
+"""llama-server's own calls: completions, texts to tokens and back, and a chat as the prompt that its template makes."""
 
+import uuid
+from dataclasses import asdict
 from typing import Any
 
-from worker import chat
+from worker import chat, constraints, sampling
 from worker.errors import InvalidValue
-from worker.faces import Model, Result
+from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json, to_integer
+from worker.generation import Generation, Sampling
+from worker.native import NativeReply
+
+_MOST_CHOICES = 128
+
+
+async def completion(body: Json, model: Model) -> Call:
+    """Text that goes on from a prompt, or from each of several; raises RequestError."""
+    model.require("completion")
+    fields = Fields(body)
+    alternatives = fields.integer("n_probs", 0, model.options.max_logprobs)
+    fields.refuse(
+        "post_sampling_probs", [False], "post_sampling_probs is not supported: leave it out for those of the model"
+    )
+    fields.refuse("n_indent", [0], "n_indent is not supported; leave it out")
+    fields.refuse("response_fields", [[]], "response_fields is not supported; leave it out for all of them")
+    fields.refuse("return_tokens_only", [False], "return_tokens_only is not supported; leave it out")
+    for adapters in ("lora", "adapters"):
+        fields.refuse(
+            adapters, [[], ""], f"{adapters}: adapters are not supported yet; merge yours into a snapshot of its own"
+        )
+    options = model.options
+    picked, stop = sampling.read(
+        fields,
+        model.defaults,
+        vocab_size=model.vocab_size,
+        logprobs=alternatives or None,
+        seed=options.seed if options.seed >= 0 else None,
+    )
+    grammar = constraints.read(fields)
+    stream = fields.flag("stream") or False
+    name = fields.text("model") or options.name
+    returns_tokens = fields.flag("return_tokens") or False
+    has_progress = _of_stream(fields, "return_progress", stream)
+    max_tokens = _n_predict(fields, options.n_predict)
+    has_timings = _of_stream(fields, "timings_per_token", stream)
+    n = fields.integer("n", 1, _MOST_CHOICES) or 1
+    ping_interval = read_ping_interval(fields)
+    prompts, texts = await read_texts(fields, "prompt", model)
+    ignored = fields.settle(strict=options.strict_fields)
+    for prompt in prompts:
+        model.check_prompt(prompt, param="prompt")
+    id = f"cmpl-{uuid.uuid4().hex}"
+    generations = tuple(
+        Generation(
+            id=f"{id}.{number}",
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            stop=stop,
+            n=n,
+            sampling=picked,
+            grammar=grammar,
+            timings=has_timings,
+            progress=stream,  # comments tell it, where chunks do not
+        )
+        for number, prompt in enumerate(prompts)
+    )
+    reply = NativeReply(
+        generations,
+        prompts=[model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)],
+        settings=_settings(picked, max_tokens, stop, stream=stream),
+        model=name,
+        returns_tokens=returns_tokens,
+        has_progress=has_progress,
+    )
+    return Call(generations=generations, reply=reply, stream=stream, ping_interval=ping_interval, ignored=ignored)
+
+
+def _n_predict(fields: Fields, default: int) -> int | None:
+    """New tokens at most; -1 is all that fits, 0 only reads the prompt."""
+    stated, same = fields.integer("n_predict", -1), fields.integer("max_tokens", -1)
+    if stated is not None and same is not None and stated != same:
+        raise InvalidValue("n_predict and max_tokens mean the same but differ; state one", param="max_tokens")
+    tokens = same if stated is None else stated
+    tokens = default if tokens is None else tokens
+    return None if tokens < 0 else tokens
+
+
+def _of_stream(fields: Fields, name: str, stream: bool) -> bool:
+    is_set = fields.flag(name) or False
+    if is_set and not stream:
+        fields.mark_unused(name)
+    return is_set and stream
+
+
+def _settings(picked: Sampling, max_tokens: int | None, stop: tuple[str, ...], *, stream: bool) -> Json:
+    """What was understood, in llama-server's words."""
+    known = asdict(picked)
+    known["repeat_penalty"] = known.pop("repetition_penalty")
+    known["n_probs"] = known.pop("logprobs") or 0
+    known["logit_bias"] = [{"token": token, "bias": bias} for token, bias in picked.logit_bias.items()]
+    return {**known, "n_predict": -1 if max_tokens is None else max_tokens, "stop": list(stop), "stream": stream}
 
 
 async def tokenize(body: Json, model: Model) -> Result:

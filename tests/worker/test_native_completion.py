@@ -1,0 +1,124 @@
+"""llama-server's `/completion`: what a body means, and what the answer looks like, whole and streamed."""
+
+from typing import Any
+
+import pytest
+
+from tests.worker import serving
+from tests.worker.fake_engine import SCRIPT, FakeEngine
+from worker.errors import RequestError
+from worker.faces import Call, Model, llama_server
+from worker.generation import Grammar
+
+PROMPT = {"prompt": "hi"}
+
+
+def model(**settings: Any) -> Model:
+    tokenizer = serving.tokenizer()
+    return Model(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
+
+
+async def read(body: dict[str, Any], **settings: Any) -> Call:
+    return await llama_server.completion({**PROMPT, **body}, model(**settings))
+
+
+async def test_a_completion_has_llama_servers_fields() -> None:
+    async with serving.serving() as world:
+        status, _, answer = await world.post("/completion", {**PROMPT, "n_predict": 4, "return_tokens": True})
+        assert status == 200
+        assert answer["content"] == f"0 {SCRIPT}"[: len(answer["content"])]
+        assert answer["stop"] is True
+        assert (answer["stop_type"], answer["stopping_word"], answer["truncated"]) == ("limit", "", False)
+        assert (answer["tokens_predicted"], answer["tokens_evaluated"], len(answer["tokens"])) == (4, 2, 4)
+        assert (answer["model"], answer["prompt"], answer["index"]) == ("tiny", "hi", 0)
+        assert answer["generation_settings"]["n_predict"] == 4
+        assert answer["timings"]["predicted_n"] == 4
+        assert "completion_probabilities" not in answer
+
+
+async def test_how_it_ended_is_said() -> None:
+    async with serving.serving() as world:
+        _, _, ended = await world.post("/completion", PROMPT)
+        assert (ended["stop_type"], ended["stopping_word"]) == ("eos", "")
+        _, _, stopped = await world.post("/completions", {**PROMPT, "stop": ["fox"]})
+        assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "fox")
+        assert "fox" not in stopped["content"]
+
+
+@pytest.mark.parametrize("body", [{}, {"n_predict": 9}, {"stop": ["lazy"]}, {"n_probs": 2, "return_tokens": True}])
+async def test_a_streams_contents_add_up_to_the_whole_and_nothing_follows_the_last(body: dict[str, Any]) -> None:
+    async with serving.serving() as world:
+        _, _, whole = await world.post("/completion", {**PROMPT, **body})
+        chunks = serving.chunks(await world.stream("/completion", {**PROMPT, **body}))
+        assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
+        assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
+        assert chunks[-1]["stop_type"] == whole["stop_type"]
+        told = [each for chunk in chunks[:-1] for each in chunk.get("completion_probabilities", [])]
+        assert told == whole.get("completion_probabilities", [])
+        assert "completion_probabilities" not in chunks[-1]
+
+
+async def test_several_prompts_or_choices_are_a_list_in_order() -> None:
+    async with serving.serving() as world:
+        _, _, answers = await world.post("/completion", {"prompt": ["a", "b b b"], "n": 2, "n_predict": 3})
+        assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+        assert [answer["prompt"] for answer in answers] == ["a", "a", "b b b", "b b b"]
+        assert [answer["content"][0] for answer in answers] == ["0", "1", "0", "1"]
+        chunks = serving.chunks(await world.stream("/completion", {"prompt": ["a", "b"], "n_predict": 3}))
+        assert sorted(chunk["index"] for chunk in chunks if chunk["stop"]) == [0, 1]
+
+
+async def test_what_a_body_states_becomes_the_generation() -> None:
+    body = {
+        "n_predict": -1, "temperature": 0.5, "top_k": 7, "min_p": 0.1, "repeat_penalty": 1.1, "repeat_last_n": 8,
+        "seed": 5, "n_probs": 3, "stop": ["x"], "ignore_eos": True, "logit_bias": [[4, 2.0], [5, False]],
+        "json_schema": {"type": "integer"}, "cache_prompt": True, "id_slot": 0, "samplers": [],
+    }  # fmt: skip
+    call = await read(body, strict_fields=True)
+    (generation,) = call.generations
+    sampling = generation.sampling
+    assert generation.max_tokens is None
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.5, 7, 0.1, 1.1)
+    assert (sampling.seed, sampling.logprobs, sampling.ignore_eos, generation.stop) == (5, 3, True, ("x",))
+    assert sampling.logit_bias == {4: 2.0, 5: -100.0}
+    assert generation.grammar == Grammar("json_schema", '{"type":"integer"}')
+    assert call.ignored == ()
+    assert (await read({"n_predict": 0})).generations[0].max_tokens == 0
+    assert (await read({}, n_predict=6)).generations[0].max_tokens == 6
+    assert (await read({"prompt": [5, 6]})).generations[0].prompt == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"prompt": None}, "prompt", "invalid_value"),
+        ({"prompt": {"prompt_string": "x"}}, "prompt", "invalid_value"),
+        ({"n_predict": -3}, "n_predict", "invalid_value"),
+        ({"n_predict": 3, "max_tokens": 4}, "max_tokens", "invalid_value"),
+        ({"n_probs": 99}, "n_probs", "invalid_value"),
+        ({"post_sampling_probs": True}, "post_sampling_probs", "unsupported_parameter"),
+        ({"response_fields": ["content"]}, "response_fields", "unsupported_parameter"),
+        ({"n_indent": 2}, "n_indent", "unsupported_parameter"),
+        ({"lora": [{"id": 0, "scale": 1.0}]}, "lora", "unsupported_parameter"),
+        ({"mirostat": 1}, "mirostat", "unsupported_parameter"),
+        ({"grammar": "root ::= x", "json_schema": {}}, "grammar", "invalid_value"),
+        ({"stream": 1}, "stream", "invalid_value"),
+        ({"prompt": [5] * 300}, "prompt", "context_length_exceeded"),
+    ],
+)
+async def test_a_field_that_cannot_be_honoured_is_refused_by_name(
+    body: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await read(body)
+    assert (caught.value.param, caught.value.reason) == (param, reason)
+
+
+async def test_a_chunk_tells_progress_and_timings_only_if_asked() -> None:
+    async with serving.serving() as world:
+        plain = serving.chunks(await world.stream("/completion", {**PROMPT, "n_predict": 3}))
+        assert all("timings" not in chunk for chunk in plain[:-1])
+        assert "timings" in plain[-1]
+        status, headers, _ = await world.post("/completion", {**PROMPT, "n_predict": 1, "return_progress": True})
+        assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress")
