@@ -169,7 +169,10 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
             body = {"prompt": [[5] * 2000, [6] * 1999], "max_tokens": 8, "top_p": 0.9, "logprobs": 5}
             assert client.post("/v1/completions", json=body).status_code == 200
         child.event(contract.Request)
-        used = child.event(contract.Pulse).measured["cpu"]
+        pulse = child.event(contract.Pulse)
+        used = pulse.measured["cpu"]
+        assert (pulse.parallel, pulse.running, pulse.slots, pulse.cache_used) == (2, 0, [], 0)
+        assert pulse.cache_total >= 2 * 2048
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
     total = said.weights[0] + said.context[0] + said.compute[0] + said.runtime[0]
