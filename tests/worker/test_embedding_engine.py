@@ -14,7 +14,7 @@ import transformers
 
 from tests import tiny
 from tests.worker.loaded import load, say, serving
-from worker.engine import layout
+from worker.engine import encoders, layout
 from worker.engine.engine import TransformersEngine
 from worker.engine.pooling import Head, activation, normalized, pool
 from worker.errors import (
@@ -187,6 +187,28 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
         assert isinstance(told[2], SequenceFailed)
         assert (await engine.embed([good]))[0] == pytest.approx(told[0][0], abs=1e-6)
         assert engine.occupancy.waiting == 0
+
+
+class Listening:
+    """Looks at the whole batch, padding or not."""
+
+    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+        return [torch.tensor([1.0, float(len(texts))])] * len(texts)
+
+
+def test_an_encoder_that_heeds_its_company_is_not_served() -> None:
+    with pytest.raises(StartError, match="beside a longer one"):
+        encoders.warm_up(Listening(), ctx_size=8, vocab_size=100)
+
+
+def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path) -> None:
+    config = transformers.FNetConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=1, intermediate_size=64, use_tpu_fourier_optimizations=False
+    )
+    transformers.FNetModel(config).save_pretrained(tmp_path)
+    tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
+    with pytest.raises(StartError, match="beside a longer one"):
+        load(tmp_path)
 
 
 async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts(engine: TransformersEngine) -> None:

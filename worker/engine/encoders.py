@@ -10,10 +10,14 @@ import transformers
 from tokenizers import normalizers
 
 from worker import contract
-from worker.engine import architectures, layout, loader
+from worker.engine import architectures, layout, loader, memory
 from worker.engine.pooling import CrossEncoder, Embedder, Encoder, Head, activation
 from worker.errors import StartError
-from worker.generation import Encoding
+from worker.generation import Encoding, Text
+
+COMPANY_TOLERANCE = 0.05
+"""By how much numbers may differ with the company, of their norm: a guess, far above the rounding of 16 bits and far
+below what padding that counts does."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,6 @@ class Loaded:
     device: torch.device
     positions: int
     """Tokens that one text may have; 0: nothing says so."""
-    pad: int
-    """Stands where a shorter text of a batch has no token."""
 
 
 def load(
@@ -47,10 +49,23 @@ def load(
     stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
     encoder, encoding = make(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
-    if found is not None and found.lowercases:
+    if layout.lowercases(snapshot):
         _lowercase(tokenizer)
     limits = (architectures.positions(config), layout.max_tokens(snapshot))
-    return Loaded(encoder, encoding, loaded.device, min(filter(None, limits), default=0), pad)
+    return Loaded(encoder, encoding, loaded.device, min(filter(None, limits), default=0))
+
+
+def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
+    """Run the encoder once alone and once in company. Raises StartError if it cannot run so, or if a text's numbers
+    depend on who is in the batch: an architecture that looks at padding cannot be served."""
+    long = Text([(5 + place) % vocab_size for place in range(min(8, ctx_size))])
+    short = Text(long.tokens[: max(1, len(long.tokens) // 2)])
+    try:
+        [alone], (company, _) = encoder.run([short]), encoder.run([short, long])
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise StartError(f"this architecture cannot be served: {memory.one_line(error)}") from error
+    if (alone - company).norm() > COMPANY_TOLERANCE * alone.norm() + 1e-6:
+        raise StartError("this architecture gives a text other numbers beside a longer one; it cannot be served")
 
 
 def is_dummy(options: contract.ModelOptions) -> bool:

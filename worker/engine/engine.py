@@ -169,7 +169,7 @@ class TransformersEngine:
         ctx_size = _ctx_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))
         try:
-            loaded.encoder.run([Text([loaded.pad] * min(8, ctx_size))])
+            encoders.warm_up(loaded.encoder, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise

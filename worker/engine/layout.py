@@ -74,7 +74,6 @@ class Layout:
     """What follows the transformer, in this order; none: a vector for each token."""
     max_tokens: int = 0
     """Of one text; 0: the files do not say."""
-    lowercases: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Instructions that may stand before a text, by name."""
     default_prompt: str = ""
@@ -102,8 +101,7 @@ def read(snapshot: Path, asked: str = "") -> Layout:
         raise StartError(f"pooling {asked!r} is none of {', '.join(ASKED)}", Exit.USAGE)
     if asked == "rank":
         raise StartError("pooling = rank wants a cross-encoder (*ForSequenceClassification); leave it out to embed")
-    transformer = read_json(snapshot / TRANSFORMER)
-    _check_transformer(snapshot / TRANSFORMER, transformer, "feature-extraction")
+    _check_transformer(snapshot / TRANSFORMER, read_json(snapshot / TRANSFORMER), "feature-extraction")
     said = read_json(snapshot / "config_sentence_transformers.json")
     prompts, default = read_prompts(snapshot, said)
     steps = _steps(snapshot) if is_layout(snapshot) else Layout().steps
@@ -116,7 +114,6 @@ def read(snapshot: Path, asked: str = "") -> Layout:
     return Layout(
         steps=steps,
         max_tokens=max_tokens(snapshot),
-        lowercases=bool(transformer.get("do_lower_case")),
         prompts=prompts,
         default_prompt=default,
         dimensions=int(said.get("truncate_dim") or 0),
@@ -136,6 +133,11 @@ def read_prompts(snapshot: Path, said: Mapping[str, Any]) -> tuple[dict[str, str
     return prompts, prompts[default] if default is not None else ""
 
 
+def lowercases(snapshot: Path) -> bool:
+    """Whether texts are read in small letters, whatever the tokenizer itself would do."""
+    return bool(read_json(snapshot / TRANSFORMER).get("do_lower_case"))
+
+
 def max_tokens(snapshot: Path) -> int:
     """Tokens of one text, as sentence-transformers would cut it: its own setting, else the tokenizer's; 0: neither
     says."""
@@ -147,7 +149,7 @@ def max_tokens(snapshot: Path) -> int:
 def activation_of_scores(snapshot: Path, config: Any) -> str:
     """The activation that a cross-encoder's files name for its score, as a dotted path; empty: none is named.
 
-    Raises StartError for modules behind the classification head, which nothing here applies.
+    Raises StartError for modules behind the classification head, or a prompt before it, which nothing here applies.
     """
     for module, kind in _modules(snapshot):
         if kind != "Transformer" or module.get("path"):
@@ -155,9 +157,12 @@ def activation_of_scores(snapshot: Path, config: Any) -> str:
     _check_transformer(
         snapshot / TRANSFORMER, read_json(snapshot / TRANSFORMER), "sequence-classification", "feature-extraction"
     )
+    said = read_json(snapshot / "config_sentence_transformers.json")
+    if read_prompts(snapshot, said)[1]:
+        raise StartError(f"{snapshot} puts a prompt before each query, which cannot be applied to a cross-encoder yet")
     nested = getattr(config, "sentence_transformers", None)
     found = (
-        read_json(snapshot / "config_sentence_transformers.json").get("activation_fn")
+        said.get("activation_fn")
         or (nested.get("activation_fn") if isinstance(nested, dict) else None)
         or getattr(config, "sbert_ce_default_activation_function", None)
     )
