@@ -1,5 +1,6 @@
 """Tiny cross-encoders with random weights, made in a fraction of a second, offline, the same each time."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,6 @@ def ranker(folder: Path, kind: str, **changes: Any) -> Path:
     tokenizer = tiny.make_tokenizer("bert-embed")
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.chat_template = None
-    names = ["input_ids", "attention_mask", *(["token_type_ids"] if kind == "bert" else [])]
-    tokenizer.model_input_names = names
     second = 1 if kind == "bert" else 0
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>",
@@ -50,4 +49,7 @@ def ranker(folder: Path, kind: str, **changes: Any) -> Path:
         tiny._spread(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
+    stated["model_input_names"] = ["input_ids", *(["token_type_ids"] if kind == "bert" else []), "attention_mask"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
     return folder
