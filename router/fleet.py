@@ -230,6 +230,7 @@ class Fleet:
     def _take(self, model: Model, worker: Worker) -> Lease:
         lease = Lease(self, model, worker, self.now())
         worker.leases.add(lease)
+        model.asked = lease.arrived
         self._consider_copy(model)
         return lease
 

@@ -5,6 +5,7 @@ make room for anybody's need, and end when they idle. If the need leaves, the ol
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from router.backoff import Crashes, Failure
 from router.life import Worker
@@ -37,6 +38,8 @@ class Model:
     since: float | None = None
     """When its last worker ended."""
     no_copy_before: float = 0.0
+    asked: float = -inf
+    """When it was last asked for."""
     load_seconds: float | None = None
     """What its last load took."""
     request_seconds: float | None = None
@@ -64,9 +67,11 @@ class Model:
 
     def wants_copy(self, now: float) -> bool:
         """Whether a further worker is to begin, if there is room: one at a time, up to the least number of `replicas`
-        once the model is in use, and to the most while each has more to do than `parallel`."""
+        while the model is in use, and to the most while each has more to do than `parallel`. Nothing begins by itself
+        of a model that idles, whatever becomes of its copies."""
         least, most = self.preset.replicas
-        if most == 1 or now < self.no_copy_before:
+        in_use = self.leases or now - self.asked < self.preset.replica_idle
+        if most == 1 or now < self.no_copy_before or not in_use:
             return False
         ours = self.all_open
         if not 0 < len(ours) < most or any(worker.state is not State.READY for worker in ours):

@@ -65,8 +65,10 @@ def decide(
 def claim_of(demand: Demand, place: Sequence[DeviceId], devices: Sequence[Device]) -> dict[DeviceId, int]:
     """What `demand` takes at `place`, worked out anew."""
     claim = {COUNT: 1}
+    pools = {device.id: device.pool for device in devices}
     for id, shard in zip(place, demand.shards, strict=True):
-        claim[id] = claim.get(id, 0) + shard
+        pool = pools.get(id) or id
+        claim[pool] = claim.get(pool, 0) + shard
     if demand.host:
         home = CPU if any(device.id == CPU for device in devices) else place[0]
         claim[home] = claim.get(home, 0) + demand.host

@@ -1,7 +1,7 @@
 """Who starts where, who leaves: laws, over random fleets; and the whole queue under a virtual clock."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from math import inf
 from random import Random
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.ledger import Bytes, Device, DeviceId, Resident
-from router.planner import Demand, Plan, Policy, plan
+from router.ledger import DeviceId, Resident
+from router.planner import Demand
 from tests.router.fleets import (
     COUNT,
     CPU,
@@ -25,64 +25,12 @@ from tests.router.fleets import (
     overdrawn,
     resident,
 )  # fmt: skip
+from tests.router.questions import Fleet, starts_too_much, superfluous
 from tests.router.queue_simulation import TURN, Model, Simulation, longest_wait
 
-POLICY = Policy(patience=PATIENCE)
 laws = settings(derandomize=True, deadline=None, max_examples=250)
 ONCE_BROKEN = [138, 963, 1283, 1355, 1723, 2981, 3030, 3919]
 """Seeds of fleets for which some law did not hold at first."""
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """One question to the planner."""
-
-    waiting: list[Demand]
-    residents: list[Resident]
-    devices: list[Device]
-    now: float = NOW
-
-    def ask(self) -> Plan:
-        return plan(self.waiting, self.residents, self.devices, self.now, POLICY)
-
-    @property
-    def line(self) -> list[Demand]:
-        """Who is asked first."""
-        return sorted(self.waiting, key=lambda one: (one.luxury, -one.priority, one.since, one.id))
-
-    def claims(self, plan: Plan, among: Sequence[Demand]) -> dict[int, Bytes]:
-        """What those who start or keep a place will take there."""
-        start = {id: start.place for id, start in plan.start.items()}
-        kept = {id: wait.place for id, wait in plan.waits.items() if wait.place}
-        places = {**start, **kept}
-        return {one.id: claim_of(one, places[one.id], self.devices) for one in among if one.id in places}
-
-    def stages(self, plan: Plan, among: Sequence[Demand]) -> Iterator[tuple[set[int], list[Bytes]]]:
-        """Who is gone and what is taken: first as told now, then as each that has to wait gets its place, in line."""
-        claims = self.claims(plan, among)
-        asked = {one.id for one in among} | {None}
-        gone = {one.id for one in self.residents if one.leaving}
-        gone |= {id for id, eviction in plan.evict.items() if eviction.for_demand in asked}
-        later = [one.id for one in among if one.id in claims and is_pending(plan, one.id)]
-        taken = [claims[id] for id in claims if id not in later]
-        yield set(gone), list(taken)
-        for id in later:
-            gone |= set(plan.waits[id].victims)
-            taken.append(claims[id])
-            yield set(gone), list(taken)
-
-    def over(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
-        return overdrawn(self.devices, self.residents, [one for one in self.residents if one.id in gone], claims)
-
-    def leaving(self, plan: Plan) -> list[Resident]:
-        """Who will be gone, by this plan or before."""
-        return [one for one in self.residents if one.leaving or one.id in plan.evict]
-
-
-def is_pending(plan: Plan, id: int) -> bool:
-    """Whether it keeps a place, but waits until its victims, or those of somebody ahead, may leave."""
-    wait = plan.waits.get(id)
-    return wait is not None and (wait.cause not in ("stopping", "quiet") or not set(wait.victims) <= set(plan.evict))
 
 
 def random_fleet(seed: int) -> Fleet:
@@ -187,9 +135,7 @@ def may_leave(one: Resident, demand: Demand, now: float) -> bool:
 
 @law
 def test_no_plan_exceeds_the_margin(fleet: Fleet) -> None:
-    plan = fleet.ask()
-    claims = [start.claim for start in plan.start.values()]
-    assert overdrawn(fleet.devices, fleet.residents, [], claims) == []
+    assert starts_too_much(fleet, fleet.ask()) == []
 
 
 @law
@@ -225,12 +171,7 @@ def test_who_waits_for_memory_of_those_who_leave_will_have_it(fleet: Fleet) -> N
 @law
 def test_no_victim_is_superfluous(fleet: Fleet) -> None:
     """If any one stayed, the one it leaves for, or somebody ahead of that, would not have its place, or later."""
-    plan = fleet.ask()
-    line = fleet.line
-    for id, eviction in plan.evict.items():
-        if eviction.reason == "evicted":
-            ahead = line[: 1 + [one.id for one in line].index(eviction.for_demand or 0)]
-            assert any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, ahead))
+    assert superfluous(fleet, fleet.ask()) == []
 
 
 @law

@@ -163,6 +163,18 @@ async def test_when_the_first_worker_dies_the_copy_takes_its_place() -> None:
 
 
 @virtual
+async def test_copies_of_a_model_that_nobody_uses_are_not_begun_again() -> None:
+    """Neither by the time to live of the first one, nor by crashes."""
+    scene = world({"a": GIB}, (2, 3), a={"ttl": 5.0}, models={"a": FakeModel(shards=(GIB,), dies_after=7.0)})
+    await scene.ask("a")
+    await asyncio.sleep(60)
+    begun = len(scene.journal)
+    await asyncio.sleep(600)
+    assert (workers(scene), len(scene.journal)) == ([], begun)
+    await scene.stop()
+
+
+@virtual
 async def test_an_unload_ends_all_of_them() -> None:
     scene = world({"a": 3 * GIB}, (2, 2))
     await scene.ask("a")

@@ -1,7 +1,6 @@
 """Small worlds for schedule tests: a real fleet and planner over a launcher without processes, in virtual time."""
 
 import asyncio
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,7 +92,7 @@ class Schedule:
         }
         self.fleet = Fleet(
             launcher=self.launcher,
-            calibration=Calibration(Path(tempfile.mkdtemp()) / "estimates.json"),
+            calibration=Calibration(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory alone
             events=self.events,
             files=self.files,
             ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),
