@@ -36,13 +36,13 @@ class FleetMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         logging.disable(logging.CRITICAL)
-        self.loop = VirtualLoop()
+        self.runner = asyncio.Runner(loop_factory=VirtualLoop)
         self.asking: list[asyncio.Task[None]] = []
         self.done: list[asyncio.Event] = []
         self.states: dict[int, State] = {}
 
     def live(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(work)
+        return self.runner.run(work)
 
     def step(self, act: Callable[[], object]) -> None:
         """Do something on the loop, and let a moment pass."""
@@ -86,8 +86,7 @@ class FleetMachine(RuleBasedStateMachine):
 
         over = asyncio.Event()
         self.done.append(over)
-        self.asking.append(self.loop.create_task(ask(over)))
-        self.live(asyncio.sleep(0))
+        self.step(lambda: self.asking.append(asyncio.create_task(ask(over))))
 
     @precondition(lambda self: self.asking)
     @rule(pick=st.integers(0, 100))
@@ -178,7 +177,7 @@ class FleetMachine(RuleBasedStateMachine):
                 self.live(self._end())
                 assert self.world.launcher.running == {}
         finally:
-            self.loop.close()
+            self.runner.close()
             logging.disable(logging.NOTSET)
 
     async def _end(self) -> None:
@@ -186,6 +185,7 @@ class FleetMachine(RuleBasedStateMachine):
             over.set()
         async with asyncio.timeout(1000.0):
             await asyncio.gather(*self.asking, return_exceptions=True)
+        await asyncio.sleep(300)  # what is loaded for a pin has found room or given up, too
         assert all(not worker.leases for worker in self.fleet.workers())
         async with asyncio.timeout(100.0):
             await self.fleet.close()
