@@ -30,6 +30,9 @@ ALWAYS = (
     "worker.estimate", "transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto",
     "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers",
+    "transformers.modeling_layers", "transformers.conversion_mapping", "transformers.utils.chat_template_utils",
+    "transformers.processing_utils", "transformers.video_utils",
+    "encodings.unicode_escape",
 )  # fmt: skip
 """Modules of every worker that computes, whatever its model."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
@@ -103,6 +106,7 @@ class Nursery:
                 print(f"nursery: cannot import {name}: {error}", file=sys.stderr)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)
+        _prime()
         # What is there now is there for good: no collection of a child looks at it, and so copies its pages.
         gc.collect()
         gc.freeze()
@@ -154,6 +158,20 @@ def unfit() -> str:
             if (path := os.readlink(f"/proc/self/fd/{descriptor}")).startswith(DEVICE_FILES):
                 return f"{path} is open"
     return ""
+
+
+def _prime() -> None:
+    """Have what libraries work out once in each process, whatever the model: the rules by which transformers renames
+    the weights of old checkpoints (a thousand regular expressions, 0.2 s), and Jinja's lexer. Where a version of theirs
+    has these elsewhere, each worker works them out for itself, as an executed one does."""
+    renaming = sys.modules.get("transformers.conversion_mapping")
+    with suppress(Exception):
+        if renaming is not None:
+            renaming.get_checkpoint_conversion_mapping("")
+    templates = sys.modules.get("transformers.utils.chat_template_utils")
+    with suppress(Exception):
+        if templates is not None:
+            templates._compile_jinja_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
 def _become(birth: contract.Birth, streams: Sequence[int], told: int) -> None:

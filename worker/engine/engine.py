@@ -48,8 +48,8 @@ from worker.generation import Delta, Generation, Occupancy, Sampling, Text, Toke
 log = logging.getLogger(__name__)
 
 _ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
-_WARMUP_SECONDS = 0.5
-"""How long ever larger chunks are tried at load on the CPU, where a full one may take minutes."""
+_SMALL = 64 << 20
+"""Bytes of weights that a step on the CPU reads in milliseconds."""
 
 
 class TransformersEngine:
@@ -144,7 +144,9 @@ class TransformersEngine:
             pool = make_pool(config, blocks, loaded.dtype, loaded.device)
             runner = PackedRunner(loaded.model, pool, blocks, loaded.device)
             chunk = min(options.prefill_chunk, ctx_size)
-            warm_up(runner, blocks, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
+            progress(contract.Progress(stage="warmup", total=chunk))
+            if loaded.device.type != "cpu" or _weight_bytes(loaded.model) <= _SMALL:
+                warm_up(runner, blocks, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
         except NotImplementedError as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served: {error}") from error
         except Exception as error:
@@ -417,20 +419,25 @@ def warm_up(
     """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
     the beginning of the context, and of all.
 
-    Buffers reach their size, kernels are chosen, and `pace` learns what a token costs.
+    Buffers reach their size, kernels are chosen, and `pace` learns what a token costs. On the CPU one short chunk and
+    one step show that the model runs at all: there are no kernels to choose, and the first requests teach the pace.
     """
-    size, begin = min(chunk, 16), time.monotonic()
+    on_cpu = not torch.cuda.is_available()
+    size = min(chunk, 16)
     while True:
-        seconds = _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
+        _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
         progress(contract.Progress(stage="warmup", done=size, total=chunk))
-        is_long = not torch.cuda.is_available() and time.monotonic() - begin + 2 * seconds > _WARMUP_SECONDS
-        if size == chunk or is_long:
+        if size == chunk or on_cpu:
             break
         size = min(2 * size, chunk)
     batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
-    for _ in range(2):
+    for _ in range(1 if on_cpu else 2):
         _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
+
+
+def _weight_bytes(model: Any) -> int:
+    return sum(int(each.nbytes) for each in model.parameters())
 
 
 def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:

@@ -56,8 +56,8 @@ class _Inherited:
     def bytes(self) -> int:
         """Not older than some seconds: to count them, the kernel walks all pages (4 ms for 300 MB, measured)."""
         if self.is_forked and time.monotonic() - self._looked_at > _LOOK_INTERVAL:
-            self._looked_at = time.monotonic()
             self._bytes = _shared_dirty()
+            self._looked_at = time.monotonic()  # last: until then the other threads look for themselves
         return self._bytes
 
 

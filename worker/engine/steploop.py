@@ -124,8 +124,9 @@ class StepLoop:
         self._prefill, self._decode = Rate(), Rate()
         self.occupancy = Occupancy(steps=0, running=0, waiting=0)
         self.fatal: Future[StartError] = Future()
-        """Done when the loop has died and the process must end. After a sticky device error the result says with which
-        exit code; otherwise it raises what killed the loop, which is a crash."""
+        """Done when the loop has died and the process must end. After a sticky device error, or if the model turns out
+        to need what cannot be computed, the result says with which exit code; otherwise it raises what killed the loop,
+        which is a crash."""
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._thread.start()
 
@@ -154,6 +155,8 @@ class StepLoop:
             self._end(Draining("the engine has failed and its worker is being replaced"))
             if memory.is_sticky(error):
                 self.fatal.set_result(StartError(f"the device is lost: {memory.one_line(error)}", Exit.POISONED))
+            elif isinstance(error, NotImplementedError):  # of a model whose load computed nothing
+                self.fatal.set_result(StartError(f"this architecture cannot be served: {memory.one_line(error)}"))
             else:
                 self.fatal.set_exception(error)
 
