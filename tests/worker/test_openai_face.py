@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.worker import serving
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
@@ -182,7 +183,8 @@ TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": -1}, "logprobs", "invalid_value"),
     ({"echo": 1}, "echo", "invalid_value"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-    ({"suffix": 5}, "suffix", "unsupported_parameter"),
+    ({"suffix": 5}, "suffix", "invalid_value"),
+    ({"suffix": "x", "echo": True}, "echo", "invalid_value"),
     ({"best_of": 2, "n": 3}, "best_of", "invalid_value"),
     ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
     ({"best_of": 129}, "best_of", "invalid_value"),
@@ -231,6 +233,26 @@ async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) ->
     call = await openai.chat({**CHAT, **body}, made)
     assert call.ignored == ()
     assert call.generations[0].prompt == (await only({}, made)).prompt
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"),
+        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<s><fim_prefix>ab<fim_suffix>yz<fim_middle>"),
+        (["[SUFFIX]", "[PREFIX]"], "<s>[SUFFIX]yz[PREFIX]ab"),
+    ],
+)
+async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str], expected: str) -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    made = Model(FakeEngine(tokenizer), tokenizer, serving.options())
+    call = await openai.completions({"prompt": ["ab", "c"], "suffix": "yz"}, made)
+    assert made.decode(call.generations[0].prompt) == expected
+    assert made.decode(call.generations[1].prompt) == expected.replace("ab", "c")
+    tokens = tokenizer.encode("ab", add_special_tokens=False)
+    [generation] = (await openai.completions({"prompt": tokens, "suffix": "yz"}, made)).generations
+    assert generation.prompt == call.generations[0].prompt
 
 
 TAKES_TOOLS = "{{ 'tools' if tools else 'none' }} <tool_call></tool_call> arguments"

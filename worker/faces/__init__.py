@@ -14,7 +14,7 @@ from worker import families, sampling
 from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
+from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields
 from worker.generation import Delta, Engine, Generation, Text
 
@@ -41,6 +41,8 @@ class Model:
         self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
         self.family = families.find(self.template.source, _response_template(tokenizer))
         """How its answers are to be read; None: as they stand."""
+        self.filling = families.filling(tokenizer.get_vocab())
+        """How a prompt with a suffix is laid out; None: this model fills in nothing."""
         self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         """Special tokens by their text."""
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
@@ -122,6 +124,28 @@ class Model:
 
         is_quick = not cuts and len(first) * len(seconds) + sum(map(len, seconds)) <= LONG_TEXT
         return encode() if is_quick else await asyncio.to_thread(encode)
+
+    async def encode_around(
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], suffix: str
+    ) -> list[list[int]]:
+        """Each prompt, and the text that follows the gap behind it, as the model wants them to fill in the middle.
+
+        `texts` are those of the prompts that are texts. Raises UnsupportedField for a model without tokens for that.
+        """
+        layout = self.filling
+        if layout is None:
+            raise UnsupportedField(
+                "suffix is not supported: this model has no tokens to fill in the middle; leave it out", param="suffix"
+            )
+        [after] = await self.encode([suffix], add_special=False)
+        plain = iter(await self.encode([text for text in texts if text is not None], add_special=False))
+        begins = self._encode(["?"], add_special=True, parse_special=True)[0]
+        start = begins[:1] if begins[0] == self.tokenizer.bos_token_id else []
+        whole = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            parts = {families.PREFIX: list(prompt) if text is None else next(plain), families.SUFFIX: after}
+            whole.append(start + [id for each in layout for id in (parts[each] if isinstance(each, str) else [each])])
+        return whole
 
     def start_of_text(self, name: str) -> list[int]:
         """What stands for an empty text in field `name`; raises InvalidValue if the model has nothing for that."""

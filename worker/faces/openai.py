@@ -69,10 +69,10 @@ async def completions(body: Json, model: Model) -> Call:
     model.require("completion")
     fields = Fields(body)
     _refuse_unbuilt(fields)
-    fields.refuse(
-        "suffix", [""], "suffix is not supported: this model has no tokens to fill in the middle; leave it out"
-    )
+    suffix = fields.text("suffix")
     echo = fields.flag("echo") or False
+    if suffix and echo:
+        raise InvalidValue("suffix and echo exclude each other; state one", param="echo")
     logprobs = fields.integer("logprobs", 0, model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     is_only_echo = echo and common.max_tokens == 0
@@ -80,6 +80,8 @@ async def completions(body: Json, model: Model) -> Call:
         common.check_max_tokens()
     best_of = _best_of(fields, common)
     prompts, texts = await read_texts(fields, "prompt", model)
+    if suffix:
+        prompts = await model.encode_around(prompts, texts, suffix)
     ignored = fields.settle(strict=model.options.strict_fields)
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
