@@ -21,6 +21,11 @@ RANKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "XLMRobertaForSequenceClassification",
         {"max_position_embeddings": 900, "type_vocab_size": 1},
     ),
+    "qwen3": (
+        "Qwen3Config",
+        "Qwen3ForSequenceClassification",
+        {"max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 16},
+    ),
     "modernbert": (
         "ModernBertConfig",
         "ModernBertForSequenceClassification",

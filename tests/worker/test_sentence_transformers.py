@@ -280,6 +280,16 @@ async def test_a_cross_encoder_gives_the_scores_of_sentence_transformers(kind: s
         )
 
 
+async def test_a_decoder_that_knows_no_padding_scores_its_pairs_one_by_one(tmp_path: Path) -> None:
+    folder = ranker(tmp_path, "qwen3")
+    async with model_of(folder) as model:
+        expected = await ranking(model, TEXTS[0], TEXTS[1:])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    async with model_of(folder) as model:
+        assert dict(await ranking(model, TEXTS[0], TEXTS[1:])) == pytest.approx(dict(expected), abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"])
 async def test_a_score_goes_through_the_activation_that_the_files_name(name: str, tmp_path: Path) -> None:
     from sentence_transformers import CrossEncoder
