@@ -30,7 +30,22 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _BUFFER = re.compile(r"(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
 """Stored by old versions; models of today make them again, or need them no more."""
 
+_NO_PARAMETER = re.compile(r"(final_logits_bias|e_score_correction_bias)$")
+"""Stored and loaded, but never trained."""
+
+_PACKED = frozenset(
+    {"cohere", "exaone4", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "llama",
+     "mistral", "mixtral", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+     "smollm3", "starcoder2"}
+)  # fmt: skip
+"""Architectures that the worker does not run on its aligned cache (worker/engine/architectures.py)."""
+
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
+"""How classes are called that have a head for text."""
+
 _STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv")
+_HYBRIDS = frozenset({"falcon_h1"})
+"""Architectures whose layers all have a state beside keys and values."""
 _OFFSET_POSITIONS = frozenset(
     {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
      "xlm-roberta-xl", "xmod"}
@@ -191,8 +206,10 @@ def _assemble(
     embedding = next((shape for name, (_, shape, _) in tensors.items() if _EMBEDDING.search(name)), (0, 0))
     hidden = _first(text, "hidden_size", "n_embd", "d_model", "dim") or embedding[-1]
     vocab = _first(text, "vocab_size") or embedding[0]
-    heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    layers = _first(text, "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+    layers = _first(
+        text, "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+    )
     heads, kv_heads, head_dim, value_dim, expanded = _heads(text, model_type, hidden, heads, tensors)
     states = _state_layers(text, layers)
     method, bits = _quantization(config)
@@ -230,12 +247,17 @@ def _assemble(
         windows=_windows(text, model_type, layers),
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
+        state_steps=_state_steps(text) if states else 1,
+        hybrid=model_type in _HYBRIDS,
+        aligned=model_type not in _PACKED or bool(config.get("is_encoder_decoder")),
         cross_attention=bool(config.get("is_encoder_decoder")),
         tied=tied,
         dtype=dtype,
         tensors=_tallies(counted.values()),
         params=sum(
-            math.prod(shape) * (_packing(stored, bits) if method else 1) for stored, shape, _ in counted.values()
+            math.prod(shape) * (_packing(stored, bits) if method else 1)
+            for name, (stored, shape, _) in counted.items()
+            if not _NO_PARAMETER.search(name)
         ),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),
@@ -288,6 +310,8 @@ def _heads(
         _first(nested, "kv_n_heads") if isinstance(nested, dict) else 0
     )
     is_old_falcon = model_type == "falcon" and not config.get("new_decoder_architecture")
+    if model_type == "falcon" and not is_old_falcon:
+        kv_heads = heads  # transformers repeats them before it caches them
     if is_old_falcon or model_type == "gpt_bigcode":
         kv_heads = 1 if config.get("multi_query", True) else heads
     kv_heads = kv_heads or (-(-keys // head_dim) if head_dim else 0) or heads
@@ -370,7 +394,9 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
 
 
 def _state_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers that keep a state of constant size instead of keys and values."""
+    """Layers that keep a state of constant size, most of them instead of keys and values."""
+    if config.get("model_type") in _HYBRIDS:
+        return layers
     if kinds := _layer_kinds(config):
         return sum(any(word in kind for word in _STATE_KINDS) for kind in kinds)
     if _first(config, "attn_layer_period"):  # Jamba
@@ -391,10 +417,23 @@ def _state_elements(config: Mapping[str, Any], hidden: int) -> int:
         key, value = _first(config, "linear_key_head_dim"), _first(config, "linear_value_head_dim")
         keys = _first(config, "linear_num_key_heads")
         return values * key * value + (2 * keys * key + values * value) * kernel
+    if window := _first(config, "conv_L_cache"):  # nothing but a convolution
+        return hidden * window
     state = _first(config, "state_size", "mamba_d_state", "ssm_state_size") or 16
-    inner = _first(config, "mamba_intermediate") or hidden * (_first(config, "expand", "mamba_expand") or 2)
+    inner = _first(config, "mamba_intermediate", "mamba_d_ssm") or hidden * (
+        _first(config, "expand", "mamba_expand") or 2
+    )
     groups = _first(config, "n_groups", "mamba_n_groups") or 1
     return inner * state + (inner + 2 * groups * state) * kernel
+
+
+def _state_steps(config: Mapping[str, Any]) -> int:
+    """Tokens that one state serves while a chunk is computed: a block of them where states have heads (Dao and Gu 2024,
+    section 6); in the scan of the first Mamba each has its own."""
+    with_heads = _first(
+        config, "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "num_heads", "conv_L_cache"
+    )
+    return _first(config, "mamba_chunk_size", "chunk_size") or 64 if with_heads else 1
 
 
 def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
@@ -452,7 +491,9 @@ def _capabilities(folder: Path, config: Mapping[str, Any], template: bool) -> tu
     if any(str(each).endswith("ForSequenceClassification") for each in classes):
         kinds = [str(module.get("type", "")) for module in _json_list(folder / "modules.json")]
         return ("embedding", "rerank") if any(kind.endswith(".Pooling") for kind in kinds) else ("rerank",)
-    generates = any(str(each).endswith(("ForCausalLM", "LMHeadModel")) for each in classes)
+    mapped = config.get("auto_map") or {}
+    own = isinstance(mapped, dict) and any(name in mapped for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"))
+    generates = own or any(str(each).endswith(_GENERATES) for each in classes)
     if (folder / "modules.json").is_file() or not generates:
         return ("embedding", "rerank")
     return ("chat", "completion") if template else ("completion",)

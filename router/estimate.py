@@ -124,6 +124,12 @@ class Checkpoint:
     """Layers that keep a state of constant size in place of keys and values (state-space, linear attention)."""
     state_elements: int = 0
     """Elements of that state, of one layer for one sequence."""
+    state_steps: int = 1
+    """Tokens that share one such state while many are computed at once."""
+    hybrid: bool = False
+    """Its state layers keep keys and values, too."""
+    aligned: bool = False
+    """The worker runs it by the model's own forward, on the cache that any model can use (worker/engine/aligned.py)."""
     cross_attention: bool = False
     """An encoder's output is cached as well, for each layer of the decoder."""
     tied: bool = False
@@ -316,7 +322,10 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     """Bytes of the pool of keys and values: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
 
     Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3). The
-    engine caps no layer at its window. A state layer costs the same whatever the length. An embedder has no pool.
+    engine caps no layer at its window. A state layer costs the same whatever the length, and is kept twice, in float32
+    if the model's code wants that. With an encoder each layer keeps the prompt's keys and values as well, in as many
+    columns. The aligned cache has rows, as many as `kv_tokens` leaves, in place of blocks, and moves one of a layer
+    through a buffer of that size. An embedder has no pool.
     Raises UnknownArchitecture if the layers are unstated, ContextTooLarge if one request would not fit.
     """
     if embeds(facts, preset):
@@ -326,7 +335,7 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
             f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
             " (ctx-size); raise kv-tokens or lower ctx-size"
         )
-    attending = facts.layers - facts.state_layers
+    attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
     if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
         raise UnknownArchitecture(
             f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its layers, key-value"
@@ -335,9 +344,13 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     attending *= 2 if facts.cross_attention else 1
     per_token = attending * facts.kv_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
-    state = facts.state_layers * facts.state_elements
+    state = facts.state_elements * max(each, 4)
+    if facts.aligned:
+        rows = min(preset.parallel, preset.kv_tokens // tokens) if preset.kv_tokens else preset.parallel
+        one = tokens * facts.kv_heads * max(facts.head_dim, facts.value_dim) * each if attending else 0
+        return rows * (tokens * per_token * each + 2 * facts.state_layers * state) + max(one, state)
     blocks = -(-preset.kv_tokens // BLOCK_TOKENS) if preset.kv_tokens else preset.parallel * -(-tokens // BLOCK_TOKENS)
-    return (blocks * BLOCK_TOKENS * per_token + preset.parallel * state) * each
+    return blocks * BLOCK_TOKENS * per_token * each + preset.parallel * facts.state_layers * state
 
 
 def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
@@ -368,10 +381,29 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
     if is_embedder:
         return layer
+    if facts.aligned:
+        layer += _aligned_bytes(facts, preset, packed, tokens, each)
     wanted = PROMPT_LOGITS + rows
     logits = wanted * facts.vocab_size * (each + 4)
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * 16)
     return max(layer, packed * passing + logits + sampler)
+
+
+def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int) -> int:
+    """What a model's own attention and states take in a step beyond the packed backend's.
+
+    All rows that decode repeat their keys and values for every query head, twice where they are expanded from a
+    compressed row first; the scores of a chunk may be computed in full, with masks and biases, in float32; an encoder
+    reads a prompt as a whole; and without kernels of their own states are computed for many tokens of a chunk at once.
+    An upper bound: the largest of the families in tests/tiny.py come near it.
+    """
+    repeated = 2 * preset.parallel * tokens * facts.expanded * each
+    chunk = min(preset.prefill_chunk, tokens)
+    scores = 3 * facts.heads * max(chunk, preset.parallel) * tokens * 4
+    if facts.cross_attention:
+        scores = 4 * facts.heads * tokens * tokens * 4 + tokens * (4 * facts.hidden + 4 * facts.intermediate) * each
+    states = 5 * -(-packed // max(facts.state_steps, 1)) * facts.state_elements * 4
+    return repeated + scores + states
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:

@@ -40,13 +40,18 @@ WORKER = [
     "worker.faces.*  worker.engine.engine",
     "worker.native",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
+    "worker.engine.backends",
+    "worker.engine.trial",
+    "worker.engine.aligned",
+    "worker.engine.forward  worker.engine.aligned_cache",
+    "worker.engine.kept",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.attention",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
-    "  worker.engine.layout  worker.engine.batching",
+    "  worker.engine.layout  worker.engine.batching  worker.engine.alignment",
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families",
     "worker.fields  worker.deltas",
@@ -63,7 +68,8 @@ PURE = [
     "router.launchers.environment", "router.launchers.vitals",
     "worker.constraints", "worker.detokenize", "worker.errors", "worker.families", "worker.fields", "worker.generation",
     "worker.sampling", "worker.tools",
-    "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache", "worker.engine.scheduler",
+    "worker.engine.alignment", "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache",
+    "worker.engine.scheduler",
     "worker.engine.sequence",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}

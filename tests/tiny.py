@@ -45,6 +45,19 @@ _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializ
 _EXPERTS = {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _BERT = {key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
 
+_MLA = {
+    **_BERT, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+_MAMBA = {
+    "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "expand": 2, "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_T5 = {
+    "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 32, "decoder_start_token_id": 0, "initializer_factor": 1.0, "n_positions": 256,
+}  # fmt: skip
+
 # family: (configuration class, model class, its settings). A family name is what callers say, not always a model_type.
 _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _SMALL),
@@ -79,10 +92,242 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 32}),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**_SMALL, "sliding_window": 8}),
+    # Of the backend that runs any forward
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        # caps low enough that leaving one out changes the text
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**_BERT, "multi_query": True}),
+    "falcon-new": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_BERT, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon-alibi": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {
+            **_BERT,
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mpt": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "initializer_range": 0.3},
+    ),
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.15, "tie_word_embeddings": False},
+    ),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**_GPT2, "rotary_dim": 8}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.15,
+        },
+    ),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**_GPT2, "rotary_dim": 8}),
+    "stablelm": (
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        {**_SMALL, "partial_rotary_factor": 0.25, "use_qkv_bias": True},
+    ),
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 256,
+            "initializer_range": 0.15,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_MLA, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **_MLA,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**_SMALL, "num_hidden_layers": 4, "sliding_window": 8}),
+    "llama4_text": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", {**_SMALL, "num_local_experts": 4, "sliding_window": None}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", _SMALL),
+    "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", _BERT),
+    "biogpt": ("BioGptConfig", "BioGptForCausalLM", {**_BERT, "tie_word_embeddings": False}),
+    "xglm": (
+        "XGLMConfig",
+        "XGLMForCausalLM",
+        {
+            "d_model": 64,
+            "ffn_dim": 128,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": 256,
+            "init_std": 0.45,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", _MAMBA),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", _MAMBA),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**_MAMBA, "head_dim": 16, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_SMALL,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {**_SMALL, "num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 32},
+    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "flan-t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "bart": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "max_position_embeddings": 256,
+            "init_std": 0.15,
+            "decoder_start_token_id": 1,
+            "forced_eos_token_id": None,
+        },
+    ),
     "bert-embed": ("BertConfig", "BertModel", _BERT),
     "llama-embed": ("LlamaConfig", "LlamaModel", _SMALL),
 }
 FAMILIES = tuple(_FAMILIES)
+_WIDER = {"t5": 4.0, "flan-t5": 16.0, "bart": 4.0}
+"""Where the text would else be one token again and again."""
 _ADDS_BOS = {"llama", "mistral", "gemma", "llama-embed"}
 
 
@@ -103,7 +348,7 @@ def make(family: str, folder: Path, *, seed: int = 0, **config_overrides: Any) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, model_name)(config)
-        _spread(model)
+        _spread(model, _WIDER.get(family, 1.0))
     with _no_progress_bar():
         model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -156,9 +401,12 @@ def _trained() -> str:
     return fast.to_str()
 
 
-def _spread(model: torch.nn.Module) -> None:
-    """Draw biases and norms as well, so that leaving one out changes the text."""
+def _spread(model: torch.nn.Module, wider: float = 1.0) -> None:
+    """Draw biases and norms as well, so that leaving one out changes the text; `wider` scales the matrices."""
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and not any(part in name for part in ("shared", "embed", "lm_head")):
+                parameter.mul_(wider)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 shift = torch.randn_like(parameter) * 0.1

@@ -24,12 +24,14 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker import contract, server
-from worker.engine import architectures, attention, encoders, engine, layout, loader, memory, sampler, weights
+from worker.engine import architectures, attention, backends, encoders, engine, layout, loader, memory, sampler, weights
+from worker.engine.aligned import AlignedRunner
 from worker.engine.kv_cache import Capacity, Table
 from worker.engine.pooling import Embedder, Encoder
-from worker.engine.runner import PackedRunner
+from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
 from worker.engine.sequence import Sequence
+from worker.errors import StartError
 from worker.generation import Sampling, Text
 
 MIB = 1 << 20
@@ -83,25 +85,25 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         is_mapped = device.type == "cpu" and not converts
         weight_bytes = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
         ctx_size = engine._ctx_size(_as_served(options), architectures.positions(config))
-        shorten(model)
         context_bytes = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weight_bytes += head_bytes(encoder)
+            shorten(model)
             steps = encoding_steps(model, encoder, options, ctx_size)
         else:
-            blocks = engine.make_blocks(options, ctx_size, caches=False)
-            pool = engine.make_pool(config, blocks, dtype, CPU)
-            context_bytes = pool.bytes
-            attention.register()
-            model.set_attn_implementation(engine._ATTENTION[options.attention])
-            steps = generation_steps(PackedRunner(model, pool, blocks, CPU), blocks, options, ctx_size)
+            runner, capacity = make_runner(model, config, options, ctx_size)
+            context_bytes = runner.bytes
+            shorten(model)
+            steps = generation_steps(runner, capacity, options, ctx_size)
         compute_bytes = max(peak_bytes(step) for step in steps)
     del tokenizer  # alive until here: its memory is part of the runtime's
     if device.type == "cpu":
         compute_bytes = HEAP_FACTOR * compute_bytes + options.threads * ATTENTION_TILE_BYTES
         return _one_shard(weight_bytes, context_bytes, compute_bytes, runtime + KERNEL_BYTES, host=0)
-    compute_bytes += CUBLAS_WORKSPACE_BYTES + _repeated_bytes(config, ctx_size, dtype)
+    compute_bytes += CUBLAS_WORKSPACE_BYTES
+    if architectures.backend(config) == "paged":
+        compute_bytes += _repeated_bytes(config, ctx_size, dtype)
     host = runtime + CUDA_HOST_BYTES + (weight_bytes if converts else 0)
     return _one_shard(weight_bytes, context_bytes, compute_bytes, memory.CUDA_CONTEXT_BYTES, host=host)
 
@@ -135,19 +137,41 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def make_runner(
+    model: Any, config: Any, options: contract.ModelOptions, ctx_size: int
+) -> tuple[PackedRunner | AlignedRunner, Capacity]:
+    """The backend of the engine, with its cache."""
+    attention.register()
+    implementation = backends.implementation(options.attention, config)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    with LiveBytes():  # it knows what to say where the forward that shows the cache's shapes asks for a number
+        try:
+            return backends.make_runner(model, config, options, ctx_size, CPU, caches=False)
+        except backends.Unsupported as error:
+            raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
+
+
 def shorten(model: Any) -> None:
     """Leave one layer of each kind: what lives during a step does not depend on the number of layers.
 
     Keys and values are in the pool, and a layer's own tensors are gone before the next one's come. (Checked to the byte
-    on 2, 32 and 80 layers.) Running a deep model on fake tensors would take seconds.
+    on 2, 32 and 80 layers.) Running a deep model on fake tensors would take seconds. Layers are of one kind if they are
+    called so and have the same parts.
     """
-    count = model.config.get_text_config().num_hidden_layers
-    kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ["all"] * count)
-    needed = 1 + max(kinds.index(kind) for kind in set(kinds))
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    types = list(getattr(config, "layer_types", None) or ["all"] * count)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.ModuleList) and len(child) == count:
+                kinds = [(kind, _parts(layer)) for kind, layer in zip(types, child, strict=True)]
+                needed = 1 + max(kinds.index(kind) for kind in set(kinds))
                 setattr(module, name, child[: max(needed, 2)])
+
+
+def _parts(layer: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 def _stored(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
@@ -225,26 +249,35 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 
 
 def generation_steps(
-    runner: PackedRunner, capacity: Capacity, options: contract.ModelOptions, ctx_size: int
+    runner: PackedRunner | AlignedRunner, capacity: Capacity, options: contract.ModelOptions, ctx_size: int
 ) -> Iterator[Step]:
-    """The largest steps of a batch: a chunk of a prompt at the far end of the context, which lies in two runs, beside
-    rows that decode there, and the same with logprobs of the prompt."""
-    rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
-    part = partial(_segment, capacity)
-    batches = [(*_decodes(capacity, rows - 1, ctx_size), part(rows - 1, ctx_size - chunk, chunk))]
+    """The largest steps of a batch: a chunk of a prompt at the far end of the context, which lies in two runs if there
+    are such, beside rows that decode there, and the same with logprobs of the prompt."""
+    rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
+    crosses, has_states = False, False
+    if isinstance(runner, AlignedRunner):
+        crosses, has_states = runner.crosses, runner.has_states
+    part, decodes = partial(_segment, capacity), partial(_decodes, capacity, ctx_size=ctx_size)
+    yield partial(_generate, runner, (*decodes(rows - 1), part(rows - 1, ctx_size - chunk, chunk)))
+    if crosses:
+        return  # the encoder has read the prompt as a whole in that step, and gives no logprobs of it
+    if has_states:
+        yield partial(_generate, runner, (*decodes(rows - 1), part(rows - 1, 0, chunk)))
     asked = min(PROMPT_LOGITS, chunk)
-    told = part(rows - 1, ctx_size - asked, asked, prompt_logprobs=True)
+    end = asked if has_states else ctx_size
+    told = part(rows - 1, end - asked, asked, prompt_logprobs=True)
     if rows > 1 and chunk > asked:
         rest = chunk - asked
-        batches.append((*_decodes(capacity, rows - 2, ctx_size), part(rows - 2, ctx_size - rest, rest), told))
+        begin = 0 if has_states else ctx_size - rest
+        yield partial(_generate, runner, (*decodes(rows - 2), part(rows - 2, begin, rest), told))
     else:
-        batches.append((*_decodes(capacity, rows - 1, ctx_size), told))
-    for batch in batches:
-        yield partial(_generate, runner, batch)
+        yield partial(_generate, runner, (*decodes(rows - 1), told))
 
 
-def _generate(runner: PackedRunner, batch: Batch) -> None:
-    """One step, as `Generating` takes it."""
+def _generate(runner: Runner, batch: Batch) -> None:
+    """One step, as `Generating` takes it, of rows that nobody computed before."""
+    for segment in batch:
+        runner.forget(segment.row)
     logits = runner.run(batch)
     first = 0
     chosen = []
@@ -322,7 +355,8 @@ def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[
 def peak_bytes(step: Step) -> int:
     """The most bytes that are alive at once while `step` runs, beside those that were there before."""
     live = LiveBytes()
-    with live, suppress(DataDependentOutputException):  # the end: fake tensors have no numbers to hand out
+    # the end: fake tensors have no numbers to hand out
+    with live, suppress(DataDependentOutputException):
         step()
     return live.peak
 
@@ -345,6 +379,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _worst(args[0].dtype)
+        if func in _WORST_SHAPES and isinstance(args[0], FakeTensor):
+            result = _WORST_SHAPES[func](*args)
+            self._count(result.untyped_storage())
+            return result
         if func.namespace == "aten":
             # In inference mode composite operators arrive whole; what they allocate inside counts, too.
             with self:
@@ -375,6 +413,23 @@ def _worst(dtype: torch.dtype) -> bool | int | float:
     if dtype == torch.bool:
         return False
     return 0.0 if dtype.is_floating_point else 0
+
+
+def _grouped_product(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Fake tensors know this product in bfloat16 only."""
+    return tokens.new_empty(*tokens.shape[:-1], experts.shape[-1])
+
+
+def _every_index(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """All tokens go to one expert: nobody knows which ones will."""
+    return tensor.new_zeros(tensor.numel(), tensor.ndim, dtype=torch.int64)
+
+
+_WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_product,
+    torch.ops.aten.nonzero.default: _every_index,
+}
+"""What to take for the result of operators whose shape depends on numbers, or that fake tensors refuse."""
 
 
 def _key(tensor: torch.Tensor) -> int:

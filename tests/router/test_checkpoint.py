@@ -108,7 +108,7 @@ def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
     ("changes", "kv_heads"),
     [
         ({"model_type": "falcon", "num_key_value_heads": None, "multi_query": True}, 1),
-        ({"model_type": "falcon", "num_key_value_heads": None, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"model_type": "falcon", "num_key_value_heads": None, "new_decoder_architecture": True, "num_kv_heads": 2}, 4),
         ({"model_type": "gpt_bigcode", "num_key_value_heads": None}, 1),
         ({"model_type": "mpt", "num_key_value_heads": None, "attn_config": {"kv_n_heads": 2}}, 2),
         ({"num_key_value_heads": None}, 4),

@@ -23,6 +23,7 @@ from router.estimate import (
     Estimate,
     Tally,
     UnknownArchitecture,
+    compute_bytes,
     context_bytes,
     effective_ctx,
     estimate,
@@ -77,8 +78,27 @@ def test_the_cache_is_as_large_as_was_asked_for_but_never_too_small_for_one_requ
 
 def test_a_state_costs_the_same_whatever_the_length() -> None:
     mamba = replace(QWEN3_4B, layers=8, state_layers=8, state_elements=1000, heads=0, kv_heads=0, head_dim=0)
-    assert context_bytes(mamba, preset(), 10, on_host=False) == 4 * 8 * 1000 * 2
-    assert context_bytes(mamba, preset(), 4096, on_host=False) == 4 * 8 * 1000 * 2
+    twice_in_float32 = 4 * 8 * 1000 * 2 * 4
+    assert context_bytes(mamba, preset(), 10, on_host=False) == twice_in_float32
+    assert context_bytes(mamba, preset(), 4096, on_host=False) == twice_in_float32
+
+
+def test_a_state_beside_keys_and_values_costs_both() -> None:
+    one = replace(QWEN3_4B, layers=8, state_elements=1000)
+    both = replace(one, state_layers=8, hybrid=True)
+    beside = context_bytes(both, preset(), 100, on_host=False) - context_bytes(one, preset(), 100, on_host=False)
+    assert beside == context_bytes(replace(both, hybrid=False), preset(), 100, on_host=False) > 0
+
+
+def test_the_aligned_cache_moves_rows_through_a_buffer_of_one() -> None:
+    one = replace(QWEN3_4B, layers=8)
+    aligned = context_bytes(replace(one, aligned=True), preset(), 100, on_host=False)
+    assert aligned - context_bytes(one, preset(), 100, on_host=False) == 100 * one.kv_heads * one.head_dim * 2
+
+
+def test_a_step_of_the_aligned_backend_is_not_below_that_of_the_packed_one() -> None:
+    packed = compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
+    assert compute_bytes(replace(QWEN3_4B, aligned=True), preset(), 4096, on_host=True) > packed
 
 
 def test_an_embedder_has_no_pool() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from worker import contract
 from worker.engine import architectures, attention, loader
-from worker.engine.engine import TransformersEngine, make_blocks, make_pool
+from worker.engine.backends import make_blocks, make_pool
+from worker.engine.engine import TransformersEngine
 from worker.engine.runner import PackedRunner, Runner
 from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
 
@@ -102,8 +104,15 @@ def generated(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     out = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
-    answer: list[int] = out[0, len(prompt) :].tolist()
+    answer: list[int] = out[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
     return answer[:-1] if answer and answer[-1] == model.generation_config.eos_token_id else answer
+
+
+def reference(folder: Path) -> Any:
+    """The model of a snapshot, as transformers loads it."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    auto: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder)
 
 
 def _ignore(event: object) -> None:

@@ -395,19 +395,37 @@ def test_files_cut_short_are_damaged_and_may_be_fetched_again(folder: Path, dama
     assert refused(folder).exit is Exit.DAMAGED
 
 
-def test_an_architecture_that_nobody_has_verified_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    transformers.GPTJConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=512, rotary_dim=8).save_pretrained(folder)
-    edit(folder / "config.json", architectures=["GPTJForCausalLM"])
-    error = refused(folder, load_format="dummy")
+def test_an_encoder_that_cannot_go_on_with_a_text_is_refused_by_name(folder: Path) -> None:
+    transformers.BertConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
+    error = refused(folder, task="generate")
     assert error.exit is Exit.UNUSABLE
-    assert "gptj" in str(error)
-    assert "llama" in str(error), "and it says what is served"
+    assert "'bert' is an encoder" in str(error)
+    assert "task = embed" in str(error), "and it says what to do"
 
 
-def test_an_encoder_with_a_decoder_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("config", [transformers.WhisperConfig(), transformers.ViTConfig(), transformers.LlavaConfig()])
+def test_what_does_not_go_from_text_to_text_is_refused_by_name(folder: Path, config: Any) -> None:
+    config.save_pretrained(folder)
+    error = refused(folder, task="generate")
+    assert error.exit is Exit.UNUSABLE
+    assert config.model_type in str(error)
+    assert "text" in str(error)
+
+
+def test_an_encoder_with_a_decoder_does_not_embed(folder: Path) -> None:
     transformers.T5Config(vocab_size=512).save_pretrained(folder)
-    assert "t5" in str(refused(folder, task="generate"))
     assert "t5" in str(refused(folder, task="embed"))
+
+
+@pytest.mark.parametrize("kind", ["aquila", "baichuan", "qwen", "chatglm"])
+def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: str) -> None:
+    edit(
+        folder / "config.json",
+        model_type=kind,
+        auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.M"},
+    )
+    assert kind in str(refused(folder))
+    assert "trust-remote-code = on" in str(refused(folder))
 
 
 def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests import tiny
 from worker import contract, estimate
 from worker.contract import Exit
-from worker.engine import architectures, attention, encoders, engine, layout, loader
-from worker.engine.runner import PackedRunner
+from worker.engine import architectures, encoders, engine, layout, loader
 from worker.errors import StartError
 from worker.generation import Text
 
@@ -50,7 +49,7 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
     config = loader.load_config(chosen)
     scores = loader.is_cross_encoder(chosen, config)
     embeds = scores or loader.is_embedder(chosen, config)
-    loaded = loader.load_model(chosen, config, None if embeds else attention.SDPA, lambda progress: None)
+    loaded = loader.load_model(chosen, config, None, lambda progress: None)
     ctx_size = engine._ctx_size(estimate._as_served(chosen), architectures.positions(config))
     weights = estimate.tensor_bytes(loaded.model)
     if embeds:
@@ -60,11 +59,8 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
         whole = estimate.peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
         steps = estimate.encoding_steps(loaded.model, encoder, chosen, ctx_size)
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
-    attention.register()
-    blocks = engine.make_blocks(chosen, ctx_size, caches=True)
-    pool = engine.make_pool(config, blocks, loaded.dtype, CPU)
-    steps = estimate.generation_steps(PackedRunner(loaded.model, pool, blocks, CPU), blocks, chosen, ctx_size)
-    return weights, pool.bytes, largest(steps)
+    runner, capacity = estimate.make_runner(loaded.model, config, chosen, ctx_size)
+    return weights, runner.bytes, largest(estimate.generation_steps(runner, capacity, chosen, ctx_size))
 
 
 def largest(steps: Iterator[estimate.Step] | Sequence[estimate.Step]) -> int:
@@ -85,13 +81,19 @@ def traced(said: contract.Estimated) -> float:
         ("mistral", {}),  # a sliding window
         ("smollm3", {"tie_word_embeddings": False}),  # layers of two kinds
         ("llama-embed", {}),
+        ("gemma2", {}),  # the aligned cache, in layers with windows and without
+        ("deepseek_v3", {}),  # a compressed row for all heads; experts
+        ("mamba", {}),  # states
+        ("qwen3_next", {}),  # states in some layers, keys in others
+        ("t5", {}),  # an encoder
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)}-{value.get('dtype', '')}",
 )
 def test_weights_and_context_are_exact_and_compute_is_close(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
-    chosen = options(tiny.make(family, tmp_path / "m", **settings), prefill_chunk=256, parallel=3)
+    ctx_size = 0 if family != "mamba" else 256  # it states no longest sequence
+    chosen = options(tiny.make(family, tmp_path / "m", **settings), prefill_chunk=256, parallel=3, ctx_size=ctx_size)
     said = estimate.estimate(chosen)
     weights, context, compute = really(chosen)
     assert said.weights == [weights]
@@ -163,22 +165,18 @@ def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
     assert estimate.estimate(chosen).weights == [really(chosen)[0]]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2", "gemma2", "deepseek_v3", "t5"])
 def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str) -> None:
     chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=64)
     config = loader.load_config(chosen)
     peaks = []
     for is_short in (False, True):
-        attention.register()
         with FakeTensorMode():
             model = estimate.build(loader._model_class(chosen, config, False), config, torch.float32, embeds=False)
-            model.set_attn_implementation(attention.SDPA)
+            runner, capacity = estimate.make_runner(model, config, chosen, 128)
             if is_short:
                 estimate.shorten(model)
-            blocks = engine.make_blocks(chosen, 128, caches=True)
-            pool = engine.make_pool(config, blocks, torch.float32, CPU)
-            runner = PackedRunner(model, pool, blocks, CPU)
-            peaks.append(largest(estimate.generation_steps(runner, blocks, chosen, 128)))
+            peaks.append(largest(estimate.generation_steps(runner, capacity, chosen, 128)))
     assert peaks[0] == peaks[1]
 
 
@@ -203,7 +201,7 @@ def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "exit", "words"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, {}, Exit.UNUSABLE, "encoder and a decoder"),
+        ({"model_type": "bert"}, {}, Exit.UNUSABLE, "is an encoder"),
         ({"model_type": "nobody-knows"}, {}, Exit.UNUSABLE, "unknown to transformers"),
         (None, {"devices": ("cuda:0", "cuda:1")}, Exit.UNUSABLE, "2 devices"),
         (None, {"dtype": "int4"}, Exit.USAGE, "none of auto, float32"),

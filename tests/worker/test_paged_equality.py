@@ -21,7 +21,7 @@ from tests.worker.loaded import (
 )
 from worker import contract
 from worker.engine import attention, kv_cache
-from worker.engine.engine import make_blocks
+from worker.engine.backends import make_blocks
 from worker.errors import StartError
 from worker.generation import Sampling
 

@@ -1,17 +1,16 @@
-"""Which architectures the engine's cache serves, and the shape of the cache each needs.
+"""Which backend serves an architecture, and the shape of the cache that the packed one needs.
 
-VERIFIED lists the families whose greedy text our tests have compared with transformers' own `generate`, token for
-token, alone and in a changing batch. Whatever is not in it is refused at load: an architecture with attention of its
-own would run and be silently wrong.
+The table lists the families whose greedy text our tests have compared with transformers' own `generate`, token for
+token, alone and in a changing batch, on that backend. Whatever is not in it runs on the aligned backend, if a trial
+with its own weights finds that right (`trial`): an architecture with attention of its own, packed, would run and be
+silently wrong.
 Law: PURE; a configuration comes in as an object with the attributes of config.json.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from worker.errors import StartError
-
-VERIFIED = frozenset(
+PAGED = frozenset(
     {
         "cohere",
         "exaone4",
@@ -39,13 +38,56 @@ VERIFIED = frozenset(
         "starcoder2",
     }
 )
-"""`model_type` of causal language models; tests/worker/test_engine_equality.py has one of each."""
+"""`model_type` of decoders with plain attention, which the packed backend serves."""
+
+ALIGNED = frozenset(
+    {
+        "bamba",
+        "bart",
+        "biogpt",
+        "bloom",
+        "codegen",
+        "cohere2",
+        "dbrx",
+        "deepseek_v2",
+        "deepseek_v3",
+        "falcon",
+        "falcon_h1",
+        "falcon_mamba",
+        "gemma2",
+        "gpt_neo",
+        "gpt_oss",
+        "gptj",
+        "jamba",
+        "lfm2",
+        "llama4_text",
+        "mamba",
+        "mamba2",
+        "mpt",
+        "nemotron",
+        "olmoe",
+        "persimmon",
+        "phimoe",
+        "qwen3_next",
+        "stablelm",
+        "t5",
+        "xglm",
+    }
+)
+"""`model_type` of the rest that is verified."""
+
+VERIFIED = PAGED | ALIGNED
+"""tests/worker/test_engine_equality.py has one of each."""
+
+Backend = Literal["paged", "aligned"]
 
 _OFFSET_POSITIONS = frozenset(
     {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
      "xlm-roberta-xl", "xmod"}
 )  # fmt: skip
 """Encoders that count positions from behind the padding token's id, so that the table's first rows are never used."""
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +108,10 @@ class CacheShape:
         )
 
 
-def check(config: Any) -> None:
-    """Raises StartError, naming the architecture, if text generated from our cache could be wrong."""
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise StartError(
-            f"architecture {kind!r} has an encoder and a decoder, which this engine does not generate with"
-        )
-    if kind not in VERIFIED:
-        known = ", ".join(sorted(VERIFIED))
-        raise StartError(
-            f"architecture {kind!r} is not verified for this engine's batched cache, and could give wrong text;"
-            f" it serves {known}, or any encoder with task = embed"
-        )
+def backend(config: Any) -> Backend:
+    """What computes the steps of a model with this configuration."""
+    crosses = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    return "paged" if config.model_type in PAGED and not crosses else "aligned"
 
 
 def positions(config: Any) -> int:
@@ -87,7 +120,8 @@ def positions(config: Any) -> int:
     `longrope` changes the frequencies of all tokens, those in the cache included, once a sequence outgrows the original
     context; we stay within it. (`dynamic` does so beyond max_position_embeddings, which is the limit anyway.)
     """
-    limit = int(getattr(config, "max_position_embeddings", None) or 0)
+    stated = (getattr(config, name, None) for name in _POSITIONS)
+    limit = next((int(each) for each in stated if isinstance(each, int) and each > 0), 0)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings

@@ -23,12 +23,12 @@ import transformers
 from worker import contract
 from worker.contract import Exit
 from worker.detokenize import Answer, TokenBytes
-from worker.engine import architectures, attention, encoders, loader, memory
+from worker.engine import architectures, attention, backends, encoders, loader, memory
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
-from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
-from worker.engine.runner import PackedRunner, Runner
+from worker.engine.kv_cache import Capacity, Rows
+from worker.engine.runner import Runner
 from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
 from worker.engine.sequence import Repeats, answer_limit
@@ -47,7 +47,6 @@ from worker.generation import Delta, Generation, Occupancy, Sampling, Text, Toke
 
 log = logging.getLogger(__name__)
 
-_ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
 _SMALL = 64 << 20
 """Bytes of weights that a step on the CPU reads in milliseconds."""
 
@@ -134,28 +133,37 @@ class TransformersEngine:
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
     ) -> "TransformersEngine":
-        architectures.check(config)
         attention.register()
-        loaded = loader.load_model(options, config, _ATTENTION[options.attention], progress)
+        loaded = loader.load_model(options, config, backends.implementation(options.attention, config), progress)
         ctx_size = _ctx_size(options, architectures.positions(config))
-        rows, pace = options.parallel, Pace()
-        blocks = make_blocks(options, ctx_size, caches=options.prefix_caching)
+        rows, pace, chunk = options.parallel, Pace(), min(options.prefill_chunk, ctx_size)
         try:
-            pool = make_pool(config, blocks, loaded.dtype, loaded.device)
-            runner = PackedRunner(loaded.model, pool, blocks, loaded.device)
-            chunk = min(options.prefill_chunk, ctx_size)
+            runner, capacity = backends.make_runner(
+                loaded.model, config, options, ctx_size, loaded.device, caches=options.prefix_caching
+            )
+            backends.prove(runner, config, ctx_size)
             progress(contract.Progress(stage="warmup", total=chunk))
             if loaded.device.type != "cpu" or _weight_bytes(loaded.model) <= _SMALL:
-                warm_up(runner, blocks, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
-        except NotImplementedError as error:
-            raise StartError(f"architecture {config.model_type!r} cannot be served: {error}") from error
+                warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
+        except (NotImplementedError, backends.Unsupported) as error:
+            raise StartError(
+                f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
+                " another engine may do it"
+            ) from error
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
-            what = f"the context ({blocks.tokens} tokens for {rows} sequences) and one step"
+            what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"
             raise memory.start_error(what, loaded.device, error) from error
         return cls(
-            options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, runner=runner, capacity=blocks, pace=pace
+            options,
+            tokenizer,
+            config=config,
+            ctx_size=ctx_size,
+            pulse=pulse,
+            runner=runner,
+            capacity=capacity,
+            pace=pace,
         )
 
     @classmethod
@@ -383,30 +391,6 @@ class TransformersEngine:
             self._loop.post(partial(work.cancel, job))
 
 
-def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
-    """The blocks that `options` ask for. Raises StartError if a request of `ctx_size` tokens would not fit."""
-    if 0 < options.kv_tokens < ctx_size:
-        raise StartError(
-            f"kv-tokens {options.kv_tokens} is less than the {ctx_size} tokens that one request may have (ctx-size);"
-            " raise kv-tokens or lower ctx-size"
-        )
-    return Blocks(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
-
-
-def make_pool(config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device) -> attention.Pool:
-    """Memory for `blocks` of a model's keys and values."""
-    shape = architectures.CacheShape.of(config)
-    return attention.Pool(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rows=blocks.rows,
-        blocks=blocks.count,
-        dtype=dtype,
-        device=device,
-    )
-
-
 def warm_up(
     runner: Runner,
     capacity: Capacity,
@@ -453,6 +437,8 @@ def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
     begin = time.monotonic()
     sample(runner.run(batch), [Pick(Sampling())] * len(batch))
     seconds = time.monotonic() - begin
+    for segment in batch:
+        runner.forget(segment.row)
     pace.learn(batch, seconds)
     return seconds
 
@@ -462,8 +448,8 @@ def _check(options: contract.Serve) -> None:
     tasks = ("auto", "generate", "embed", "rerank")
     if options.task not in tasks:
         raise StartError(f"task {options.task!r} is none of {', '.join(tasks)}", Exit.USAGE)
-    if options.attention not in _ATTENTION:
-        raise StartError(f"attention {options.attention!r} is none of {', '.join(_ATTENTION)}", Exit.USAGE)
+    if options.attention not in backends.ATTENTION:
+        raise StartError(f"attention {options.attention!r} is none of {', '.join(backends.ATTENTION)}", Exit.USAGE)
     least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
              "max_input_tokens": 0}  # fmt: skip
     for name, smallest in least.items():

@@ -36,6 +36,8 @@ _LIBRARIES = {
     "torchao": ("torchao", "pip install torchao"),
 }
 """What a quantisation method needs beside transformers: module, and how to get it."""
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
+"""How classes are called that have a head for text."""
 _UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
 """Layers behind the last hidden state, which pooling reads; checkpoints often leave them out."""
 
@@ -70,7 +72,7 @@ def load_config(options: contract.ModelOptions) -> Any:
     if not path.is_file():
         raise StartError(f"{folder} has no config.json; is it a model's snapshot?")
     try:
-        stored = json.loads(path.read_bytes())
+        stored = json.loads(path.read_bytes(), object_hook=_float)
         if not isinstance(stored, dict):
             raise TypeError("it is no JSON object")
     except (ValueError, TypeError, RecursionError) as error:
@@ -85,6 +87,11 @@ def load_config(options: contract.ModelOptions) -> Any:
         return transformers.CONFIG_MAPPING[kind].from_dict(merged)
     except Exception as error:
         raise StartError(f"{path} is not valid for {kind!r}: {memory.one_line(error)}") from error
+
+
+def _float(value: dict[str, Any]) -> Any:
+    """transformers writes numbers that JSON has no word for as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _remote_config(options: contract.ModelOptions, merged: dict[str, Any], kind: str) -> Any:
@@ -131,9 +138,9 @@ def is_embedder(options: contract.ModelOptions, config: Any) -> bool:
     if is_cross_encoder(options, config):
         return False
     names = getattr(config, "architectures", None)
-    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names or ())
+    generates = any(name.endswith(_GENERATES) for name in names or ()) or _remote_generator(config) is not None
     if not names:
-        generates = config.model_type in architectures.VERIFIED
+        generates = generates or config.model_type in architectures.VERIFIED
     return layout.is_layout(Path(options.snapshot)) or not generates
 
 
@@ -228,8 +235,7 @@ def _model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> A
             return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
         return _remote_class(options, config, "AutoModelForSequenceClassification", "that scores pairs")
     if not embeds:
-        architectures.check(config)
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return _generator_class(options, config)
     if getattr(config, "is_encoder_decoder", False):
         raise StartError(f"architecture {config.model_type!r} has an encoder and a decoder; embedding needs only one")
     if type(config) in transformers.MODEL_MAPPING:
@@ -244,9 +250,53 @@ def _remote_class(options: contract.ModelOptions, config: Any, name: str, what: 
     reference = (getattr(config, "auto_map", None) or {}).get(name)
     if reference is None:
         raise StartError(f"architecture {config.model_type!r} has no model {what}")
+    return _from_snapshot(options, str(reference))
+
+
+def _generator_class(options: contract.ModelOptions, config: Any) -> Any:
+    """The class that goes from text to text. Raises StartError if there is none."""
+    kind, crosses = config.model_type, getattr(config, "is_encoder_decoder", False)
+    mapping: Any = (
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if crosses else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    reference = _remote_generator(config)
+    if type(config) not in mapping and reference is not None and options.trust_remote_code:
+        return _from_snapshot(options, reference)
+    if type(config) not in mapping:
+        raise StartError(
+            f"architecture {kind!r} has no class in transformers {transformers.__version__} that goes from text to"
+            " text; an encoder is served with task = embed, anything else not by this engine"
+        )
+    cls: Any = mapping[type(config)]
+    cls = cls[0] if isinstance(cls, tuple) else cls
+    if cls.main_input_name != "input_ids":
+        raise StartError(f"architecture {kind!r} reads {cls.main_input_name}, and no text; this engine cannot serve it")
+    reads_all = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not crosses
+    if reads_all and not getattr(config, "is_decoder", False):
+        raise StartError(
+            f"architecture {kind!r} is an encoder: each of its tokens sees those behind it, too, so that it cannot go"
+            " on with a text; set task = embed"
+        )
+    return cls
+
+
+def _remote_generator(config: Any) -> str | None:
+    """Where the snapshot's own code has a class that generates, if it has one."""
+    mapped = getattr(config, "auto_map", None) or {}
+    found = mapped.get("AutoModelForCausalLM") or mapped.get("AutoModelForSeq2SeqLM")
+    return str(found) if found else None
+
+
+def _from_snapshot(options: contract.ModelOptions, reference: str) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
 
-    return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)
+    try:
+        return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)
+    except Exception as error:  # whatever code that is not ours raises
+        raise StartError(
+            f"the snapshot's own code ({reference}) does not run with transformers {transformers.__version__}:"
+            f" {memory.one_line(error)}"
+        ) from error
 
 
 def _stored(

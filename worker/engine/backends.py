@@ -1,0 +1,75 @@
+"""Which backend runs a model, made and proved."""
+
+from typing import Any
+
+import torch
+
+from worker import contract
+from worker.engine import architectures, attention, trial
+from worker.engine.aligned import AlignedRunner
+from worker.engine.kept import Unsupported
+from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
+from worker.engine.runner import PackedRunner
+from worker.errors import StartError
+
+__all__ = ["ATTENTION", "Unsupported", "implementation", "make_blocks", "make_pool", "make_runner", "prove"]
+
+ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
+"""transformers' name of the packed backend's attention, by the preset's."""
+
+
+def implementation(asked: str, config: Any) -> str | None:
+    """transformers' name of the attention; None: what the model's own code prefers."""
+    if architectures.backend(config) == "paged":
+        return ATTENTION[asked]
+    return None if asked == "auto" else asked
+
+
+def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
+    """The blocks that `options` ask for. Raises StartError if a request of `ctx_size` tokens would not fit."""
+    if 0 < options.kv_tokens < ctx_size:
+        raise StartError(
+            f"kv-tokens {options.kv_tokens} is less than the {ctx_size} tokens that one request may have (ctx-size);"
+            " raise kv-tokens or lower ctx-size"
+        )
+    return Blocks(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
+
+
+def make_pool(config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device) -> attention.Pool:
+    """Memory for `blocks` of a model's keys and values."""
+    shape = architectures.CacheShape.of(config)
+    return attention.Pool(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=blocks.rows,
+        blocks=blocks.count,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_runner(
+    model: Any, config: Any, options: contract.ModelOptions, ctx_size: int, device: torch.device, *, caches: bool
+) -> tuple[PackedRunner | AlignedRunner, Capacity]:
+    """The backend of this architecture, its cache allocated, and what that has room for.
+
+    `caches`: prefixes are kept for whoever begins alike, where there are blocks to keep. An aligned cache has rows in
+    place of blocks: as many as `kv_tokens` has room for. Raises StartError if a request would not fit, Unsupported if
+    the model's cache is not one that we know.
+    """
+    blocks = make_blocks(options, ctx_size, caches=caches)
+    if architectures.backend(config) == "paged":
+        return PackedRunner(model, make_pool(config, blocks, model.dtype, device), blocks, device), blocks
+    rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
+    chunk = min(options.prefill_chunk, ctx_size)
+    return AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device), Rows(rows)
+
+
+def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:
+    """Try an aligned cache on the model, unless our tests have done so. States are tried in any case, as the kernels
+    that carry them on differ from machine to machine. Raises Unsupported."""
+    if isinstance(runner, PackedRunner) or ctx_size < trial.LONGEST:
+        return
+    if config.model_type not in architectures.VERIFIED or runner.has_states:
+        trial.trial(runner)
