@@ -77,23 +77,32 @@ def test_the_cache_is_as_large_as_was_asked_for_but_never_too_small_for_one_requ
 
 
 def test_a_state_costs_the_same_whatever_the_length() -> None:
-    mamba = replace(QWEN3_4B, layers=8, state_layers=8, state_elements=1000, heads=0, kv_heads=0, head_dim=0)
-    twice_in_float32 = 4 * 8 * 1000 * 2 * 4
-    assert context_bytes(mamba, preset(), 10, on_host=False) == twice_in_float32
-    assert context_bytes(mamba, preset(), 4096, on_host=False) == twice_in_float32
+    states = {"layers": 8, "state_layers": 8, "state_elements": 1000, "aligned": True}
+    mamba = replace(QWEN3_4B, heads=0, kv_heads=0, head_dim=0, **states)
+    twice_in_float32, one_on_its_way = 4 * 8 * 1000 * 2 * 4, 1000 * 4
+    assert context_bytes(mamba, preset(), 10, on_host=False) == twice_in_float32 + one_on_its_way
+    assert context_bytes(mamba, preset(), 4096, on_host=False) == twice_in_float32 + one_on_its_way
 
 
 def test_a_state_beside_keys_and_values_costs_both() -> None:
-    one = replace(QWEN3_4B, layers=8, state_elements=1000)
-    both = replace(one, state_layers=8, hybrid=True)
-    beside = context_bytes(both, preset(), 100, on_host=False) - context_bytes(one, preset(), 100, on_host=False)
-    assert beside == context_bytes(replace(both, hybrid=False), preset(), 100, on_host=False) > 0
+    keys = replace(QWEN3_4B, layers=8, state_elements=1000, aligned=True)
+    both = replace(keys, state_layers=8, hybrid=True)
+    states = 4 * 8 * 1000 * 2 * 4
+    assert context_bytes(both, preset(), 96, on_host=False) == context_bytes(keys, preset(), 96, on_host=False) + states
 
 
 def test_the_aligned_cache_moves_rows_through_a_buffer_of_one() -> None:
-    one = replace(QWEN3_4B, layers=8)
-    aligned = context_bytes(replace(one, aligned=True), preset(), 100, on_host=False)
-    assert aligned - context_bytes(one, preset(), 100, on_host=False) == 100 * one.kv_heads * one.head_dim * 2
+    packed = replace(QWEN3_4B, layers=8)
+    more = context_bytes(replace(packed, aligned=True), preset(), 96, on_host=False) - context_bytes(
+        packed, preset(), 96, on_host=False
+    )
+    assert more == 96 * packed.kv_heads * packed.head_dim * 2
+
+
+def test_an_aligned_cache_has_as_many_rows_as_its_tokens_make() -> None:
+    aligned = replace(QWEN3_4B, layers=8, aligned=True)
+    two = context_bytes(aligned, preset(parallel=2), 96, on_host=False)
+    assert context_bytes(aligned, preset(parallel=4, kv_tokens=200), 96, on_host=False) == two
 
 
 def test_a_step_of_the_aligned_backend_is_not_below_that_of_the_packed_one() -> None:
