@@ -18,7 +18,7 @@ from tests.worker.loaded import DEADLINE, GREEDY, Told, generated, generation, l
 from worker.engine.engine import TransformersEngine
 from worker.engine.grammar import COMPILED, Grammars
 from worker.engine.runner import Runner
-from worker.engine.sampler import Masks, Pick, sample, unpacked, unpacked_there
+from worker.engine.sampler import Masks, Pick, penalties, sample
 from worker.engine.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
 from worker.families import find
@@ -293,7 +293,7 @@ def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder
     grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
     bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result(DEADLINE)
     grammars.close()
-    allowed = np.nonzero(unpacked(bits, torch.device("cpu"))[0].numpy())[0]
+    allowed = np.nonzero(penalties(bits, torch.device("cpu"))[0].numpy() == 0.0)[0]
     assert bits.shape == (1, 76)
     assert max(allowed) < len(tiny.make_tokenizer("llama"))
 
@@ -372,8 +372,7 @@ def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: Sampling,
     assert found == expected
 
 
-def test_packed_bits_mean_the_same_on_every_device() -> None:
+def test_a_set_bit_costs_nothing_and_any_other_everything() -> None:
     bits = np.random.default_rng(3).integers(0, 256, (5, 40), dtype=np.uint8)
-    here = unpacked(bits, torch.device("cpu"))
-    assert torch.equal(unpacked_there(torch.from_numpy(bits)), here)
-    assert here[2, 13].item() == bits[2, 1] >> 5 & 1
+    expected = np.where(np.unpackbits(bits, axis=1, bitorder="little") == 1, 0.0, -np.inf)
+    assert np.array_equal(penalties(bits, torch.device("cpu")).numpy(), expected)

@@ -152,27 +152,31 @@ def _edit(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
 
 def _mask(logits: torch.Tensor, masks: Masks) -> None:
     """Minus infinity, in place, wherever a bit is not set."""
-    vocab = logits.shape[-1]
-    allowed = unpacked(masks.bits, logits.device)[:, :vocab]
-    # 1 - 1/1 is 0 and 1 - 1/0 is minus infinity: four plain passes, a quarter of the time of a fill by a mask
-    bias = allowed.reciprocal_().neg_().add_(1.0)
+    bias = penalties(masks.bits, logits.device)[:, : logits.shape[-1]]
     if len(masks.rows) == len(logits):
         logits.add_(bias)
-    else:
+    elif logits.is_cuda:
         logits.index_add_(0, _indices(masks.rows, logits.device), bias)
+    else:  # where it is three times as fast
+        for row, each in zip(masks.rows, bias, strict=True):
+            logits[row].add_(each)
 
 
-def unpacked(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
-    """Packed bits as float32 zeros and ones, `[rows, 8 * bytes]`. Only the packed form crosses to the device."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little")).float()
-    return unpacked_there(torch.from_numpy(bits).pin_memory().to(device, non_blocking=True))
+def penalties(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    """For each packed bit 0 if it is set, else minus infinity: float32 `[rows, 8 * bytes]`.
+
+    Only the packed form crosses to the device; there each byte looks up its eight. (Adding takes a third of the time
+    of filling by a mask: 1.4 ms for 16 rows of 151,936 tokens on one core.)
+    """
+    packed = torch.from_numpy(bits)
+    if device.type != "cpu":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    table = _BITS.to(device, non_blocking=True)
+    return torch.nn.functional.embedding(packed.int(), table).flatten(1)
 
 
-def unpacked_there(packed: torch.Tensor) -> torch.Tensor:
-    """`unpacked`, of bits that are on a device already."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, :, None] >> shifts) & 1).flatten(1).float()
+_BITS = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) % 2 == 1, 0.0, -math.inf)
+"""`penalties` of each byte, `[256, 8]`."""
 
 
 def _columns(
