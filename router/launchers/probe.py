@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from router.ledger import DeviceId, Reading
+from router.ledger import HOST, DeviceId, Reading
 
 log = logging.getLogger("router.launchers")
 
@@ -24,6 +24,8 @@ FIRST_READ_TIMEOUT = 15.0
 LOST_AFTER = 5
 """Looks without an answer after which nothing is known any more."""
 SETTLE_INTERVAL = 0.1
+SETTLE_INTERVAL_HOST = 0.01
+"""The kernel gives a process's main memory back before its parent can see that it has ended; only a driver is late."""
 SETTLE_TIMEOUT = 5.0
 SETTLE_BYTES = 256 << 20
 SETTLE_FRACTION = 0.02
@@ -94,14 +96,15 @@ class Probe:
 
     async def settle(self, devices: Collection[DeviceId]) -> None:
         """Returns once two readings of `devices`, `SETTLE_INTERVAL` apart, agree, or after `SETTLE_TIMEOUT`; then the
-        worse of the last two stands, until the next one."""
+        worse of the last two stands, until the next one. Main memory alone is looked at in shorter intervals."""
+        interval = SETTLE_INTERVAL_HOST if all(device.index == HOST for device in devices) else SETTLE_INTERVAL
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_TIMEOUT
         before = after = await self.refresh()
         while loop.time() < deadline:
             if self._closed:
                 return
-            await asyncio.sleep(SETTLE_INTERVAL)
+            await asyncio.sleep(interval)
             before, after = after, await self.refresh()
             if agree(before, after, devices):
                 return
