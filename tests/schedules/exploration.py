@@ -60,6 +60,7 @@ class Exploration:
         )  # fmt: skip
         self.events = self.world.events
         self.events.fold(self.check)
+        self.most = {name: preset.replicas[1] for name, preset in self.world.presets.items()}
         self.states: dict[int, State] = {}
         self.answers = 0
         self.refusals = 0
@@ -150,9 +151,8 @@ class Exploration:
         question = Question(waiting, fleet._residents(), fleet.devices, fleet.now(), fleet.limits.patience)
         try:
             for model in fleet.models.values():
-                ours, at_first = model.all_open, self.world.presets[model.preset.id]
-                most = max(model.preset.replicas[1], at_first.replicas[1], 1 if model.preset is at_first else 2)
-                assert len(ours) <= most, "too many are open"
+                ours = model.all_open
+                assert len(ours) <= self.most[model.preset.id], "too many are open"
                 assert all(same_load(worker.preset, model.preset) for worker in ours), "two generations admit"
                 assert sum(not worker.luxury for worker in ours) <= 1, "two needs of one model"
             answer = question.ask()
@@ -240,9 +240,9 @@ class Exploration:
                 case "pin":
                     presets[name] = replace(presets[name], ctx_size=512, pin=True, ttl=5.0)
                 case "live":
-                    presets[name] = replace(
-                        presets[name], priority=pick.choice([0, 1]), replicas=(1, pick.choice([1, 2]))
-                    )
+                    most = pick.choice([1, 2])
+                    self.most[name] = max(most, self.most[name])  # those beyond end when they idle
+                    presets[name] = replace(presets[name], priority=pick.choice([0, 1]), replicas=(1, most))
         return presets
 
     def kill(self, name: str) -> None:

@@ -12,7 +12,7 @@ SEEDS = 1000
 SECONDS = 30.0
 """After so many no further worlds are begun: a busy machine looks at fewer."""
 AT_LEAST = 100
-SEEDS_THAT_FAILED: tuple[int, ...] = (117,)
+SEEDS_THAT_FAILED: tuple[int, ...] = (71, 98, 117, 3040)
 
 
 @pytest.mark.parametrize("seed", SEEDS_THAT_FAILED)
