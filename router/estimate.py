@@ -55,6 +55,12 @@ to 2 measured on Llama, Qwen3 and GPT-2 shapes with prompts of random lengths.""
 TILE_BYTES = 2 * MIB
 """Workspace of one thread in torch's flash attention on the CPU; measured on torch 2.13."""
 
+GATHERED_BYTES = 256 * MIB
+"""Of one layer's keys and values that a step of fixed shape has side by side, at most (worker/engine/graphs.py)."""
+
+GRAPH_BYTES = 4 * MIB
+"""Of one recorded CUDA graph: a guess until measured (worker/engine/graphs.py)."""
+
 STEPWISE = frozenset({"gelu_new", "gelu_fast", "gelu_accurate", "quick_gelu", "gelu_python", "gelu_10", "laplace"})
 """Activations that transformers computes with several tensors alive."""
 
@@ -386,7 +392,19 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     wanted = PROMPT_LOGITS + rows
     logits = wanted * facts.vocab_size * (each + 4)
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * 16)
-    return max(layer, packed * passing + logits + sampler)
+    largest = max(layer, packed * passing + logits + sampler)
+    if on_host or preset.enforce_eager or facts.aligned:
+        return largest
+    step = rows * (passing + max(norm, attention, mlp) + facts.vocab_size * (each + 8))
+    return largest + step + _graph_bytes(facts, rows, tokens, each)
+
+
+def _graph_bytes(facts: Checkpoint, rows: int, tokens: int, each: int) -> int:
+    """Recorded steps of decoding keep memory of their own: what they gather, masks, buffers, and the graphs."""
+    gathered = rows * tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
+    masks = rows * tokens * (2 + each) * max(len(set(facts.windows)), 1)
+    graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
+    return min(gathered, GATHERED_BYTES) + masks + rows * (tokens + 64) + graphs * GRAPH_BYTES
 
 
 def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int) -> int:

@@ -176,6 +176,8 @@ KEYS: tuple[Key, ...] = (
         also=("t",), unset="1 on an accelerator, half the cores on the CPU", help="of one worker"),
     Key(name="seed", kind=Integer(-1, (1 << 63) - 1), field="seed", group=NUMERICS, also=("s",),
         help="where a request has none; -1: another one each time"),
+    Key(name="enforce-eager", kind=_FLAG, field="enforce_eager", group=NUMERICS, env=("ENABLE_CUDA_GRAPHS",),
+        help="no CUDA graphs: decoding starts its kernels one by one, in less memory"),
     Key(name="max-logprobs", kind=Integer(0, 1 << 16), field="max_logprobs", group=NUMERICS,
         help="alternatives that a request may ask for"),
 
@@ -275,7 +277,6 @@ REFUSED: tuple[Refused, ...] = (
     _refused("kv-cache-dtype", "keys and values have the model's dtype", "ctk", "cache-type-k", "ctv", "cache-type-v",
              neutral="auto"),
     _refused("cache-8bit", "keys and values have the model's dtype", neutral=_OFF, flag=True),
-    _refused("enforce-eager", "there are no CUDA graphs yet", neutral=_ON, flag=True),
     _refused("split-mode", _ONE, "sm", neutral="auto none"),
     _refused("gpu-split", _ONE, "max-gpu-memory", "exllama-gpu-split"),
     _refused("tensor-split", _ONE, "ts"),
@@ -431,7 +432,7 @@ def find(written: str) -> Spelling | None:
 
 def _of_variable(word: Word, variable: str) -> Spelling:
     switch = {"LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking"}.get(variable, word.name)
-    return Spelling(word, switch)
+    return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
 
 
 def nearest(written: str, further: Iterable[str] = ()) -> str:

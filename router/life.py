@@ -689,6 +689,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
         trust_remote_code=preset.trust_remote_code,
         config_override=preset.config_override,
         attention=preset.attention,
+        enforce_eager=preset.enforce_eager,
         ctx_size=estimates.effective_ctx(facts, preset),
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,

@@ -80,6 +80,8 @@ class Preset:
     dtype: str = "auto"
     quantization: str = "auto"
     attention: str = "auto"
+    enforce_eager: bool = False
+    """No CUDA graphs."""
     threads: int = 0
     """0: 1 on an accelerator, half the cores on the CPU."""
     seed: int = -1

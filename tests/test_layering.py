@@ -45,6 +45,7 @@ WORKER = [
     "worker.engine.aligned",
     "worker.engine.forward  worker.engine.aligned_cache",
     "worker.engine.kept",
+    "worker.engine.graphs",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.attention",

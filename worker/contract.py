@@ -81,6 +81,8 @@ class ModelOptions:
     """JSON object merged into config.json."""
     attention: str = "auto"
     """auto, eager or sdpa."""
+    enforce_eager: bool = False
+    """No CUDA graphs; without an accelerator there are none anyway."""
     ctx_size: int = 0
     """Tokens per request, prompt and answer together; 0: the model's maximum."""
     parallel: int = 4

@@ -24,8 +24,21 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker import contract, server
-from worker.engine import architectures, attention, backends, encoders, engine, layout, loader, memory, sampler, weights
+from worker.engine import (
+    architectures,
+    attention,
+    backends,
+    encoders,
+    engine,
+    graphs,
+    layout,
+    loader,
+    memory,
+    sampler,
+    weights,
+)
 from worker.engine.aligned import AlignedRunner
+from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Table
 from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner, Runner
@@ -85,7 +98,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         is_mapped = device.type == "cpu" and not converts
         weight_bytes = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
         ctx_size = engine._ctx_size(_as_served(options), architectures.positions(config))
-        context_bytes = 0
+        context_bytes = graph_bytes = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weight_bytes += head_bytes(encoder)
@@ -96,12 +109,14 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             context_bytes = runner.bytes
             shorten(model)
             steps = generation_steps(runner, capacity, options, ctx_size)
+            if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
+                graph_bytes = graphs_bytes(runner, options.parallel, ctx_size)
         compute_bytes = max(peak_bytes(step) for step in steps)
     del tokenizer  # alive until here: its memory is part of the runtime's
     if device.type == "cpu":
         compute_bytes = HEAP_FACTOR * compute_bytes + options.threads * ATTENTION_TILE_BYTES
         return _one_shard(weight_bytes, context_bytes, compute_bytes, runtime + KERNEL_BYTES, host=0)
-    compute_bytes += CUBLAS_WORKSPACE_BYTES
+    compute_bytes += CUBLAS_WORKSPACE_BYTES + graph_bytes
     if architectures.backend(config) == "paged":
         compute_bytes += _repeated_bytes(config, ctx_size, dtype)
     host = runtime + CUDA_HOST_BYTES + (weight_bytes if converts else 0)
@@ -317,6 +332,15 @@ def _broken(table: Table) -> Table:
     for block in (*table.blocks[half:], *table.blocks[:half]):
         broken.append(block)
     return broken
+
+
+def graphs_bytes(runner: PackedRunner, rows: int, ctx_size: int) -> int:
+    """What recorded steps take beside all others, because memory of a graph serves graphs only: the largest of them,
+    the buffers, and the graphs themselves."""
+    fixed = FixedRunner(runner, rows=rows, ctx_size=ctx_size)
+    longest = {size: (size, blocks) for size, blocks in fixed.shapes}  # of each batch size
+    largest = max((peak_bytes(partial(fixed.compute, *shape)) for shape in longest.values()), default=0)
+    return fixed.buffer_bytes + largest + len(fixed.shapes) * graphs.GRAPH_BYTES
 
 
 def make_encoder(model: Any, options: contract.ModelOptions, *, embeds: bool) -> Encoder:

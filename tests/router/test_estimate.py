@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from router import estimate as estimates
 from router.estimate import (
+    GATHERED_BYTES,
+    GRAPH_BYTES,
     KERNEL_BYTES,
     RUNTIME_DEVICE,
     RUNTIME_DEVICE_HOST,
@@ -208,8 +210,19 @@ def test_converting_holds_the_largest_tensor_twice_before_there_is_a_pool() -> N
 def test_an_activation_in_steps_holds_more_than_a_single_kernel() -> None:
     wide = replace(QWEN3_4B, intermediate=40000)
     stepwise = replace(wide, activation="gelu_new")
-    plain = estimate(wide, preset(), on_host=False).compute[0]
-    assert estimate(stepwise, preset(), on_host=False).compute[0] - plain == (512 + 4) * 40000 * 2
+    eager = preset(enforce_eager=True)
+    plain = estimate(wide, eager, on_host=False).compute[0]
+    assert estimate(stepwise, eager, on_host=False).compute[0] - plain == (512 + 4) * 40000 * 2
+
+
+def test_recorded_steps_take_room_on_an_accelerator_unless_they_are_turned_off() -> None:
+    def compute(**changes: Any) -> int:
+        return estimate(QWEN3_4B, preset(**changes), on_host=False).compute[0]
+
+    assert compute(parallel=1) - compute(parallel=1, enforce_eager=True) >= 10 * GRAPH_BYTES
+    most = compute(ctx_size=32768, parallel=64) - compute(ctx_size=32768, parallel=64, enforce_eager=True)
+    assert GATHERED_BYTES < most < 4 * GATHERED_BYTES, "what is gathered is bounded, however long the context"
+    assert estimate(QWEN3_4B, preset(), on_host=True) == estimate(QWEN3_4B, preset(enforce_eager=True), on_host=True)
 
 
 def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:

@@ -104,6 +104,10 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("flash-attn = off", "attention", "eager"),
         ("fa = auto", "attention", "auto"),
         ("t = -1", "threads", 0),
+        ("enforce-eager = on", "enforce_eager", True),
+        ("no-enforce-eager = on", "enforce_eager", False),
+        ("ENABLE_CUDA_GRAPHS = off", "enforce_eager", True),
+        ("ENABLE_CUDA_GRAPHS = on", "enforce_eager", False),
         ("s = 42", "seed", 42),
         ("device = 0,gpu1", "device", ("cuda:0", "cuda:1")),
         ("dev = none", "device", ("cpu",)),
@@ -160,7 +164,7 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
     [
         "replicas = 1", "tensor-parallel = 1", "tp = 1", "lora =", "split-mode = none", "sm = auto", "fit = off",
         "cont-batching = on", "cb = 1", "kv-cache-dtype = auto",
-        "enforce-eager = on", "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
+        "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
         "reasoning-format = none", "enable-lora = auto", "stream-interval = 1", "pipeline-parallel = 1",
     ],
 )  # fmt: skip
@@ -182,7 +186,6 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
         ("yarn-orig-ctx = 4096", "config-override"),
         ("cont-batching = off", "parallel = 1"),
         ("ctk = q8_0", "keys and values have the model's dtype"),
-        ("enforce-eager = off", "no CUDA graphs"),
         ("fit = on", "choose ctx-size and parallel yourself"),
         ("hf-file = x.gguf", "use a safetensors repository"),
         ("model-url = http://x", "download the model"),

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests import tiny
 from worker import contract, estimate
 from worker.contract import Exit
-from worker.engine import architectures, encoders, engine, layout, loader
+from worker.engine import architectures, encoders, engine, graphs, layout, loader
+from worker.engine.graphs import shapes
 from worker.errors import StartError
 from worker.generation import Text
 
@@ -196,6 +197,18 @@ def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
     assert (device.weights, device.context) == (host.weights, host.context)
     assert device.compute[0] > estimate.CUBLAS_WORKSPACE_BYTES
     assert device.host > 0 == host.host
+
+
+def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+
+    def compute(*, enforce_eager: bool) -> int:
+        asked = options(snapshot, devices=("cuda:0",), ctx_size=256, parallel=4, enforce_eager=enforce_eager)
+        return estimate.estimate(asked).compute[0]
+
+    gathered = 4 * 256 * 2 * 2 * 16 * 4  # of 4 rows the whole context: keys and values of 2 heads of 16 in float32
+    more = compute(enforce_eager=False) - compute(enforce_eager=True) - len(shapes(4, 256, 1)) * graphs.GRAPH_BYTES
+    assert gathered < more < 4 * gathered
 
 
 @pytest.mark.parametrize(

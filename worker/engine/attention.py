@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +165,25 @@ class _View:
     tokens: int
 
 
+class Layout(Protocol):
+    """Where the tokens of a step lie: what transformers hands through to our attention."""
+
+    def attend(
+        self,
+        kernel: Any,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """One layer's attention: `query` `[1, heads, tokens, head_dim]` to `[1, tokens, heads, head_dim]`.
+
+        `key` and `value` `[1, kv_heads, tokens, head_dim]` go into the pool; `window` tokens are seen, 0: all.
+        """
+
+
 @dataclass(slots=True)
 class Packed:
     """The layout of one step: which packed tokens belong together, and where the pool keeps them."""
@@ -201,6 +220,35 @@ class Packed:
             decodes=tuple((_table(segment), segment.end) for segment in batch[:count]),
             parts=tuple(parts),
         )
+
+    def attend(
+        self,
+        kernel: Any,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """See `Layout`."""
+        pool = self.pool
+        pool.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
+        decodes = len(self.decodes)
+        if not self.parts:
+            return _decode(kernel, self, layer, tokens, window, scaling)[None]
+        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+        if decodes:
+            out[:decodes] = _decode(kernel, self, layer, tokens[:decodes], window, scaling)
+        for part in self.parts:
+            first, mask = self.part_mask(part, window, query.dtype)
+            spans = tuple(part.table.slots(first, part.start + part.count))
+            keys, values = pool.read(layer, spans)
+            mine = query[:, :, part.first : part.first + part.count]
+            answer = kernel(mine, keys, values, mask, causal=mask is None, scaling=scaling)
+            out[part.first : part.first + part.count] = answer[0].transpose(0, 1)
+        return out[None]
 
     def plan(self, window: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
         """How the decodes attend in a layer with this window (0: none); `dtype` of masks."""
@@ -335,7 +383,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: Packed,
+    packed: Layout,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: Any,
@@ -344,23 +392,8 @@ def _attend(
     needs = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if needs or attention_mask is not None:
         raise NotImplementedError(f"attention with {', '.join(needs) or 'a mask of its own'} is not supported")
-    pool, layer, window = packed.pool, module.layer_idx, sliding_window or 0
-    pool.write(layer, packed.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
-    decodes = len(packed.decodes)
-    if not packed.parts:
-        return _decode(kernel, packed, layer, tokens, window, scaling)[None]
-    out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-    if decodes:
-        out[:decodes] = _decode(kernel, packed, layer, tokens[:decodes], window, scaling)
-    for part in packed.parts:
-        first, mask = packed.part_mask(part, window, query.dtype)
-        spans = tuple(part.table.slots(first, part.start + part.count))
-        keys, values = pool.read(layer, spans)
-        mine = query[:, :, part.first : part.first + part.count]
-        answer = kernel(mine, keys, values, mask, causal=mask is None, scaling=scaling)
-        out[part.first : part.first + part.count] = answer[0].transpose(0, 1)
-    return out[None]
+    layer, window = module.layer_idx, sliding_window or 0
+    return packed.attend(kernel, layer, query, key, value, window, scaling)
 
 
 def _decode(

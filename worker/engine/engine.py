@@ -27,8 +27,9 @@ from worker.engine import architectures, attention, backends, encoders, loader, 
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
+from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Rows
-from worker.engine.runner import Runner
+from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
 from worker.engine.sequence import Repeats, answer_limit
@@ -138,13 +139,16 @@ class TransformersEngine:
         ctx_size = _ctx_size(options, architectures.positions(config))
         rows, pace, chunk = options.parallel, Pace(), min(options.prefill_chunk, ctx_size)
         try:
-            runner, capacity = backends.make_runner(
+            backend, capacity = backends.make_runner(
                 loaded.model, config, options, ctx_size, loaded.device, caches=options.prefix_caching
             )
-            backends.prove(runner, config, ctx_size)
+            backends.prove(backend, config, ctx_size)
+            runner: Runner = backend
             progress(contract.Progress(stage="warmup", total=chunk))
             if loaded.device.type != "cpu" or _weight_bytes(loaded.model) <= _SMALL:
                 warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
+            if isinstance(backend, PackedRunner) and loaded.device.type == "cuda" and not options.enforce_eager:
+                runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
         except (NotImplementedError, backends.Unsupported) as error:
             raise StartError(
                 f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
@@ -422,6 +426,22 @@ def warm_up(
 
 def _weight_bytes(model: Any) -> int:
     return sum(int(each.nbytes) for each in model.parameters())
+
+
+def record(
+    runner: PackedRunner,
+    capacity: Capacity,
+    pace: Pace,
+    *,
+    ctx_size: int,
+    progress: Callable[[contract.Progress], None],
+) -> FixedRunner:
+    """`runner` with its steps of decoding recorded as CUDA graphs; `pace` learns how fast they are."""
+    fixed = FixedRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
+    fixed.record(lambda: progress(contract.Progress(stage="warmup")))
+    for rows in (1, capacity.rows) * 4:
+        _time_step(fixed, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
+    return fixed
 
 
 def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from worker.engine.attention import Packed, Pool
+from worker.engine.attention import Layout, Packed, Pool
 from worker.engine.kv_cache import Blocks
 from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
@@ -45,9 +45,8 @@ class PackedRunner:
     def __init__(self, model: Any, pool: Pool, blocks: Blocks, device: torch.device):
         """`blocks` say which of the pool belong to whom."""
         self._model = model
-        self._pool = pool
         self._blocks = blocks
-        self._device = device
+        self.pool, self.device = pool, device
 
     @property
     def vocab_size(self) -> int:
@@ -56,7 +55,7 @@ class PackedRunner:
 
     @property
     def bytes(self) -> int:
-        return self._pool.bytes
+        return self.pool.bytes
 
     def fork(self, source: int, target: int) -> None:
         """Nothing to do: both have the same blocks, until one has to be copied (`Table.copy`)."""
@@ -66,7 +65,7 @@ class PackedRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
-        self._tidy(batch)
+        self.tidy(batch)
         tokens: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
@@ -74,27 +73,38 @@ class PackedRunner:
             tokens.extend(segment.sequence.tokens[segment.start : segment.end])
             positions.extend(range(segment.start, segment.end))
             wanted.extend(range(len(tokens) - segment.logits, len(tokens)))
+        return self.forward(
+            self._to_device(tokens),
+            self._to_device(positions),
+            self._to_device(wanted),
+            Packed.of(batch, self.pool, self.device),
+        )
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: Layout
+    ) -> torch.Tensor:
+        """Logits `[wanted, vocab]`, in float32, of the `tokens` that lie as `layout` says."""
         out = self._model(
-            input_ids=self._to_device(tokens)[None],
-            position_ids=self._to_device(positions)[None],
+            input_ids=tokens[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=self._to_device(wanted),
-            packed=Packed.of(batch, self._pool, self._device),
+            logits_to_keep=wanted,
+            packed=layout,
         )
         logits: torch.Tensor = out.logits[0]
         return logits.float()
 
-    def _tidy(self, batch: Batch) -> None:
+    def tidy(self, batch: Batch) -> None:
         """Blocks that are to be copied or erased before anything is computed; done once, so a step can be repeated."""
         spoiled = self._blocks.take_spoiled()
         if spoiled:
-            self._pool.erase(spoiled)
+            self.pool.erase(spoiled)
         tables = [segment.table for segment in batch if segment.table is not None]
         pairs = [table.copy for table in tables if table.copy is not None]
         if pairs:
-            self._pool.copy(pairs)
+            self.pool.copy(pairs)
             for table in tables:
                 table.copy = None
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
-        return upload(values, torch.int64, self._device)
+        return upload(values, torch.int64, self.device)
