@@ -63,7 +63,7 @@ def make_runner(
         return PackedRunner(model, make_pool(config, blocks, model.dtype, device), blocks, device), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
-    return AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device), Rows(rows)
+    return AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device), Rows(rows, ctx_size)
 
 
 def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:

@@ -76,6 +76,8 @@ class TransformersEngine:
         self.ctx_size = ctx_size
         """Tokens that prompt and answer of one request may have together."""
         self._options = options
+        self._reads_first = bool(getattr(config, "is_encoder_decoder", False))
+        """An encoder reads the prompt; the answer is a text of its own, and does not go on with it."""
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._ends = _ends(config, Path(options.snapshot), tokenizer)
         self._piece = _token_bytes(tokenizer)
@@ -265,7 +267,9 @@ class TransformersEngine:
             if request.n > 1:
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
             decode = partial(self._decode_with, request.shown) if request.shown else self._decode
-            choice = Choice(index, sequence, stream, Answer(decode, request.stop, prompt), now)
+            choice = Choice(
+                index, sequence, stream, Answer(decode, request.stop, () if self._reads_first else prompt), now
+            )
             choice.matcher = matcher and matcher.copy()
             choice.tells_progress = request.progress
             choice.wants_timings = request.timings
@@ -295,6 +299,8 @@ class TransformersEngine:
             raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
         if not all(request.stop):
             raise InvalidValue("a stop string is empty", param="stop")
+        if request.prompt_logprobs and self._reads_first:
+            raise UnsupportedByModel("this model's encoder reads the prompt: there are no logprobs of it")
         self._check_sampling(request)
         return prompt
 
