@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -98,12 +99,12 @@ def test_what_our_cache_would_make_wrong_is_refused(code: str, why: str, tmp_pat
 async def test_an_architecture_of_transformers_that_no_test_of_ours_covers_is_served(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     tiny.make("llama", folder)
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.HeliumConfig(
         **small, num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=256, eos_token_id=1
     )
-    model = transformers.HeliumForCausalLM(config).eval()
-    model.save_pretrained(folder)
+    model: Any = transformers.HeliumForCausalLM(config)
+    model.eval().save_pretrained(folder)
     engine: TransformersEngine
     async with serving(load(folder)) as engine:
         told = await asyncio.gather(*(say(engine, prompt, max_tokens=12) for prompt in PROMPTS))
