@@ -64,6 +64,7 @@ class Metrics:
         self._evictions = Counter(
             "router_evictions", "Workers retired by the planner.", ["model", "reason"], registry=registry
         )
+        self._reloads = Counter("router_reloads", "Presets read again.", ["result"], registry=registry)
         self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
         self._token_count = Counter("router_tokens", "Tokens by kind.", ["model", "kind"], registry=registry)
         registry.register(_Gauges(fleet))
@@ -83,6 +84,8 @@ class Metrics:
                     self._token_seconds.labels(event.model).observe(data["token_seconds"])
             case "progress" if data["stage"] == "download":
                 self._fold_download(event.model, data["worker"], data["done"])
+            case "config" | "config_refused":
+                self._reloads.labels("applied" if event.kind == "config" else "refused").inc()
             case "plan" if data["decision"] == "evict":
                 cause = "count" if data["short_of"] == ["slots"] else "memory"
                 self._evictions.labels(event.model, cause if data["reason"] == "evicted" else data["reason"]).inc()

@@ -12,7 +12,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,6 +41,7 @@ from router.proxy import Pace, Proxy
 from router.settings import Key, Settings
 from router.site import Site
 from router.snapshots import Snapshots
+from router.watch import Watch
 
 log = logging.getLogger("router.serve")
 
@@ -112,8 +113,11 @@ class _Stop:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self.on_hangup())
+        loop.add_signal_handler(signal.SIGHUP, self.hang_up)
         loop.set_exception_handler(self._hear)
+
+    def hang_up(self) -> None:
+        self.on_hangup()
 
     def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What failed and could tell nobody else."""
@@ -227,7 +231,8 @@ async def _router(
         stop.on_hangup = lambda: stop.keep(_reload(site))
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
         try:
-            yield site
+            with _watch(settings, stop):
+                yield site
         finally:
             site.closing = True
             events.append("shutdown", "*")
@@ -263,6 +268,26 @@ async def _load_at_start(site: Site, preset: Preset) -> None:
     except ApiError as error:
         if not site.closing:
             log.error("%s was to be loaded on startup: %s", preset.id, error.message)
+
+
+@contextlib.contextmanager
+def _watch(settings: Settings, stop: _Stop) -> Iterator[None]:
+    """With --models-watch, whatever changes in the file or the folder of models is a reload. Raises ConfigError."""
+    named = [Path(name) for name in (settings.models_preset, settings.models_dir) if name]
+    if not settings.models_watch or not named:
+        if settings.models_watch:
+            log.warning("--models-watch: no --models-preset and no --models-dir is given, so there is nothing to watch")
+        yield
+        return
+    try:
+        watch = Watch(named, stop.hang_up)
+        watch.__enter__()
+    except OSError as failed:
+        raise ConfigError([f"--models-watch: {failed.strerror}; leave it out and reload with SIGHUP"]) from None
+    try:
+        yield
+    finally:
+        watch.__exit__()
 
 
 async def _reload(site: Site) -> None:

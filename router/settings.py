@@ -19,7 +19,7 @@ from router.values import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevi
 MAX_BUFFERED = 512 * MIB
 """Bytes of all request bodies together, so no single one may be larger."""
 LATER = frozenset({
-    "api-prefix", "cluster", "log-file", "models-watch", "secure-mode", "sleep-memory", "slots",
+    "api-prefix", "cluster", "log-file", "secure-mode", "sleep-memory", "slots",
     "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
 })  # fmt: skip
 """Router options of the design that this version does not have: not to be mistaken for model keys."""
@@ -38,6 +38,7 @@ class Settings:
     default_model: str = ""
     unknown_model: str = "reject"
     models_autoload: bool = True
+    models_watch: bool = False
 
     models_max: int | None = None
     """None: not given; see `workers_at_once`."""
@@ -161,6 +162,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(flag="models-cache", kind=Flag(), group=MODELS, help="list the complete models of the Hugging Face cache"),
     Option(flag="models-autoload", kind=Flag(), group=MODELS, env=("LLAMA_ARG_MODELS_AUTOLOAD",),
            help="load a model when it is asked for"),
+    Option(flag="models-watch", kind=Flag(), group=MODELS, help="reload when the file or the folder of models changes"),
     Option(flag="default-model", kind=Text("ID"), group=MODELS, unset="none", help="for requests that name none"),
     Option(flag="unknown-model", kind=Choice(("reject", "default")), group=MODELS,
            help="what a request for an unknown model gets"),

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class Site:
     awaited: frozenset[str] = frozenset()
     """Models of `load-on-startup` that are not up yet."""
     closing: bool = False
+    reloaded: float | None = None
+    """When presets were last read again, well or not, in seconds since 1970."""
+    reload_errors: tuple[str, ...] = ()
+    """What was wrong with them then: the old ones still hold."""
     _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -119,25 +124,26 @@ class Site:
             try:
                 loaded, keys = await asyncio.to_thread(lambda: (self.load(), self.keys()))
             except ConfigError as broken:
-                for line in broken.problems:
-                    log.error("%s", line)
-                raise PresetInvalid(
-                    f"the settings cannot be used; the old ones still are: {broken.problems[0]}",
-                    extra={"errors": [{"message": line} for line in broken.problems]},
-                ) from None
+                rows = [{"message": line} for line in broken.problems]
+                raise self._refused("settings", broken.problems, rows) from None
             if loaded.problems:
-                for problem in loaded.problems:
-                    log.error("%s", problem)
-                raise PresetInvalid(
-                    f"the presets cannot be used; the old ones still are: {loaded.problems[0]}",
-                    extra={"errors": [problem_row(problem) for problem in loaded.problems]},
-                )
+                rows = [problem_row(problem) for problem in loaded.problems]
+                raise self._refused("presets", [str(problem) for problem in loaded.problems], rows)
+            self.reloaded, self.reload_errors = time.time(), ()
             self.access.keys = keys
             self._facts.clear()
             self.awaited &= loaded.presets.keys()
             result = self.fleet.apply(loaded.presets)
             self.names = Names(loaded.presets)
             return {**result, "warnings": [str(warning) for warning in loaded.warnings]}
+
+    def _refused(self, what: str, lines: Sequence[str], rows: list[dict[str, Any]]) -> PresetInvalid:
+        """Tell everybody who may look for it: the log, the state, the events, and whoever asked."""
+        for line in lines:
+            log.error("%s", line)
+        self.reloaded, self.reload_errors = time.time(), tuple(lines)
+        self.events.append("config_refused", "*", errors=list(lines))
+        return PresetInvalid(f"the {what} cannot be used; the old ones still are: {lines[0]}", extra={"errors": rows})
 
 
 @dataclass(frozen=True, slots=True)

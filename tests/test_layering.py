@@ -30,7 +30,8 @@ ROUTER = [
     "router.ledger  router.estimate  router.names",
     "router.presets",
     "router.settings  router.keys  router.log",
-    "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values",
+    "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
+    "  router.watch",
     "router",
 ]
 WORKER = [

@@ -54,6 +54,7 @@ def state(site: Site) -> dict[str, Any]:
             for worker in fleet.workers()
             if worker.state is State.QUEUED
         ],
+        "reload": {"at": site.reloaded, "errors": list(site.reload_errors)},
         "last_event": site.events.last_id,
     }
 

@@ -494,6 +494,25 @@ async def test_a_reload_restarts_only_what_has_changed(tmp_path: Path) -> None:
         assert (await up.client.post("/v1/chat/completions", json=chat("b"))).status_code == 200
 
 
+@pytest.mark.slow
+async def test_a_file_that_is_edited_is_read_again_and_a_bad_edit_changes_nothing(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    async with router("--models-preset", str(file), "--models-watch", *MARGIN) as up:
+        for name in "ab":
+            await up.client.post("/v1/chat/completions", json=chat(name))
+        before = await up.workers()
+        good = file.read_text()
+        file.write_text(good + "ctx-sise = 1\n")
+        assert f"models.ini:{len(good.splitlines()) + 1}: [b]" in await up.says("not reloaded")
+        (error,) = (await up.client.get("/router/state")).json()["reload"]["errors"]
+        assert "ctx-sise" in error
+        assert await up.workers() == before
+        file.write_text(good + "ctx-size = 128\n")  # of b, the last section
+        await up.becomes("b", "unloaded", reason="config_changed")
+        assert await up.workers() == {"a": before["a"]}
+        assert (await up.client.get("/router/state")).json()["reload"]["errors"] == []
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -1,0 +1,104 @@
+"""Told of changes by the kernel: real files, no waiting but for the word."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from router.watch import Watch
+
+DEADLINE = 10.0
+
+
+class Told:
+    """How often something was told."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._event = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.times += 1
+        self._event.set()
+
+    async def once_more(self) -> None:
+        async with asyncio.timeout(DEADLINE):
+            await self._event.wait()
+        self._event.clear()
+
+
+def put(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@pytest.fixture
+async def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.ini"
+    path.write_text("[a]\n")
+    return path
+
+
+async def test_a_file_that_is_written_is_told(file: Path, told: Told) -> None:
+    with Watch([file], told, quiet=0.02):
+        put(file, "[a]\nmodel = demo:a\n")
+        await told.once_more()
+        put(file, "[b]\n")
+        await told.once_more()
+
+
+async def test_a_file_that_another_one_takes_the_place_of_is_told(file: Path, told: Told) -> None:
+    """As editors save, and twice: the second one is another file than the one that was there at first."""
+    with Watch([file], told, quiet=0.02):
+        for text in ("[b]\n", "[c]\n"):
+            (file.parent / "new").write_text(text)
+            os.replace(file.parent / "new", file)
+            await told.once_more()
+
+
+async def test_a_link_that_is_turned_to_another_file_is_told(tmp_path: Path, told: Told) -> None:
+    """As configurations are mounted: the file is a link through a folder that is a link itself."""
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "models.ini").write_text(f"[{version}]\n")
+    (tmp_path / "current").symlink_to("one")
+    (tmp_path / "models.ini").symlink_to("current/models.ini")
+    with Watch([tmp_path / "models.ini"], told, quiet=0.02):
+        (tmp_path / "next").symlink_to("two")
+        os.replace(tmp_path / "next", tmp_path / "current")
+        await told.once_more()
+
+
+async def test_a_folder_with_another_model_in_it_is_told(tmp_path: Path, told: Told) -> None:
+    with Watch([tmp_path], told, quiet=0.02):
+        (tmp_path / "qwen").mkdir()
+        await told.once_more()
+
+
+async def test_what_changes_beside_it_and_comes_together_is_told_once(file: Path, told: Told) -> None:
+    with Watch([file], told, quiet=0.05):
+        for number in range(20):
+            (file.parent / f"log{number}").write_text("x")
+            put(file, "[a]\n" * number)
+        await told.once_more()
+        (file.parent / "beside").write_text("x")
+        (file.parent / "log1").unlink()
+        os.unlink(file)
+        await told.once_more()
+        assert told.times == 2
+
+
+async def test_a_folder_that_is_not_there_is_no_news_and_leaves_nothing_open(tmp_path: Path, told: Told) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    watch = Watch([gone / "models.ini"], told)
+    gone.rmdir()
+    with watch:  # nothing there to watch yet: no error, no news
+        pass
+    assert len(os.listdir("/proc/self/fd")) == descriptors
