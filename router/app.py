@@ -34,7 +34,7 @@ from router.metrics import CONTENT_TYPE, Metrics
 from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
 from router.site import Site, flag
-from worker.routes import ROUTES, Face, Loads, Plane, Route, error_body
+from worker.routes import FACES, ROUTES, Face, Loads, Plane, Route, error_body
 
 log = logging.getLogger("router.app")
 access_log = logging.getLogger("router.access")
@@ -170,7 +170,7 @@ class App:
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
         route = request.get(_ROUTE)
-        face = route.face if route is not None else Face.OPENAI
+        face = route.face if route is not None else FACES.get(request.path, Face.OPENAI)
         body = error_body(
             face,
             status=error.status,
@@ -179,6 +179,7 @@ class App:
             message=error.message.encode("utf-8", "replace").decode(),
             param=error.param,
             extra=error.extra,
+            request_id=request[_ID],
         )
         headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false"}
         if error.retry_after is not None:

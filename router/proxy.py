@@ -34,6 +34,9 @@ from worker.routes import (
     TOKEN_HEADER,
     Route,
     error_frame,
+    refusal_frame,
+    silence,
+    stream,
 )
 
 log = logging.getLogger("router.proxy")
@@ -45,8 +48,6 @@ BUFFERED = 1 << 20
 """Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
 LONGEST_TAIL = 1 << 20
 """Bytes of an incomplete event that are held back at most."""
-_TOLD = b"data: "
-"""How an event begins that says something; comments do not."""
 LARGE = 1 << 16
 """Bytes from which a body goes out in pieces."""
 CROWDED = 0.05
@@ -58,11 +59,6 @@ LAST_WORDS = 30.0
 """Seconds that the end of a broken answer may take to leave, if writes have no limit of their own."""
 FATE_KNOWN = 2.0
 """Seconds to wait, after a connection broke, for word of what became of its worker."""
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream",
-    "Cache-Control": "no-cache, no-transform",
-    "X-Accel-Buffering": "no",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +114,8 @@ class Answer:
         self.lease: Lease | None = None
         """The hold of the attempt that runs, or ran last."""
         self.request = request
+        self._face = call.route.face
+        self.form = stream(self._face)
         self._pace = pace
 
     @property
@@ -132,8 +130,9 @@ class Answer:
             return "streaming"
         return "starting" if state is State.STARTING else "queued"
 
-    async def commit(self, status: int = 200, headers: Mapping[str, str] = STREAM_HEADERS) -> None:
-        """Send the status line and headers."""
+    async def commit(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Send the status line and headers; without any, those of a stream."""
+        headers = self.form.headers if headers is None else headers
         response = web.StreamResponse(status=status, headers={**self.headers, **headers})
         response.content_length = int(headers["Content-Length"]) if "Content-Length" in headers else None
         if "Content-Length" not in headers and self.request.version >= (1, 1):
@@ -165,19 +164,24 @@ class Answer:
     async def events(self, events: bytes) -> None:
         """Forward whole events."""
         await self.write(events)
-        self.finished = self.finished or events.endswith(b"data: [DONE]\n\n")
-        self.told = events[:-2].rpartition(b"\n\n")[2].startswith(b'data: {"error":')
+        self.finished = self.finished or self.form.is_whole(events)
+        self.told = self.form.is_error(events)
 
     async def comment(self, text: str) -> None:
         if not self.committed:
             await self.commit()
-        await self.write(f": {text}\n\n".encode())
+        await self.write(silence(self._face, text, has_begun=False))
 
     async def abort(self, error: ApiError) -> None:
         """One error frame, then the end of the connection without the end of the answer."""
-        face = self.call.route.face
         frame = error_frame(
-            face, status=error.status, type=error.type, reason=error.reason, message=error.message, param=error.param
+            self._face,
+            status=error.status,
+            type=error.type,
+            reason=error.reason,
+            message=error.message,
+            param=error.param,
+            request_id=self.call.request_id,
         )
         with contextlib.suppress(ClientGone):
             await self.write(frame)
@@ -340,14 +344,14 @@ class Proxy:
 
     async def _relay(self, upstream: aiohttp.ClientResponse, answer: Answer) -> None:
         headers = {name: upstream.headers[name] for name in RESPONSE_HEADERS if name in upstream.headers}
-        if upstream.headers.get("Content-Type", "").startswith("text/event-stream"):
-            await self._relay_events(upstream, answer, headers | STREAM_HEADERS)
+        if upstream.headers.get("Content-Type", "").startswith(answer.form.headers["Content-Type"]):
+            await self._relay_events(upstream, answer, {**headers, **answer.form.headers})
             return
         body = await _read_up_to(upstream, BUFFERED)
         answer.first_byte = time.monotonic()
         if answer.committed:  # the worker refused what is a stream to the client by now
             answer.failed = upstream.status
-            await answer.write(b"data: " + body.replace(b"\n", b" ") + b"\n\n")
+            await answer.write(refusal_frame(answer.call.route.face, body))
             await answer.break_off()
             return
         if upstream.content.at_eof():
@@ -363,15 +367,15 @@ class Proxy:
 
     async def _relay_events(self, upstream: aiohttp.ClientResponse, answer: Answer, headers: dict[str, str]) -> None:
         """Forward whole events; hold back what is not one yet."""
-        tail = b""
+        form, tail = answer.form, b""
         if answer.committed and IGNORED_FIELDS_HEADER in upstream.headers:
             await answer.comment(f"ignored-fields {upstream.headers[IGNORED_FIELDS_HEADER]}")
         async for chunk in upstream.content.iter_any():
             tail += chunk
-            if answer.first_byte is None and (tail.startswith(_TOLD) or b"\n" + _TOLD in tail):
+            if answer.first_byte is None and form.says(tail):
                 answer.first_byte = time.monotonic()  # a comment is no answer yet
-            end = tail.rfind(b"\n\n") + 2
-            if end < 2:
+            end = tail.rfind(form.end) + len(form.end)
+            if end < len(form.end):
                 if len(tail) > LONGEST_TAIL:
                     raise WorkerCrashed(f"{answer.call.model}: its worker sent an event that does not end")
                 continue

@@ -15,6 +15,7 @@ import orjson
 
 from worker.families import BARE, CALLS, THOUGHTS, Family, Written
 from worker.fields import Json
+from worker.generation import Delta
 
 _MARK = "mark"
 _BODY = "body"
@@ -82,6 +83,15 @@ class Reading:
             return self._plain(text)
         self._raw += text
         return self._parts(self._parser.feed(text))
+
+    def take(self, delta: Delta) -> tuple[list[Part], int]:
+        """What `delta`, which comes next, adds, all that was held back if it is the last; and how many of its tokens
+        were thoughts."""
+        was_thinking = self.is_thinking
+        parts = self.push(delta.text) if delta.text else []
+        if delta.finish is not None:
+            parts = [*parts, *self.finish()]
+        return parts, len(delta.tokens) if was_thinking or self.is_thinking else 0
 
     def finish(self) -> list[Part]:
         """The answer is over; returns what was held back."""

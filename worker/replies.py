@@ -131,12 +131,8 @@ class _ChatAnswer:
 
     def add(self, delta: Delta) -> tuple[list[Json], int]:
         """What `delta` adds to the message, as OpenAI's deltas, and how many of its tokens were thoughts."""
-        was_thinking = self._reading.is_thinking
-        parts = self._reading.push(delta.text) if delta.text else []
-        if delta.finish is not None:
-            parts = [*parts, *self._reading.finish()]
-        is_thought = was_thinking or self._reading.is_thinking
-        return [self._delta(part) for part in parts], len(delta.tokens) if is_thought else 0
+        parts, reasoning_tokens = self._reading.take(delta)
+        return [self._delta(part) for part in parts], reasoning_tokens
 
     def message(self) -> Json:
         """The whole of it."""

@@ -16,6 +16,7 @@ class Face(Enum):
 
     OPENAI = "openai"
     LLAMA_SERVER = "llama_server"
+    ANTHROPIC = "anthropic"
     ADMIN = "admin"
 
 
@@ -63,16 +64,19 @@ def _both(method: str, path: str, face: Face, name: str, *, worker: bool, **rest
     )
 
 
-def _not_offered(methods: str, paths: str, instead: str, plane: Plane = Plane.USER) -> tuple[Route, ...]:
+def _not_offered(
+    methods: str, paths: str, instead: str, plane: Plane = Plane.USER, face: Face = Face.LLAMA_SERVER
+) -> tuple[Route, ...]:
     """Paths that other servers of these dialects have: their clients are told what to do, not that nothing is there."""
     return tuple(
-        Route(method, path, Face.LLAMA_SERVER, "not_offered", False, plane, instead=instead)
+        Route(method, path, face, "not_offered", False, plane, instead=instead)
         for path in paths.split()
         for method in methods.split()
     )
 
 
 _O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
+_M = Face.ANTHROPIC
 
 _CHAT = "POST /v1/chat/completions"
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
@@ -89,6 +93,8 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/rerank", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     *_both("POST", "/reranking", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     Route("POST", "/v2/rerank", _L, "rerank", True, loads=Loads.FOLLOWS),
+    Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
+    Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
     Route("GET", "/v1/models", _O, "models", False),
     Route("GET", "/v1/models/{id}", _O, "model", False),
     Route("GET", "/models", _L, "models", False),
@@ -111,11 +117,11 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
-    *_not_offered("POST", "/v1/responses /responses /v1/messages /invocations /generate /api/chat", _CHAT),
+    *_not_offered("POST", "/v1/responses /responses /invocations /generate /api/chat", _CHAT),
     *_not_offered(
         "POST",
         "/v1/responses/input_tokens /responses/input_tokens /v1/chat/completions/input_tokens"
-        " /chat/completions/input_tokens /v1/messages/count_tokens",
+        " /chat/completions/input_tokens",
         "POST /apply-template, and POST /tokenize with its answer",
     ),
     *_not_offered("POST", "/infill /api/generate", "POST /v1/completions"),
@@ -132,6 +138,10 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
+FACES: Mapping[str, Face] = {route.path: route.face for route in ROUTES}
+"""By path: for errors about a path whose method is wrong, say."""
+
+
 def error_body(
     face: Face,
     *,
@@ -141,17 +151,93 @@ def error_body(
     message: str,
     param: str | None = None,
     extra: Mapping[str, Any] | None = None,
+    request_id: str = "",
 ) -> dict[str, Any]:
-    """The JSON body of an error in `face`'s dialect."""
-    del face  # every face of this table speaks llama-server's error object, which OpenAI's clients read too
+    """The JSON body of an error in `face`'s dialect. All but Anthropic's have llama-server's error object, which
+    OpenAI's clients read too."""
+    if face is Face.ANTHROPIC:
+        kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
     error = {"code": status, "message": message, "type": type, "param": param, "reason": reason}
     return {"error": {**error, **(extra or {})}}
 
 
-def error_frame(face: Face, *, status: int, type: str, reason: str, message: str, param: str | None = None) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How the streams of one dialect are made of frames."""
+
+    headers: Mapping[str, str]
+    end: bytes
+    """What ends a frame, and stands nowhere within one."""
+    first: bytes
+    """How a line begins that says something, after perhaps another one of the same frame; comments have none."""
+    error: bytes
+    """How an error frame begins."""
+    last: bytes
+    """How the last frame of a whole answer begins."""
+
+    def is_error(self, frames: bytes) -> bool:
+        """Whether the last of these whole frames is an error."""
+        return self._last(frames).startswith(self.error)
+
+    def is_whole(self, frames: bytes) -> bool:
+        """Whether the last of these whole frames ends a whole answer."""
+        return self._last(frames).startswith(self.last)
+
+    def says(self, frames: bytes) -> bool:
+        """Whether there is more than comments."""
+        return frames.startswith(self.first) or b"\n" + self.first in frames
+
+    def _last(self, frames: bytes) -> bytes:
+        before = frames.rfind(self.end, 0, -len(self.end))
+        return frames if before < 0 else frames[before + len(self.end) :]
+
+
+_EVENTS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache, no-transform",
+    "X-Accel-Buffering": "no",
+}
+_STREAM = Stream(_EVENTS, b"\n\n", b"data: ", b'data: {"error":', b"data: [DONE]")
+_STREAMS: Mapping[Face, Stream] = {
+    Face.ANTHROPIC: Stream(_EVENTS, b"\n\n", b"data: ", b"event: error\n", b"event: message_stop\n"),
+}
+
+
+def stream(face: Face) -> Stream:
+    """How `face` streams."""
+    return _STREAMS.get(face, _STREAM)
+
+
+def error_frame(
+    face: Face,
+    *,
+    status: int,
+    type: str,
+    reason: str,
+    message: str,
+    param: str | None = None,
+    request_id: str = "",
+) -> bytes:
     """The bytes that tell a client in mid-stream that its answer will not be complete."""
-    body = error_body(face, status=status, type=type, reason=reason, message=message, param=param)
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    body = error_body(
+        face, status=status, type=type, reason=reason, message=message, param=param, request_id=request_id
+    )
+    return refusal_frame(face, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def refusal_frame(face: Face, body: bytes) -> bytes:
+    """An error's body as a frame of a stream that has already begun."""
+    event = b"event: error\n" if face is Face.ANTHROPIC else b""
+    return event + b"data: " + body.replace(b"\n", b" ") + b"\n\n"
+
+
+def silence(face: Face, text: str, *, has_begun: bool) -> bytes:
+    """What keeps a stream alive that has nothing to say: a comment, `text`, where the dialect has none of its own.
+    `has_begun`: something of the answer has been said."""
+    if face is Face.ANTHROPIC and has_begun:
+        return b'event: ping\ndata: {"type":"ping"}\n\n'
+    return f": {text}\n\n".encode()
 
 
 TOKEN_HEADER = "Authorization"
@@ -165,6 +251,8 @@ REQUEST_HEADERS = (
     "traceparent",
     "tracestate",
     "User-Agent",
+    "anthropic-version",
+    "anthropic-beta",
 )
 """What the router hands on of a request's headers; all others stay behind."""
 RESPONSE_HEADERS = (

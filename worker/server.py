@@ -28,7 +28,7 @@ from worker.connection import WRITE_STALL, ClientGone, Connection
 from worker.contract import Exit
 from worker.deltas import Batch, Deltas
 from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
-from worker.faces import Call, Model, Result, embeddings, llama_server, openai
+from worker.faces import Call, Model, Result, anthropic, embeddings, llama_server, openai
 from worker.fields import Json, parse
 from worker.generation import Engine, Prefill, Timings
 
@@ -42,13 +42,8 @@ MAX_PATH_BYTES = 107
 SHUTDOWN_TIMEOUT = 2.0
 KEEPALIVE_TIMEOUT = 75.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream",
-    "Cache-Control": "no-cache, no-transform",
-    "X-Accel-Buffering": "no",
-}
 _ID = web.RequestKey("id", str)
-_PING = b": ping\n\n"
+_FACE = web.RequestKey("face", routes.Face)
 _RETRIED = (429, 503)
 _MAX_REPORTED = 32
 
@@ -120,8 +115,11 @@ class _Exchange:
 class _Told:
     """What a stream says: frames of deltas, and a comment wherever it says nothing for the ping interval."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, face: routes.Face):
         self._call = call
+        self._face = face
+        self._has_begun = False
+        """Something of the answer has been said."""
         self._began = asyncio.get_running_loop().time()
         self._prompts: dict[int, Prefill] = {}
         """How far they are, by generation; of several choices, the first one's."""
@@ -157,15 +155,16 @@ class _Told:
         for number, delta in batch:
             if delta.progress is not None and delta.index == 0:
                 self._prompts[number] = delta.progress
-        return b"".join(self._call.reply.frames(number, delta) for number, delta in batch)
+        frames = b"".join(self._call.reply.frames(number, delta) for number, delta in batch)
+        self._has_begun = self._has_begun or bool(frames)
+        return frames
 
     def _comment(self) -> bytes:
         """Why it is still silent: `: prefill done=512 total=2048`, of all prompts that have begun, or a ping."""
         done = sum(prompt.done for prompt in self._prompts.values())
         total = sum(prompt.total for prompt in self._prompts.values())
-        if done == total:
-            return _PING
-        return f": prefill done={done} total={total}\n\n".encode()
+        text = "ping" if done == total else f"prefill done={done} total={total}"
+        return routes.silence(self._face, text, has_begun=self._has_begun)
 
 
 async def _until(due: float | None, deltas: Deltas) -> Batch | None:
@@ -274,6 +273,8 @@ class Server:
             "tokenize": self._answering(llama_server.tokenize),
             "detokenize": self._answering(llama_server.detokenize),
             "apply_template": self._answering(llama_server.apply_template),
+            "messages": self._generating(anthropic.messages),
+            "count_tokens": self._answering(anthropic.count_tokens),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         for route in routes.ROUTES:
@@ -288,6 +289,7 @@ class Server:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Nobody without the token comes further; whatever happens behind, there is one answer."""
         given = request.headers.get(routes.REQUEST_ID_HEADER, "")
+        request[_FACE] = routes.FACES.get(request.path, routes.Face.OPENAI)
         request[_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         try:
             self._check_token(request)
@@ -374,9 +376,10 @@ class Server:
     async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas) -> web.StreamResponse:
         """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
         status."""
-        told = _Told(call)
+        face = exchange.request[_FACE]
+        told = _Told(call, face)
         connection = exchange.connection
-        response = web.StreamResponse(headers={**_STREAM_HEADERS, **_headers(exchange, call.ignored)})
+        response = web.StreamResponse(headers={**routes.stream(face).headers, **_headers(exchange, call.ignored)})
         frames = await told.first(deltas, exchange)
         await connection.begin(response)
         try:
@@ -389,7 +392,7 @@ class Server:
             raise
         except Exception as error:  # noqa: BLE001 - the end of a request's life: delivered to its client
             exchange.outcome, exchange.is_broken = "error", True
-            await connection.write(response, _frame(_known(exchange, error)))
+            await connection.write(response, _frame(exchange, _known(exchange, error)))
         return response
 
     def _refusal(self, request: web.Request, error: RequestError, allow: str | None = None) -> web.Response:
@@ -402,13 +405,14 @@ class Server:
         if allow is not None:
             headers["Allow"] = allow
         body = routes.error_body(
-            routes.Face.OPENAI,
+            request.get(_FACE, routes.Face.OPENAI),
             status=error.status,
             type=error.type,
             reason=error.reason,
             message=error.message,
             param=error.param,
             extra=error.extra,
+            request_id=request[_ID],
         )
         return _json(body, status=error.status, headers=headers)
 
@@ -460,14 +464,15 @@ def _draining() -> Draining:
     return Draining("this worker is stopping; send the request again")
 
 
-def _frame(error: RequestError) -> bytes:
+def _frame(exchange: _Exchange, error: RequestError) -> bytes:
     return routes.error_frame(
-        routes.Face.OPENAI,
+        exchange.request[_FACE],
         status=error.status,
         type=error.type,
         reason=error.reason,
         message=error.message,
         param=error.param,
+        request_id=exchange.id,
     )
 
 

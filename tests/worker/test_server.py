@@ -45,13 +45,16 @@ async def test_nobody_without_the_token_is_answered(method: str, path: str, auth
             body = await answer.json()
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
-        assert body["error"] == {
-            "code": 401,
-            "message": "Invalid API Key",
-            "type": "authentication_error",
-            "param": None,
-            "reason": "invalid_api_key",
-        }
+        told = body["error"] if isinstance(body["error"], dict) else {"message": body["error"]}
+        assert told["message"] == "Invalid API Key"
+        if routes.FACES.get(path, routes.Face.OPENAI) in (routes.Face.OPENAI, routes.Face.LLAMA_SERVER):
+            assert told == {
+                "code": 401,
+                "message": "Invalid API Key",
+                "type": "authentication_error",
+                "param": None,
+                "reason": "invalid_api_key",
+            }
         assert world.engine.journal == []
         assert world.events == []
 

@@ -20,6 +20,37 @@ MAX_CHOICES = 128
 
 async def chat(body: Json, model: Model) -> Call:
     """A chat completion; raises RequestError."""
+    id = f"chatcmpl-{uuid.uuid4().hex}"
+    read = await understand(body, model, id=id)
+    common = read.common
+    return Call(
+        generations=read.generations,
+        reply=ChatReply(
+            common.head(id, model),
+            read.generations,
+            include_usage=common.include_usage,
+            has_progress=common.has_progress,
+            manner=read.manner,
+        ),
+        stream=common.stream,
+        ping_interval=common.ping_interval,
+        ignored=read.ignored,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A chat's body, understood."""
+
+    common: "_Common"
+    generations: tuple[Generation, ...]
+    """One."""
+    manner: Manner
+    ignored: tuple[str, ...]
+
+
+async def understand(body: Json, model: Model, *, id: str) -> Chat:
+    """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError."""
     model.require("completion")
     fields = Fields(body)
     conversation = chats.read(fields, model.template)
@@ -33,12 +64,8 @@ async def chat(body: Json, model: Model) -> Call:
     common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     ignored = fields.settle(strict=model.options.strict_fields)
-    prompt = await model.render(replace(conversation, tools=tooling.shown))
-    [tokens] = await model.encode([prompt], add_special=False)
-    if not tokens:
-        raise InvalidValue("messages render to an empty prompt with this model's chat template", param="messages")
+    prompt, tokens = await _tokens(conversation, tooling, model)
     model.check_prompt(tokens, param="messages")
-    id = f"chatcmpl-{uuid.uuid4().hex}"
     manner = Manner(
         family=model.family,
         begun=_begun(model.family, prompt, conversation),
@@ -49,19 +76,26 @@ async def chat(body: Json, model: Model) -> Call:
     )
     common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
     generations = common.generations(id, [tokens], shown=shown(model.family, model.special))
-    return Call(
-        generations=generations,
-        reply=ChatReply(
-            common.head(id, model),
-            generations,
-            include_usage=common.include_usage,
-            has_progress=common.has_progress,
-            manner=manner,
-        ),
-        stream=common.stream,
-        ping_interval=common.ping_interval,
-        ignored=ignored,
-    )
+    return Chat(common=common, generations=generations, manner=manner, ignored=ignored)
+
+
+async def count(body: Json, model: Model) -> int:
+    """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
+    model.require("completion")
+    fields = Fields(body)
+    conversation = chats.read(fields, model.template)
+    tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
+    _, tokens = await _tokens(conversation, tooling, model)
+    return len(tokens)
+
+
+async def _tokens(conversation: chats.Conversation, tooling: tools.Tooling, model: Model) -> tuple[str, list[int]]:
+    """The prompt, as text and as tokens."""
+    prompt = await model.render(replace(conversation, tools=tooling.shown))
+    [tokens] = await model.encode([prompt], add_special=False)
+    if not tokens:
+        raise InvalidValue("messages render to an empty prompt with this model's chat template", param="messages")
+    return prompt, tokens
 
 
 async def completions(body: Json, model: Model) -> Call:

@@ -1,0 +1,34 @@
+"""A fake engine that says what a test writes for it, in the manner of a model that thinks and calls tools."""
+
+from tests.worker.fake_engine import FakeEngine
+from tests.worker.serving import tokenizer
+from worker.generation import Generation
+
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that shows tools, in the way of Hermes."""
+THINKING = TOOLS.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}") + "{# </think> #}"
+"""The same of a model that thinks first."""
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+SAID = f"They ask for Oslo.</think>\n\nLet me look. {CALL}"
+"""Thoughts, content and a call."""
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class Speaking(FakeEngine):
+    """Says `text`, whatever is asked."""
+
+    def __init__(self, text: str, *, ctx_size: int = 2048):
+        super().__init__(tokenizer(), ctx_size=ctx_size)
+        self._text = text
+
+    def script(self, request: Generation, index: int) -> str:
+        return self._text
+
+    def prompt(self) -> str:
+        """The text of the last request's prompt."""
+        return str(self.tokenizer.decode(list(self.requests[-1].prompt)))

@@ -1,0 +1,224 @@
+"""Anthropic's messages: its official client, synchronous and asynchronous, and what it never sends."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import anthropic
+import pytest
+
+from tests.worker.fake_engine import CACHED, SCRIPT
+from tests.worker.serving import TOKEN, Serving, serving
+from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+
+HI: Any = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
+WEATHER: Any = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
+Answer = TypeVar("Answer")
+
+
+@contextlib.asynccontextmanager
+async def asking(world: Serving) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=world.url, auth_token=TOKEN, api_key=None, max_retries=0) as client:
+        yield client
+
+
+async def in_a_thread(world: Serving, ask: Callable[[anthropic.Anthropic], Answer]) -> Answer:
+    def run() -> Answer:
+        with anthropic.Anthropic(base_url=world.url, auth_token=TOKEN, api_key=None, max_retries=0) as client:
+            return ask(client)
+
+    return await asyncio.to_thread(run)
+
+
+def plain(message: anthropic.types.Message) -> dict[str, Any]:
+    """A message without what differs from one to the next."""
+    told = message.to_dict(mode="json")
+    content: Any = told["content"]
+    return {**told, "id": "", "content": [{**block, "id": ""} for block in content]}
+
+
+async def test_a_message() -> None:
+    async with serving() as world, asking(world) as client:
+        message = await client.messages.create(
+            **HI, system="Be brief.", extra_body={"temperature": 0.5, "top_k": 3, "top_p": 0.9}
+        )
+        [block] = message.content
+        assert block.type == "text"
+        assert block.text.startswith(f"0 {SCRIPT}")
+        assert (message.role, message.model, message.stop_reason) == ("assistant", "m", "end_turn")
+        [asked] = world.engine.requests
+        assert message.usage.input_tokens == len(asked.prompt) - CACHED
+        assert message.usage.cache_read_input_tokens == CACHED
+        assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (0.5, 3, 0.9)
+        assert asked.max_tokens == 200
+
+
+async def test_how_it_ended_is_said() -> None:
+    async with serving() as world, asking(world) as client:
+        short = await client.messages.create(**{**HI, "max_tokens": 3})
+        assert (short.stop_reason, short.stop_sequence, short.usage.output_tokens) == ("max_tokens", None, 3)
+        stopped = await client.messages.create(**HI, stop_sequences=["fox"])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "fox")
+
+
+@pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
+async def test_a_stream_builds_the_same_message(said: str) -> None:
+    async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
+        whole = await client.messages.create(**HI, tools=[WEATHER])
+        async with client.messages.stream(**HI, tools=[WEATHER]) as stream:
+            kinds = [event.type async for event in stream]
+            built = await stream.get_final_message()
+        assert plain(built) == plain(whole)
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        streamed = await in_a_thread(world, lambda client: list(client.messages.create(**HI, stream=True)))
+        assert streamed[-1].type == "message_stop"
+
+
+async def test_thoughts_text_and_calls_are_blocks() -> None:
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+        message = await client.messages.create(**HI, tools=[WEATHER])
+        thinking, text, call = message.content
+        assert (thinking.type, text.type, call.type) == ("thinking", "text", "tool_use")
+        assert thinking.thinking == "They ask for Oslo."
+        assert text.text == "Let me look."
+        assert (call.name, call.input) == ("weather", {"city": "Oslo"})
+        assert message.stop_reason == "tool_use"
+
+
+async def test_a_conversation_with_calls_and_results_reaches_the_template() -> None:
+    engine = Speaking("fine")
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "Oslo?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+        {"role": "user", "content": "Well?"},
+    ]
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        await client.messages.create(model="m", max_tokens=9, messages=messages, tools=[WEATHER], system="S")
+        _, _, rendered = engine.prompt().partition("</tool_call>")
+        assert rendered == (
+            '<system>S<user>Oslo?<assistant>Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}'
+            "</tool_call><tool>rain<user>So?\nWell?<assistant>"
+        )
+        count = await client.messages.count_tokens(model="m", messages=messages, tools=[WEATHER], system="S")
+        assert count.input_tokens == len(engine.requests[-1].prompt)
+
+
+async def test_a_message_that_the_client_has_begun_goes_on() -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        begun: Any = [*HI["messages"], {"role": "assistant", "content": "I am"}]
+        await client.messages.create(**{**HI, "messages": begun})
+        assert engine.prompt().endswith("<user>hi<assistant>I am")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        choice = {**choice, "disable_parallel_tool_use": True}
+        await client.messages.create(**HI, tools=[WEATHER], tool_choice=choice)
+        await client.messages.create(**HI, tools=[WEATHER], tool_choice={"type": "none"})
+        held, free = engine.requests
+        assert held.grammar is not None
+        assert "weather" in held.grammar.text
+        assert free.grammar is None
+
+
+async def test_an_answer_is_held_to_a_schema() -> None:
+    engine = Speaking("fine")
+    async with serving(engine) as world, asking(world) as client:
+        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        await client.messages.create(**HI, extra_body={"output_config": form})
+        grammar = engine.requests[-1].grammar
+        assert grammar is not None
+        assert json.loads(grammar.text)["required"] == ["city"]
+
+
+async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    refused: list[tuple[dict[str, Any], str]] = [
+        (
+            {"messages": [{"role": "user", "content": [image]}]},
+            r"content\[0\]: .* not blocks of type image",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run at a server"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
+        ({"messages": []}, "at least one message"),
+        ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"thinking": {"type": "often"}}, "thinking.type"),
+        ({"temperature": -1}, "temperature"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+    ]
+    async with serving() as world, asking(world) as client:
+        for wrong, message in refused:
+            with pytest.raises(anthropic.BadRequestError, match=message):
+                await client.messages.create(**HI, extra_body=wrong)
+        assert world.engine.requests == []
+
+
+async def test_errors_have_anthropics_shape() -> None:
+    async with serving() as world:
+        status, headers, body = await world.post("/v1/messages", {"messages": 1}, **{"X-Request-Id": "r1"})
+        assert (status, body["type"], body["request_id"]) == (400, "error", "r1")
+        assert body["error"]["type"] == "invalid_request_error"
+        assert headers["X-Request-Id"] == "r1"
+        status, _, body = await world.post("/v1/messages", {"messages": [{"role": "user", "content": "break"}]})
+        assert (status, body["error"]["type"]) == (500, "api_error")
+        full = {"messages": [{"role": "user", "content": "full"}]}
+        status, _, body = await world.post("/v1/messages", full)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+
+
+async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
+    late: Any = {**HI, "messages": [{"role": "user", "content": " fail-later "}]}
+
+    def ask(client: anthropic.Anthropic) -> tuple[str, str]:
+        text = ""
+        try:
+            with client.messages.stream(**late) as stream:
+                for piece in stream.text_stream:
+                    text += piece
+        except anthropic.APIStatusError as error:
+            return text, error.message
+        return text, ""
+
+    async with serving(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as world:
+        text, message = await in_a_thread(world, ask)
+        assert (text, "logits" in message) == ("0 G", True)
+        async with asking(world) as client:
+            with pytest.raises(anthropic.APIStatusError, match="logits"):
+                async for _ in await client.messages.create(**late, stream=True):
+                    pass
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments_and_then_by_pings() -> None:
+    content = " prefill hold-later "
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    body = {**HI, "messages": [{"role": "user", "content": content}], "sse_ping_interval": 0.05, "stream": True}
+    async with serving(chat_template=template) as world:
+        async with world.client.post(world.url + "/v1/messages", json=body) as answer:
+            first = (await answer.content.readuntil(b"\n\n")).decode()
+            assert first.startswith(": prefill done=")
+            world.engine.gate.set()
+            await world.engine.until("holding")
+            rest = (await answer.content.read()).decode()
+        assert rest.index("event: message_start") < rest.index("event: message_stop")
+
+
+async def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
+    template = TOOLS + "{{ 'thinks' if enable_thinking else 'does not' }}"
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=template) as world, asking(world) as client:
+        await client.messages.create(**HI, thinking={"type": "enabled", "budget_tokens": 1024})
+        assert engine.prompt().endswith("thinks")
+        await client.messages.create(**HI, thinking={"type": "disabled"})
+        assert engine.prompt().endswith("does not")
+    async with serving(Speaking("fine"), chat_template=TOOLS) as world:
+        body = {**HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        _, headers, _ = await world.post("/v1/messages", body)
+        assert headers["X-Ignored-Fields"] == "thinking.budget_tokens,thinking"
