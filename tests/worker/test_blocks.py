@@ -1,8 +1,10 @@
 """Promises of the cache in blocks: none lost, none shared wrongly, what is found is right, and everybody ends.
 
-The state machine keeps a pool of its own, in which a block holds the tokens that were computed into it, and reads each
-sequence back from there in every step, as attention would.
+The state machine keeps a pool of its own. What is computed into it depends on a token and all that precede it, as keys
+and values do, and each sequence is read back from there in every step, as attention would.
 """
+
+import itertools
 
 import pytest
 from hypothesis import settings
@@ -52,6 +54,16 @@ def test_a_prompt_that_begins_like_another_finds_whole_blocks_and_never_its_last
         each = sequence(2, tokens)
         ran(blocks, each)
         assert each.cached == found
+
+
+def test_a_block_is_found_only_behind_the_tokens_that_it_was_computed_behind() -> None:
+    blocks = Blocks(2, 16)
+    one, other, both = ([each] * B for each in (1, 2, 3))
+    ran(blocks, sequence(1, [*one, *one, 9]))
+    ran(blocks, sequence(2, [*other, *both, 9]))
+    probe = sequence(3, [*one, *both, 9])
+    ran(blocks, probe)
+    assert probe.cached == B
 
 
 def test_without_caching_and_where_all_logits_are_wanted_nothing_is_found() -> None:
@@ -160,6 +172,11 @@ def test_a_pool_has_room_for_every_row_unless_told_otherwise() -> None:
     assert pool_blocks(3, 100, kv_tokens=101) == 7
 
 
+def values(each: Sequence) -> list[int]:
+    """What is computed for each of its tokens."""
+    return list(itertools.accumulate(each.tokens, lambda before, token: hash((before, token))))
+
+
 def answer(each: Sequence) -> int:
     """The next token, as a model would choose it: by everything before it."""
     return sum(each.tokens) % 5
@@ -185,8 +202,8 @@ class AnyTraffic(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([False, False, True]),
     )  # fmt: skip
     def arrive(self, seed: int, length: int, turn: int | None, limit: int, choices: int, prompt_logprobs: bool) -> None:
-        """Prompts begin alike (by `seed`) and part ways at `turn`."""
-        prompt = [seed + index % 7 + (1 if turn is not None and index >= turn else 0) for index in range(length)]
+        """Prompts are alike (by `seed`) but for one token, at `turn`."""
+        prompt = [seed + index % 7 + (1 if index == turn else 0) for index in range(length)]
         limit = min(limit, 5 * B - length)
         first = self.next_id + 1
         for _ in range(choices):
@@ -260,10 +277,10 @@ class AnyTraffic(RuleBasedStateMachine):
             segment.table.copy = None
             for position in range(segment.start, segment.end):
                 block, offset = divmod(self.place(segment.sequence, position), B)
-                self.pool[block][offset] = segment.sequence.tokens[position]
+                self.pool[block][offset] = values(segment.sequence)[position]
         for segment in batch:
             seen = [self.pool[place // B][place % B] for place in self.places(segment.sequence, 0, segment.end)]
-            assert seen == segment.sequence.tokens[: segment.end], "it reads what another one wrote"
+            assert seen == values(segment.sequence)[: segment.end], "it reads what another one wrote"
 
     def advance(self, each: Sequence, end: int) -> None:
         each.computed = end

@@ -494,6 +494,31 @@ async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -
         assert after.tokens == generated(model, (7, 8), 20)
 
 
+async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
+    """Padded rows are masked, and a mask hides numbers only."""
+    made: list[Faulty] = []
+
+    def fault(batch: Batch) -> None:
+        for segment in batch:
+            if is_marked(segment) and segment.table is not None:
+                for slot, count in segment.table.slots(0, segment.end):
+                    made[0].runner._pool.values[0][slot : slot + count] = float("nan")  # type: ignore[attr-defined]
+
+    engine, made[:] = faulty(folder, fault, parallel=2)
+    long = (*range(20, 60), 5)
+    async with serving(engine):
+        told, failed = await asyncio.gather(
+            say(engine, long, max_tokens=30), say(engine, (*MARKED, *long)), return_exceptions=True
+        )
+        assert isinstance(failed, SequenceFailed)
+        assert isinstance(told, Told)
+        assert told.tokens == generated(model, long, 30)
+        pair = await asyncio.gather(*(say(engine, each, max_tokens=30) for each in (PROMPT, long)))
+        assert [each.tokens for each in pair] == [generated(model, each, 30) for each in (PROMPT, long)]
+        with pytest.raises(SequenceFailed):
+            await say(engine, (*MARKED, *long))
+
+
 async def test_a_sequence_that_breaks_the_model_ends_alone(folder: Path, model: Any) -> None:
     def fault(batch: Batch) -> None:
         if any(is_marked(each) and each.sequence.answered == 3 for each in batch):

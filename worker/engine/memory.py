@@ -114,7 +114,8 @@ def start_error(what: str, device: torch.device, error: BaseException) -> StartE
     """What to end with if there was no room for `what`."""
     exit = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
     return StartError(
-        f"no memory for {what} on {device}: {one_line(error)}; lower ctx-size or parallel, or free memory", exit
+        f"no memory for {what} on {device}: {one_line(error)}; lower ctx-size, parallel or kv-tokens, or free memory",
+        exit,
     )
 
 
