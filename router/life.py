@@ -493,6 +493,7 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
         data["measured"] = _by_name(worker.measured)
         data["estimated"] = {str(id): size for id, size in _estimated(worker).items()}
         data["pid"] = worker.process.pid
+        data["spent"] = {stage: round(seconds, 4) for stage, seconds in worker.process.ready.seconds.items()}
     elif worker.state >= State.STOPPING:
         data["reason"] = worker.reason
         if worker.made_room_for:

@@ -55,8 +55,9 @@ def state_line(event: Event) -> str:
     moved = f"{was}→{state}" if was else ("draining" if data.pop("draining", False) else state)
     fields = []
     for name, value in data.items():
-        if name == "stages":
-            value = ",".join(f"{stage}:{seconds:.1f}s" for stage, seconds in value.items())
+        if name in ("stages", "spent"):
+            digits = 1 if name == "stages" else 3
+            value = ",".join(f"{stage}:{seconds:.{digits}f}s" for stage, seconds in value.items())
         elif isinstance(value, Mapping):
             value = ",".join(f"{size(each)}@{device}" for device, each in value.items())
         elif isinstance(value, str) and (" " in value or not value):

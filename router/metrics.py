@@ -18,6 +18,8 @@ from router.lifecycle import State
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STATES = ("unloaded", "downloading", "loading", "loaded")
+SPENT = ("fork", "exec", "imports", "config", "tokenizer", "read", "build", "warmup", "server")
+"""What a start is made of, as its worker tells."""
 STAGES = ("download", "wait", "start", "weights", "warmup")
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 INTENDED = frozenset(
@@ -52,6 +54,15 @@ class Metrics:
             registry=registry,
             buckets=WAITS,
         )
+        self._start_seconds = Histogram(
+            "router_start_seconds",
+            "Where the time of a start went; first_token: of the first request, from its arrival at the worker.",
+            ["model", "stage"],
+            registry=registry,
+            buckets=(0.001, 0.003, *WAITS),
+        )
+        self._fresh: dict[str, int] = {}
+        """Workers that have not given a first token yet, by model."""
         self._token_seconds = Histogram(
             "router_token_seconds",
             "Mean time per token of an answer after its first.",
@@ -74,6 +85,9 @@ class Metrics:
         data = event.data
         match event.kind:
             case "request":
+                if data.get("ttft") and self._fresh.get(event.model) == data["worker"]:
+                    del self._fresh[event.model]
+                    self._start_seconds.labels(event.model, "first_token").observe(data["ttft"])
                 for kind, count in (
                     ("prompt", data["prompt_tokens"]),
                     ("cached", data["cached_tokens"]),
@@ -92,6 +106,10 @@ class Metrics:
             case "state" if data["state"] == "ready" and "load_seconds" in data:
                 self._loads.labels(event.model, "ready").inc()
                 self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
+                self._fresh[event.model] = data["worker"]
+                for stage in SPENT:
+                    if stage in data.get("spent", ()):
+                        self._start_seconds.labels(event.model, stage).observe(data["spent"][stage])
                 for stage in STAGES:
                     if stage in data.get("stages", ()):
                         self._load_seconds.labels(event.model, stage).observe(data["stages"][stage])

@@ -8,7 +8,8 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from worker import leash
@@ -105,6 +106,7 @@ def _begin_forked(words: list[str]) -> NoReturn:
 
 
 def _dispatch(words: list[str], tied: leash.Leash) -> None:
+    began = time.monotonic()
     import logging
 
     from worker import contract
@@ -132,7 +134,7 @@ def _dispatch(words: list[str], tied: leash.Leash) -> None:
 
         tied.say(estimate.estimate(command))
     else:
-        _serve(command, tied)
+        _serve(command, tied, began)
 
 
 def _prepare(threads: int) -> None:
@@ -144,8 +146,8 @@ def _prepare(threads: int) -> None:
         os.environ[f"{library}_NUM_THREADS"] = str(threads)
 
 
-def _serve(command: "contract.Serve", tied: leash.Leash) -> None:
-    """Returns once the worker has been asked to stop and its running answers have ended."""
+def _serve(command: "contract.Serve", tied: leash.Leash, began: float) -> None:
+    """Returns once the worker has been asked to stop and its running answers have ended. `began`: when its work did."""
     import asyncio
 
     from worker.contract import Exit
@@ -153,10 +155,25 @@ def _serve(command: "contract.Serve", tied: leash.Leash) -> None:
 
     if tied.leashed and not tied.token:
         raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
-    asyncio.run(_serve_until_told(command, tied))
+    asyncio.run(_serve_until_told(command, tied, began))
 
 
-async def _serve_until_told(command: "contract.Serve", tied: leash.Leash) -> None:
+class Laps:
+    """Where the time of a load goes: seconds by stage, one behind another."""
+
+    def __init__(self, began: float):
+        """`began`: when the first one did, by the monotonic clock."""
+        self.seconds: dict[str, float] = {}
+        self._at = began
+
+    def over(self, stage: str) -> None:
+        """What passed since the last stage was this one; a stage may come in parts."""
+        now = time.monotonic()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._at
+        self._at = now
+
+
+async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began: float) -> None:
     import asyncio
     import logging
 
@@ -164,10 +181,20 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash) -> Non
     from worker.engine.engine import TransformersEngine
     from worker.server import Server
 
+    laps = Laps(began)
+    laps.over("imports")
+
+    def progress(event: contract.Progress) -> None:
+        if event.stage == "weights" and event.done == event.total:
+            laps.over("read")
+        tied.say(event)
+
     # By hand a line each second would only hide the others.
-    engine = TransformersEngine.load(command, progress=tied.say, pulse=tied.say if tied.leashed else lambda _: None)
+    pulse: Callable[[contract.Pulse], None] = tied.say if tied.leashed else lambda _: None
+    engine = TransformersEngine.load(command, progress=progress, pulse=pulse, over=laps.over)
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
+    laps.over("server")
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
@@ -182,6 +209,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash) -> Non
             measured=engine.measured,
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
+            seconds=laps.seconds,
             modules=[name for name in sys.modules if contract.is_warmable(name)],
         )
     )

@@ -264,7 +264,8 @@ class Ready:
     """Of chat, completion, embedding, rerank."""
     n_ctx: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Where the time of the load went, by stage, in their order: of what this process has seen of it."""
+    """Where the time of the load went, by stage, in their order: imports, config, tokenizer, read, build, warmup,
+    server. What came before them, this process has not seen."""
     modules: list[str] = dataclasses.field(default_factory=list)
     """Modules of the model's family that it has (`is_warmable`), so that a nursery may have them, too."""
 

@@ -78,6 +78,9 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
             result["progress"] = progress(worker)
         if (beat := pulse(worker)) is not None:
             result["pulse"] = beat
+        if worker.process is not None and worker.process.ready.seconds:
+            spent = worker.process.ready.seconds.items()
+            result["spent"] = {stage: round(seconds, 4) for stage, seconds in spent}
         memory = memory_of(model.workers)
         if memory:
             result["memory"] = memory

@@ -216,9 +216,13 @@ class LocalLauncher:
             devices=tuple(name for name in names if name != "cpu") or ("cpu",),
             listen=f"unix:{socket}",
         )
+        began = asyncio.get_running_loop().time()
         try:
             async with self._running(program, command, "serve", tag, token, self._visible(names)) as child:
-                worker = LocalWorker(program, command, child, names, socket, token, listen, self._ooms)
+                forked = self.nursery is not None and self.nursery.has(child.pid)
+                worker = LocalWorker(
+                    program, command, child, names, socket, token, listen, self._ooms, began=began, forked=forked
+                )
                 try:
                     await worker.start()
                     if self.nursery is not None:
@@ -435,7 +439,11 @@ class LocalWorker:
         token: str,
         listen: Listen,
         ooms: OomKills,
+        *,
+        began: float,
+        forked: bool,
     ):
+        """`began`: when it was decided to start it, by the loop's clock."""
         loop = asyncio.get_running_loop()
         self.url = URL
         self.token = token
@@ -455,6 +463,8 @@ class LocalWorker:
         self._listen = listen
         self._ooms = ooms
         self._loop = loop
+        self._forked = forked
+        self._began = began
         self._ready: asyncio.Future[contract.Ready] = loop.create_future()
         self._lost: asyncio.Future[WorkerLost] = loop.create_future()
         self._serving = False
@@ -521,7 +531,10 @@ class LocalWorker:
                 return
             case contract.Ready():
                 self._measure(event.measured)
-                self._ready.set_result(event)
+                birth = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
+                self._ready.set_result(
+                    replace(event, seconds={"fork" if self._forked else "exec": birth, **event.seconds})
+                )
             case contract.Pulse():
                 self._measure(event.measured)
         self._vitals.hear(event, self._loop.time())

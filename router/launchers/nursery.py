@@ -52,6 +52,8 @@ class Nursery:
         self._orders = orders
         self._ids = 0
         self._births: dict[int, asyncio.Future[int]] = {}
+        self._born: set[int] = set()
+        """Children that are not reaped yet."""
         self._reaps: dict[int, Callable[[int], None]] = {}
         self._modules: set[str] = set()
         self._loop = asyncio.get_running_loop()
@@ -131,6 +133,10 @@ class Nursery:
         finally:
             del self._births[id]
 
+    def has(self, pid: int) -> bool:
+        """Whether the process of that number, one that lives, was forked here."""
+        return pid in self._born
+
     def warm(self, modules: Sequence[str]) -> None:
         """Have it import what a worker needed, as far as that is allowed and new, before it forks the next one."""
         wanted = [name for name in modules if contract.is_warmable(name) and name not in self._modules][
@@ -159,6 +165,7 @@ class Nursery:
             pass
 
     def _reap(self, pid: int, tell: Callable[[int], None]) -> None:
+        self._born.discard(pid)
         self._reaps[pid] = tell
         if self.child.exited.done():
             self._reap_adopted(pid)
@@ -184,6 +191,7 @@ class Nursery:
                 self.is_warm = True
                 self._on_warm()
             case contract.Born() if (answer := self._births.get(event.id)) and not answer.done():
+                self._born.add(event.pid)
                 answer.set_result(event.pid)
             case contract.Refused() if (answer := self._births.get(event.id)) and not answer.done():
                 answer.set_exception(NurseryRefused(event.why))

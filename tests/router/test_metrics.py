@@ -257,6 +257,23 @@ async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
 
 
 @virtual
+async def test_where_a_start_spent_its_time_is_told_and_what_its_first_token_took() -> None:
+    world = Schedule({"a": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    spent = {"fork": 0.01, "read": 0.5, "of its own": 9.0}
+    world.events.append("state", "a", worker=7, state="ready", load_seconds=0.51, spent=spent)
+    counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
+    for worker, ttft in ((6, 3.0), (7, 0.0), (7, 0.25), (7, 8.0)):  # another one's, one without a token, its first
+        world.events.mention("request", "a", worker=worker, id="r", ttft=ttft, **counts)
+    found = samples(metrics)
+    told = {
+        stage: found.get(f'router_start_seconds_sum{{model="a",stage="{stage}"}}') for stage in (*spent, "first_token")
+    }
+    assert told == {"fork": 0.01, "read": 0.5, "of its own": None, "first_token": 0.25}
+    await world.stop()
+
+
+@virtual
 async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> None:
     world = Schedule({"a": GIB})
     metrics = Metrics(world.fleet, world.events)

@@ -613,8 +613,10 @@ async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path
 
     stages: list[contract.Progress] = []
     asked = options(folder, ctx_size=64)
-    engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse)
+    over: list[str] = []
+    engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse, over=over.append)
     async with serving(engine):
+        assert over == ["config", "tokenizer", "build", "warmup"]
         assert await asyncio.to_thread(came.wait, DEADLINE)
         thread, event = heard[0]
         assert thread == "step-loop"

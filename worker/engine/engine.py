@@ -111,21 +111,25 @@ class TransformersEngine:
         *,
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
+        over: Callable[[str], None] = lambda stage: None,
     ) -> "TransformersEngine":
         """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
-        warmup in tokens), `pulse` on the step loop's, each second. Raises StartError.
+        warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
+        tokenizer, build, warmup). Raises StartError.
         """
         progress(contract.Progress(stage="start"))
         _check(options)
         torch.set_num_threads(options.threads)
         memory.keep_small()
         config = loader.load_config(options)
+        over("config")
         tokenizer = loader.load_tokenizer(options)
+        over("tokenizer")
         loader.device_of(options)
         memory.cap(options.devices, options.reserved)
         if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
-            return cls._load_encoder(options, config, tokenizer, progress, pulse)
-        return cls._load_generator(options, config, tokenizer, progress, pulse)
+            return cls._load_encoder(options, config, tokenizer, progress, pulse, over)
+        return cls._load_generator(options, config, tokenizer, progress, pulse, over)
 
     @classmethod
     def _load_generator(
@@ -135,6 +139,7 @@ class TransformersEngine:
         tokenizer: transformers.PreTrainedTokenizerBase,
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
+        over: Callable[[str], None],
     ) -> "TransformersEngine":
         attention.register()
         loaded = loader.load_model(options, config, backends.implementation(options.attention, config), progress)
@@ -146,6 +151,7 @@ class TransformersEngine:
             )
             backends.prove(backend, config, ctx_size)
             runner: Runner = backend
+            over("build")
             progress(contract.Progress(stage="warmup", total=chunk))
             if loaded.device.type != "cpu" or _weight_bytes(loaded.model) <= _SMALL:
                 warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
@@ -161,6 +167,7 @@ class TransformersEngine:
                 raise
             what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"
             raise memory.start_error(what, loaded.device, error) from error
+        over("warmup")
         return cls(
             options,
             tokenizer,
@@ -180,8 +187,10 @@ class TransformersEngine:
         tokenizer: transformers.PreTrainedTokenizerBase,
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
+        over: Callable[[str], None],
     ) -> "TransformersEngine":
         loaded = encoders.load(options, config, tokenizer, progress)
+        over("build")
         ctx_size = _ctx_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))
         try:
@@ -190,6 +199,7 @@ class TransformersEngine:
             if not memory.is_exhausted(error):
                 raise
             raise memory.start_error("one step", loaded.device, error) from error
+        over("warmup")
         return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, encoder=loaded)
 
     @property
