@@ -88,7 +88,7 @@ def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "engine.json").read_text())
     for rows in report["levels"].values():
-        assert {"ours, paged", "one at a time", "static batch", "continuous batch"} <= rows.keys()
+        assert {"ours, paged", "ours, aligned", "one at a time", "static batch", "continuous batch"} <= rows.keys()
         assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert report["bandwidth"] > 1e8
     table = (tmp_path / "engine.md").read_text()
