@@ -1,0 +1,101 @@
+"""On an accelerator: equality with `generate` there, graphs that say what kernels one by one say, memory that stays.
+
+`scripts/gpu_check` runs these, beside what only whole processes can show.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.worker.loaded import load, options, say, serving
+from worker.engine import attention, backends, loader, memory
+from worker.engine.engine import record
+from worker.engine.runner import PackedRunner
+from worker.engine.scheduler import Batch, Pace, Segment
+from worker.engine.sequence import Sequence as TokenSequence
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no accelerator here"),
+]
+DEVICE = "cuda:0"
+NEW = 32
+FAMILIES = ("llama", "mistral", "gpt2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
+
+
+def generated(model: Any, prompt: Sequence[int]) -> list[int]:
+    tokens = torch.tensor([list(prompt)], device=model.device)
+    mask = torch.ones_like(tokens)
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer[:-1] if answer and answer[-1] == model.generation_config.eos_token_id else answer
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_text_equals_generate_on_the_device(family: str, enforce_eager: bool, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    source = random.Random(3)
+    prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in (1, 7, 23, 60, 100)]
+    engine = load(
+        folder, devices=(DEVICE,), dtype="float32", ctx_size=160, parallel=3, prefill_chunk=16,
+        enforce_eager=enforce_eager,
+    )  # fmt: skip
+    async with serving(engine):
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+    assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
+
+
+def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: Path) -> None:
+    asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=5)
+    attention.register()
+    config = loader.load_config(asked)
+    loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
+    runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
+    assert isinstance(runner, PackedRunner)
+    fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
+    assert fixed.recorded == len(fixed.shapes) > 0
+    source = random.Random(1)
+    rows: list[tuple[TokenSequence, int]] = []
+    for id, length in enumerate((3, 40, 17, 90, 64)):
+        tokens = [source.randrange(2, 500) for _ in range(length + 1)]
+        sequence = TokenSequence(id=id, prompt_tokens=length, tokens=tokens, limit=200, ends=frozenset())
+        row, _ = capacity.admit(sequence)
+        runner.run((Segment(sequence, row, 0, length, capacity.table(row)),))
+        sequence.computed = length
+        rows.append((sequence, row))
+
+    def batch(count: int) -> Batch:
+        made = []
+        for sequence, row in rows[:count]:
+            assert capacity.grow(row, sequence.computed, sequence.computed + 1)
+            made.append(Segment(sequence, row, sequence.computed, 1, capacity.table(row)))
+        return tuple(made)
+
+    for step in range(12):
+        for count in range(1, 6):
+            replayed = fixed.run(batch(count)).clone()
+            torch.testing.assert_close(replayed, runner.run(batch(count)), atol=1e-3, rtol=1e-3)
+        for sequence, _ in rows:
+            sequence.tokens.append(5 + step)
+            sequence.computed += 1
+
+
+async def test_nothing_grows_while_an_engine_serves(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    engine = load(folder, devices=(DEVICE,), ctx_size=200, parallel=4, prefill_chunk=64)
+    async with serving(engine):
+        ready = memory.measured((DEVICE,))[DEVICE]
+        prompts = [tuple(range(5, 5 + length)) for length in (150, 3, 90, 160, 40, 120)]
+        for _ in range(3):
+            await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+        assert memory.measured((DEVICE,))[DEVICE] == ready

@@ -1,0 +1,63 @@
+"""scripts/gpu_check, as far as a machine without an accelerator can tell."""
+
+import argparse
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    loader = SourceFileLoader("gpu_check", str(PROGRAM))
+    spec = spec_from_loader("gpu_check", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_a_check_that_fails_is_reported_and_the_rest_go_on(program: Any) -> None:
+    def passes(args: argparse.Namespace) -> dict[str, Any]:
+        return {"bytes": 3 << 20, "seconds": [0.5, 2.0]}
+
+    def fails(args: argparse.Namespace) -> dict[str, Any]:
+        raise program.Failed("7 MiB are not back")
+
+    def breaks(args: argparse.Namespace) -> dict[str, Any]:
+        raise ZeroDivisionError("nothing")
+
+    found = program.run_all(argparse.Namespace(), {"fails": fails, "breaks": breaks, "passes": passes})
+    assert [each["passed"] for each in found] == [False, False, True]
+    report = {"device": "X", "command": "c", "commit": "1", "date": "d", "torch": "t", "checks": found}
+    lines = program.render(report).splitlines()
+    assert any(line.startswith("| fails | **failed** |") and "7 MiB are not back" in line for line in lines)
+    assert any(line.startswith("| breaks | **failed** |") and "ZeroDivisionError: nothing" in line for line in lines)
+    assert any(line.startswith("| passes | passed |") and "bytes 3 MiB; seconds 0.5, 2" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_without_an_accelerator_it_says_so_and_is_no_success(tmp_path: Path) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--out", str(tmp_path / "gpu")],
+        capture_output=True, text=True, check=False, env=environment, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "nothing was checked" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_does_not_exist_is_refused_by_name(program: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--only", "context,luck"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "no check is called luck" in done.stderr
