@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -80,11 +80,14 @@ class Access:
         return not key.models or any(fnmatch.fnmatchcase(model, glob) for glob in key.models)
 
     @contextmanager
-    def running(self, key: Key) -> Iterator[None]:
-        """Count one request of `key` for the length of the block. Raises QueueFull over its max-concurrent."""
+    def running(self, key: Key, come_back: Callable[[], float] = lambda: 1.0) -> Iterator[None]:
+        """Count one request of `key` for the length of the block. Raises QueueFull over its max-concurrent, with the
+        seconds that `come_back` says."""
         if key.max_concurrent and self._running[key.digest] >= key.max_concurrent:
             raise QueueFull(
-                f"this key already runs {key.max_concurrent} requests at once", reason="key_concurrency", retry_after=1
+                f"this key already runs {key.max_concurrent} requests at once",
+                reason="key_concurrency",
+                retry_after=come_back(),
             )
         self._running[key.digest] += 1
         try:

@@ -183,7 +183,7 @@ class App:
         )
         headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false"}
         if error.retry_after is not None:
-            headers["Retry-After"] = str(max(1, round(error.retry_after)))
+            headers["Retry-After"] = str(min(LATEST, max(1, round(error.retry_after))))
         return _json(body, status=error.status, headers=headers)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -293,7 +293,7 @@ class App:
                 arrived=request[_ARRIVED],
                 timeout=max(0.0, timeout),
             )
-            with self._site.access.running(key):
+            with self._site.access.running(key, lambda: self._site.fleet.turnover(id)):
                 answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
         if answer.failed is not None:
             request[_STATUS] = answer.failed
@@ -402,6 +402,8 @@ class App:
 
 
 CLOSE = {"Connection": "close"}
+LATEST = 60
+"""Seconds that a client is told to wait at most: official clients give up where it is much more."""
 COME_BACK = {"X-Should-Retry": "true", "Retry-After": "1"}
 _DECODER = msgspec.json.Decoder(Peek)
 

@@ -32,7 +32,7 @@ from router.errors import (
 )  # fmt: skip
 from router.estimate import EstimateError
 from router.events import EventLog
-from router.explain import does_not_fit, numbers, preview
+from router.explain import does_not_fit, numbers, preview, shortages
 from router.launchers import Launcher, WorkerLost, WorkerProcess
 from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
 from router.life import Again, Files, Worker, end, live, lost_error, tell, weigh
@@ -214,7 +214,7 @@ class Fleet:
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
         if model.preset.max_concurrent and model.leases >= model.preset.max_concurrent:
             raise QueueFull(
-                f"{id} already has {model.leases} requests at once (max-concurrent)", retry_after=self._turnover(model)
+                f"{id} already has {model.leases} requests at once (max-concurrent)", retry_after=self.turnover(id)
             )
         if worker is None or worker.state is not State.READY:
             self._admit(model)
@@ -300,8 +300,9 @@ class Fleet:
         loads = (self._homes[w.id].expected_load() for w in ahead)
         return max(1.0, model.expected_load() + sum(loads))
 
-    def _turnover(self, model: Model) -> float:
-        """Seconds until one of the requests of `model` can be expected to end, by how long they took so far."""
+    def turnover(self, id: str) -> float:
+        """Seconds until one of the requests of a model can be expected to end, by how long they took so far."""
+        model = self.model(id)
         worker = model.open
         if worker is None or worker.state is not State.READY:
             return self.eta(model)
@@ -599,6 +600,8 @@ class Fleet:
         for id, refusal in plan.refuse.items():
             worker = by_id[id]
             if not worker.room.done():
+                told = numbers(worker, self.devices) | {"shortage": shortages(refusal.devices)}
+                self.events.append("plan", worker.preset.id, decision="refuse", worker=worker.id, **told)
                 worker.room.set_exception(does_not_fit(worker, refusal))
         for worker in [by_id[id] for id in plan.drop]:
             told = numbers(worker, self.devices)

@@ -43,6 +43,8 @@ def _tell(event: Event) -> None:
             total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
             parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
+        case "config_refused":
+            log.error("presets not reloaded, the old ones still are: %s", "; ".join(data["errors"]))
         case "config":
             log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
 
@@ -82,6 +84,8 @@ def plan_line(event: Event) -> str:
         frees = ",".join(f"{size(each)}@{device}" for device, each in data["frees"].items())
         asker = f" for={data['for']}" if data["for"] else ""
         return f"evict {name} reason={data['reason']}{asker} idle={data['idle_seconds']}s frees={frees}{needs} {need}"
+    if data["decision"] != "wait":  # refused, or a copy that is dropped
+        return f"{data['decision']} {name}{needs} {need}"
     on = f" on={','.join(data['on'])}" if data["on"] else ""
     return f"wait {name} cause={data['cause']}{on} position={data['position']}{needs} {need}"
 

@@ -139,8 +139,6 @@ class Site:
 
     def _refused(self, what: str, lines: Sequence[str], rows: list[dict[str, Any]]) -> PresetInvalid:
         """Tell everybody who may look for it: the log, the state, the events, and whoever asked."""
-        for line in lines:
-            log.error("%s", line)
         self.reloaded, self.reload_errors = time.time(), tuple(lines)
         self.events.append("config_refused", "*", errors=list(lines))
         return PresetInvalid(f"the {what} cannot be used; the old ones still are: {lines[0]}", extra={"errors": rows})

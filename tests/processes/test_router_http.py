@@ -503,7 +503,7 @@ async def test_a_file_that_is_edited_is_read_again_and_a_bad_edit_changes_nothin
         before = await up.workers()
         good = file.read_text()
         file.write_text(good + "ctx-sise = 1\n")
-        assert f"models.ini:{len(good.splitlines()) + 1}: [b]" in await up.says("not reloaded")
+        assert f"models.ini:{len(good.splitlines()) + 1}: [b]" in await up.says("presets not reloaded")
         (error,) = (await up.client.get("/router/state")).json()["reload"]["errors"]
         assert "ctx-sise" in error
         assert await up.workers() == before

@@ -27,6 +27,14 @@ def test_an_eviction_names_who_for_and_the_numbers() -> None:
     )
 
 
+def test_a_refusal_and_a_dropped_copy_are_one_line_with_their_numbers() -> None:
+    devices = {"cpu": {"total": 8, "used": 900 * MIB, "foreign": 0, "margin": 64 * MIB, "limit": None}}
+    for decision in ("refuse", "drop"):
+        data = {"decision": decision, "worker": 1, "needs": [500 * MIB], "source": "exact", "devices": devices}
+        line = plan_line(Event(1, 0.0, "plan", "a", data))
+        assert line == f"{decision} a#1 needs=500MiB(exact) cpu:used=900MiB,foreign=0MiB,margin=64MiB"
+
+
 def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
     text = _Text().format(record("a\nb\r\x1b[31mc"))
     assert "\n" not in text

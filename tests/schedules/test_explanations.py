@@ -1,0 +1,103 @@
+"""What people are told of decisions: while they wait, beforehand, and afterwards."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router import log
+from router.access import Access
+from router.errors import DoesNotFit, QueueFull
+from router.metrics import Metrics
+from router.proxy import status_comment
+from router.settings import Key
+from tests.fakes import GIB, FakeModel, virtual
+from tests.schedules.worlds import Schedule
+
+BUSY = {"a": 8 * GIB, "b": 8 * GIB, "c": 8 * GIB}
+
+
+def plans(world: Schedule) -> list[tuple[str, str]]:
+    events = world.events.since(0) or ()
+    return [(event.model, event.data["decision"]) for event in events if event.kind == "plan"]
+
+
+@virtual
+async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
+    models = {name: FakeModel(shards=(size,), load_seconds=6.0) for name, size in BUSY.items()}
+    world = Schedule(BUSY, models=models)
+    asking = [asyncio.create_task(world.ask("a", 60.0))]
+    await asyncio.sleep(7)
+    with world.fleet.lease("b") as first, world.fleet.lease("c") as second:
+        await asyncio.sleep(1)
+        assert status_comment(world.fleet, first) == "queued position=1 waiting_for=turn eta_s=6"
+        assert status_comment(world.fleet, second) == "queued position=2 waiting_for=memory eta_s=12"
+    await asyncio.gather(*asking)
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_says_who_would_leave_and_changes_nothing() -> None:
+    world = Schedule({"a": 4 * GIB, "b": 3 * GIB, "c": 5 * GIB})
+    await world.ask("a")
+    await world.ask("b")
+    await asyncio.sleep(60)
+    told = await world.fleet.preview("c")
+    assert (told["decision"], told["evict"]) == ("evict", [{"model": "a", "reason": "evicted", "idle": True}])
+    assert told["keep"] == {"b": "unneeded"}
+    assert told["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
+    assert len(world.fleet.workers()) == 2
+    assert ("c", "evict") not in plans(world)
+    await world.stop()
+
+
+@virtual
+async def test_every_decision_is_an_event_with_its_numbers() -> None:
+    """Started, waits, evicted, refused, dropped; and each is a line of the log."""
+    world = Schedule(
+        {"a": 5 * GIB, "b": 5 * GIB, "huge": 900 * GIB}, keys={"a": {"replicas": (2, 2)}, "huge": {"priority": 1}}
+    )
+    log.follow(world.events)
+    await world.ask("a")
+    await world.ask("b")
+    with pytest.raises(DoesNotFit):
+        await world.ask("huge")
+    found = plans(world)
+    for expected in [("a", "start"), ("a", "drop"), ("a", "evict"), ("b", "wait"), ("b", "start"), ("huge", "refuse")]:
+        assert expected in found
+    for event in world.events.since(0) or ():
+        if event.kind == "plan":
+            assert event.data["needs"]
+            assert event.data["devices"]["cpu"]["total"] == 8 * GIB
+            assert log.plan_line(event) if event.data["decision"] != "start" else True
+    await world.stop()
+
+
+@virtual
+async def test_a_key_at_its_limit_hears_how_long_requests_take() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a", 6.0)
+    key, access = Key(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
+    running = asyncio.create_task(world.ask("a", 6.0))
+    await asyncio.sleep(0.1)
+    with access.running(key, lambda: world.fleet.turnover("a")):
+        with pytest.raises(QueueFull) as refused, access.running(key, lambda: world.fleet.turnover("a")):
+            pass
+        assert refused.value.retry_after == pytest.approx(6.0)
+    await running
+    await world.stop()
+
+
+@virtual
+async def test_copies_and_reloads_are_counted() -> None:
+    world: Any = Schedule({"a": GIB}, keys={"a": {"replicas": (2, 2)}})
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    await asyncio.sleep(10)
+    world.fleet.apply(world.presets)
+    world.events.append("config_refused", "*", errors=["models.ini:3: x"])
+    told = metrics.render().decode()
+    assert 'router_model_workers{model="a"} 2.0' in told
+    assert 'router_reloads_total{result="applied"} 1.0' in told
+    assert 'router_reloads_total{result="refused"} 1.0' in told
+    await world.stop()
