@@ -1,6 +1,7 @@
 """Promises of grammars: what ends by itself is a text of its language, and neighbours never notice."""
 
 import asyncio
+import contextlib
 import json
 import re
 from collections import Counter
@@ -264,6 +265,17 @@ async def test_a_grammar_may_ask_for_a_special_token_and_its_text_is_shown_where
     marked = Grammar("lark", 'start: <[0]> "x" <[0]> "y"')
     assert (await say(engine, PROMPT, grammar=marked)).text == "xy"
     assert (await say(engine, PROMPT, grammar=marked, shown=frozenset({0}))).text == "<s>x<s>y"
+
+
+@pytest.mark.slow
+async def test_a_grammar_that_takes_long_to_compile_holds_up_no_step(engine: TransformersEngine, model: Any) -> None:
+    """A million letters to count: its first mask takes seconds, and neighbours answer meanwhile."""
+    heavy = asyncio.create_task(say(engine, PROMPT, grammar=Grammar("regex", "(a{1000}){500}"), max_tokens=3))
+    told = await say(engine, PROMPT, max_tokens=12)
+    assert told.tokens == generated(model, PROMPT, 12)
+    assert not heavy.done()
+    with contextlib.suppress(SequenceFailed):  # too much to go on with, perhaps, but that is its own affair
+        assert (await heavy).finish == "length"
 
 
 def test_compiled_grammars_are_kept_but_not_without_bound(folder: Path) -> None:

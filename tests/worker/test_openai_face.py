@@ -255,6 +255,15 @@ async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str]
     assert generation.prompt == call.generations[0].prompt
 
 
+@pytest.mark.parametrize(
+    "stated", [5, {}, {"fields": {"content": {}}}, {"start_anchor": "x", "fields": {"a": {"open": 5}}}]
+)
+def test_a_response_template_that_cannot_be_used_leaves_answers_as_they_are(stated: Any) -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.response_template = stated
+    assert Model(FakeEngine(tokenizer), tokenizer, serving.options()).family is None
+
+
 TAKES_TOOLS = "{{ 'tools' if tools else 'none' }} <tool_call></tool_call> arguments"
 
 

@@ -235,6 +235,14 @@ async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
         assert deltas[-1].finish_reason == "tool_calls"
 
 
+async def test_a_tool_whose_parameters_are_no_schema_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
+    odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        with pytest.raises(openai.BadRequestError, match="objekt") as caught:
+            await client.chat.completions.create(model="tiny", messages=HELLO, tools=odd, tool_choice="required")
+        assert caught.value.param == "tools"
+
+
 async def test_a_model_that_may_call_and_does_not_just_answers(engine: TransformersEngine, folder: Path) -> None:
     async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
         plain = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 20}

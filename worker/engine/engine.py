@@ -242,7 +242,7 @@ class TransformersEngine:
         prompt = self._check(request)
         matcher = None
         if request.grammar is not None:
-            matcher = await asyncio.to_thread(self._grammars.matcher, request.grammar)
+            matcher = await asyncio.wrap_future(self._grammars.begin(request.grammar))
         stream = self._stream(request, prompt, matcher)
         if not work.admit(stream, self._options.parallel + self._options.queue_size):
             raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")

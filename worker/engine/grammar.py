@@ -98,6 +98,10 @@ class Grammars:
             self._compiled.move_to_end(grammar)
             return found.copy()
 
+    def begin(self, grammar: Grammar) -> "Future[Matcher]":
+        """`matcher`, on a thread of its own: however much there is to compile, nobody else's threads are taken."""
+        return self._compiler.submit(self.matcher, grammar)
+
     def masks(self, matchers: Sequence[Matcher]) -> "Future[Bits]":
         """What each allows next, uint8 `[matchers, bytes]` (`sampler.Masks`), computed meanwhile on another thread.
 
@@ -106,9 +110,14 @@ class Grammars:
         return self._thread.submit(self._fill, list(matchers))
 
     def close(self) -> None:
-        """Let the thread go, if there is one."""
-        if "_thread" in self.__dict__:
-            self._thread.shutdown(wait=False)
+        """Let the threads go, if there are any."""
+        for name in ("_thread", "_compiler"):
+            if name in self.__dict__:
+                self.__dict__[name].shutdown(wait=False, cancel_futures=True)
+
+    @functools.cached_property
+    def _compiler(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
 
     @functools.cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -139,6 +148,8 @@ class Grammars:
             raise _uncompilable(grammar, one_line(error)) from None
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(environment, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask may take seconds; copies share what it found, and no step waits
         if matcher.is_error():
             raise _uncompilable(grammar, _said(matcher.get_error()))
         return Matcher(matcher)

@@ -17,6 +17,7 @@ from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields
 from worker.generation import Delta, Engine, Generation, Text
+from worker.parts import Manner, Reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,13 +278,13 @@ def _response_template(tokenizer: "PreTrainedTokenizerBase") -> Any:
     stated = getattr(tokenizer, "response_template", None)
     if stated is None:
         return None
-    from transformers.utils.chat_parsing.response_templates import (
-        load_response_template,
-    )  # late: for those who state one
+    called = [{"type": "function", "function": {"name": "?"}}]
+    from transformers.utils.chat_parsing.response_templates import load_response_template  # late: for the few who do
 
     try:
         load_response_template(stated)
-    except (ValueError, TypeError, AttributeError) as error:
+        Reading(Manner(family=families.find("", stated), tools=called)).push("?")
+    except Exception as error:  # noqa: BLE001 - a file of the model's, and whatever a library makes of it
         _log.warning("the tokenizer's response template cannot be used: %s", error)
         return None
     return stated
