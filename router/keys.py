@@ -144,7 +144,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="kv-tokens", kind=Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), field="kv_tokens", group=CONTEXT,
         unset="ctx-size x parallel", help="room of the cache, for all requests together; less makes the youngest wait"),
     Key(name="prefix-caching", kind=_FLAG, field="prefix_caching", group=CONTEXT, also=("enable-prefix-caching",),
-        help="prompts that begin alike are computed once, as long as the cache has room"),
+        help="prompts that begin alike are computed once, where the cache is made of blocks"),
     Key(name="prefill-chunk", kind=Integer(1, 1 << 20, unit="tokens"), field="prefill_chunk", group=CONTEXT,
         also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",), help="of one prompt in one step"),
     Key(name="max-input-tokens", kind=Integer(0, unit="tokens"), field="max_input_tokens", group=CONTEXT,

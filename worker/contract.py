@@ -114,7 +114,8 @@ class Serve(ModelOptions):
     reserved: str = ""
     """JSON object: bytes by device name that the router has set aside; empty: no promise to keep."""
     prefix_caching: bool = True
-    """Keys and values of ended requests serve those that begin with the same tokens."""
+    """Keys and values of ended requests serve those that begin with the same tokens, where the cache is made of blocks;
+    one of rows keeps nothing."""
     max_input_tokens: int = 0
     """Longest prompt; 0: ctx_size - 1."""
     n_predict: int = -1
