@@ -13,7 +13,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.processes.routers import Router, router
+from tests.processes.forking import parent
+from tests.processes.routers import Router, gone, router
 from tests.tiny import make
 
 MIB = 1 << 20
@@ -191,3 +192,17 @@ async def test_a_folder_with_a_broken_model_says_what_is_wrong_before_anybody_is
         assert "model.safetensors" in response.json()["error"]["message"]
         response = await up.client.post("/v1/completions", json={"model": "good", "prompt": "x", "max_tokens": 3})
         assert response.status_code == 200, response.text
+
+
+async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
+    async with router("--nursery", *DEMO) as up:
+        pid = int((await up.says(r"the nursery \(process \d+\) is warm")).split("(process ")[1].split(")")[0])
+        answer = await up.client.post("/v1/completions", json={"model": "demo-a", "prompt": "hello", "max_tokens": 2})
+        assert answer.status_code == 200
+        worker = (await up.workers())["demo-a"]
+        assert parent(worker) == pid
+        spent = (await up.status("demo-a"))["spent"]
+        assert next(iter(spent)) == "fork"
+        assert spent["imports"] < 1.0
+        await up.end(signal.SIGKILL)
+        assert await gone([worker, pid], within=2.0)
