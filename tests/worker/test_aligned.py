@@ -159,6 +159,33 @@ def test_soft_caps_are_not_left_out(tmp_path: Path) -> None:
     assert answers[0] != answers[1]
 
 
+@pytest.mark.parametrize("family", ["llama", "jamba", "t5"])
+def test_numbers_that_are_none_end_with_their_row(family: str, tmp_path: Path) -> None:
+    _, runner = made(family, tmp_path)
+    expected = said(runner, 0, sequence(0, prompt(9)), 6)
+    runner.forget(0)
+    for row in range(ROWS):  # whatever slot comes next was spoiled
+        runner.run((Segment(sequence(row, prompt(40)), row, 0, 40),))
+        slot, begin = runner._alignment.slot(row), runner._alignment.begin(row)
+        for buffer in runner._cache._timed:
+            buffer[slot, :, begin : begin + runner._lengths[row]] = torch.nan
+        for buffer in runner._cache._across:
+            buffer[slot, :, :40] = torch.nan
+        for pair in runner._cache._states:
+            pair[0][slot] = torch.nan
+    for row in range(ROWS):
+        runner.forget(row)
+    long, short = sequence(0, prompt(50)), sequence(1, prompt(9))
+    said(runner, 0, long, 4)
+    for _ in range(6):
+        batch = (Segment(long, 0, long.computed, 1), Segment(short, 1, short.computed, short.pending))
+        for segment, logits in zip(batch, runner.run(batch), strict=True):
+            assert bool(logits.isfinite().all())
+            segment.sequence.computed = segment.end
+            segment.sequence.tokens.append(int(logits.argmax()))
+    assert short.tokens[9:] == expected
+
+
 def test_a_row_has_room_for_the_whole_context_however_the_others_lie(tmp_path: Path) -> None:
     model, runner = made("llama", tmp_path)
     long, short = sequence(0, prompt(WIDTH - 40)), sequence(1, prompt(3))

@@ -60,7 +60,7 @@ class AlignedRunner:
         self._first = first_token(model) if self._forward.crosses else 0
         self._alignment = Alignment(rows, ctx_size)
         self._lengths: dict[int, int] = {}
-        """By row: columns that hold something."""
+        """By row: columns that hold something, or will after this step."""
         shapes = read_off(model.config, self._probe)
         self._forward.masks_past = any(shape.keys is not None for shape in shapes)
         self._cache = AlignedCache(shapes, slots=rows, width=ctx_size, device=device)
@@ -124,7 +124,9 @@ class AlignedRunner:
         self._lengths[target] = self._lengths[source]
 
     def forget(self, row: int) -> None:
-        """See `runner.Runner`."""
+        """See `runner.Runner`. Its columns are erased: no mask hides what is no number from another row there."""
+        if self._alignment.has(row):
+            self._cache.erase(self._alignment.slot(row), self._alignment.begin(row), self._lengths.get(row, 0))
         self._alignment.forget(row)
         self._lengths.pop(row, None)
 
@@ -157,6 +159,7 @@ class AlignedRunner:
     def _admit(self, part: _Part) -> None:
         """Give its row a slot if it has none; a row that begins anew forgets what it was."""
         row, is_new = part.row, not self._alignment.has(part.row)
+        self._lengths[row] = part.end
         self._cache.carry_out(self._alignment.alone(row, part.start, len(part.tokens) if is_new else 0))
         if not is_new and part.start:
             return
@@ -251,8 +254,6 @@ class AlignedRunner:
 
     def _done(self, slots: slice, parts: Sequence[_Part]) -> None:
         self._cache.done(slots, [part.end for part in parts])
-        for part in parts:
-            self._lengths[part.row] = part.end
 
     def _probe(self, cache: Cache) -> None:
         """Two tokens of one row."""

@@ -282,6 +282,13 @@ class AlignedCache:
         self._now[slot] = self._before[slot] = -1
         self._crossed[slot] = 0
 
+    def erase(self, slot: int, begin: int, length: int) -> None:
+        """So many columns of that slot, and what its encoder gave, are zeros again."""
+        for buffer in self._timed:
+            buffer[slot, :, begin : begin + length].zero_()
+        for buffer in self._across:
+            buffer[slot, :, : self._crossed[slot]].zero_()
+
     def pretend(self, slot: int, tokens: int) -> None:
         """Take the states of a fresh row for those behind `tokens` tokens: for steps that only take time."""
         self._now[slot] = tokens
