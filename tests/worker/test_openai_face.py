@@ -287,6 +287,12 @@ async def test_a_call_that_must_be_made_is_a_grammar_in_the_models_own_way_of_wr
     assert ")*" not in one.grammar.text
 
 
+def test_a_model_whose_template_shows_tools_says_so() -> None:
+    assert "tools" in model(chat_template=TAKES_TOOLS).capabilities
+    assert "tools" not in model().capabilities
+    assert "tools" not in model(("embedding",), chat_template=TAKES_TOOLS).capabilities
+
+
 async def test_a_function_that_is_not_among_the_tools_cannot_be_named() -> None:
     body = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}
     with pytest.raises(InvalidValue) as caught:

@@ -57,10 +57,12 @@ class Model:
 
     @property
     def capabilities(self) -> list[str]:
-        """Of chat, completion, embedding and rerank."""
+        """Of chat, completion, tools, embedding and rerank."""
         can = self.engine.capabilities
-        has = {"chat": "completion" in can and self.template.exists}
-        return [name for name in ("chat", "completion", "embedding", "rerank") if has.get(name, name in can)]
+        chats = "completion" in can and self.template.exists
+        has = {"chat": chats, "tools": chats and self.template.mentions("tools")}
+        every = ("chat", "completion", "tools", "embedding", "rerank")
+        return [name for name in every if has.get(name, name in can)]
 
     def require(self, capability: str) -> None:
         """Raise UnsupportedByModel, naming what the model can do instead, unless it has `capability`."""
