@@ -195,8 +195,8 @@ def _become(birth: contract.Birth, streams: Sequence[int], told: int) -> None:
 def _reseed() -> None:
     """No two workers draw the same numbers. Python's own `random` sees to itself after a fork; to be sure, again."""
     random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    if (numbers := sys.modules.get("numpy.random")) is not None:
+        numbers.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
 

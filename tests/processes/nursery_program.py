@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy
+import numpy.random  # it draws its seed when it is imported
 
 from worker import contract, leash, nursery
 
