@@ -93,6 +93,14 @@ async def test_what_changes_beside_it_and_comes_together_is_told_once(file: Path
         assert told.times == 2
 
 
+async def test_what_changes_beside_it_is_no_news(file: Path, told: Told) -> None:
+    beside, later = file.parent / "beside", Told()
+    with Watch([file], told, quiet=0.02), Watch([beside], later, quiet=0.3):
+        put(beside, "x")
+        await later.once_more()  # by now the other one has looked, too
+        assert told.times == 0
+
+
 async def test_a_folder_that_is_not_there_is_no_news_and_leaves_nothing_open(tmp_path: Path, told: Told) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     gone = tmp_path / "gone"

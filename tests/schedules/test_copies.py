@@ -102,9 +102,11 @@ async def test_a_copy_makes_room_for_another_models_need() -> None:
     scene = world({"a": 5 * GIB, "b": 5 * GIB}, (2, 2))
     await scene.ask("a")
     await asyncio.sleep(10)
-    assert len(workers(scene)) == 2
+    need, copy = workers(scene)
+    await asyncio.gather(scene.ask("a", 0.1), scene.ask("a", 3.0))  # the copy is the one that was used last
+    assert copy.last_used > need.last_used
     assert await scene.ask("b") < 5
-    assert [worker.luxury for worker in workers(scene)] == [False]
+    assert (workers(scene), copy.reason) == ([need], "evicted")
     await scene.stop()
 
 
