@@ -29,7 +29,7 @@ from router.errors import (
     QueueFull,
     TooLarge,
 )  # fmt: skip
-from router.faces import admin, llama_server
+from router.faces import admin, llama_server, ollama
 from router.metrics import CONTENT_TYPE, Metrics
 from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
@@ -63,6 +63,8 @@ class Peek(msgspec.Struct):
 
     model: Any = None
     stream: Any = None
+    name: Any = None
+    """What Ollama's clients once called the model."""
 
 
 class App:
@@ -98,6 +100,10 @@ class App:
             "events": self._events,
             "reload": self._reload,
             "index": self._index,
+            "ollama_tags": self._ollama_tags,
+            "ollama_ps": self._ollama_ps,
+            "ollama_version": self._ollama_version,
+            "ollama_show": self._ollama_show,
             "slots": self._slots,
             "streams_lookup": self._streams_lookup,
             "disabled": self._disabled,
@@ -273,10 +279,15 @@ class App:
         route: Route = request[_ROUTE]
         async with self._body(request) as body:
             seen = peek(body)
-            if seen.model is not None and not isinstance(seen.model, str):
+            named = seen.model
+            if named is None and route.face is Face.OLLAMA:
+                named = seen.name
+            if named is not None and not isinstance(named, str):
                 raise BadRequest("model must be a string", param="model")
             query = request.query
-            id, _ = self._site.choose(key, path=None, body=seen.model, query=query)
+            if route.face is Face.OLLAMA and named is not None:
+                named = ollama.known(self._site, key, named)
+            id, _ = self._site.choose(key, path=None, body=named, query=query)
             request[_MODEL] = id
             autoload = flag(query, "autoload")
             if autoload is None and route.loads is not Loads.FOLLOWS:
@@ -287,7 +298,7 @@ class App:
                 route=route,
                 model=id,
                 body=body,
-                stream=route.streams and seen.stream is True,
+                stream=route.streams and (seen.stream is True or (route.streams_unless_told and seen.stream is None)),
                 autoload=autoload,
                 request_id=request[_ID],
                 arrived=request[_ARRIVED],
@@ -356,6 +367,18 @@ class App:
 
     async def _reload(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await self._site.reload())
+
+    async def _ollama_tags(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await ollama.tags(self._site, key))
+
+    async def _ollama_ps(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await ollama.ps(self._site, key))
+
+    async def _ollama_version(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json({"version": __version__})
+
+    async def _ollama_show(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await ollama.show(self._site, key, await self._object(request)))
 
     async def _models_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
         snapshot = bool(flag(request.query, "snapshot"))

@@ -137,6 +137,8 @@ class Worker:
         self.leases: set[Held] = set()
         self.last_used = now
         self.turn_ends = now
+        self.keep_alive: float | None = None
+        """Seconds that it may idle, as its latest request wants it; below 0: for ever; None: as its preset says."""
         self.reason = ""
         """Why it was retired or ended."""
         self.made_room_for = ""
@@ -206,7 +208,7 @@ class Worker:
     def resident(self) -> Resident:
         """This worker as the planner sees it while it holds memory."""
         busy = bool(self.leases)
-        ttl = self.preset.ttl
+        ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
         if self.surplus:
             ttl = min(ttl, self.preset.replica_idle) if ttl >= 0 else self.preset.replica_idle
         return Resident(
@@ -522,6 +524,9 @@ def _listener(worker: Worker, world: World) -> Any:
             case contract.Request():
                 worker.answered = worker.answered or event.outcome == "ok"
                 worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
+                if event.keep_alive != worker.keep_alive:
+                    worker.keep_alive = event.keep_alive
+                    world.changed()
                 world.events.mention(
                     "request",
                     worker.preset.id,

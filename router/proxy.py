@@ -170,7 +170,7 @@ class Answer:
     async def comment(self, text: str) -> None:
         if not self.committed:
             await self.commit()
-        await self.write(silence(self._face, text, has_begun=False))
+        await self.write(silence(self._face, text, has_begun=False, model=self.call.model))
 
     async def abort(self, error: ApiError) -> None:
         """One error frame, then the end of the connection without the end of the answer."""

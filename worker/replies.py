@@ -256,10 +256,14 @@ class ChatReply:
 
     @staticmethod
     def _logprobs(entries: Sequence[TokenLogprob]) -> Json:
-        return {"content": [{**_entry(entry), "top_logprobs": [_entry(top) for top in entry.top]} for entry in entries]}
+        return {
+            "content": [
+                {**described(entry), "top_logprobs": [described(top) for top in entry.top]} for entry in entries
+            ]
+        }
 
 
-def _entry(entry: TokenLogprob) -> Json:
+def described(entry: TokenLogprob) -> Json:
     return {
         "token": entry.piece.decode(errors="replace"),
         "logprob": finite(entry.logprob),

@@ -7,6 +7,7 @@ Law: standard library only; both sides import this module.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
@@ -17,6 +18,7 @@ class Face(Enum):
     OPENAI = "openai"
     LLAMA_SERVER = "llama_server"
     ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
     ADMIN = "admin"
 
 
@@ -51,7 +53,9 @@ class Route:
     plane: Plane = Plane.USER
     loads: Loads = Loads.NEVER
     streams: bool = False
-    """Answers server-sent events when the body says `stream: true`."""
+    """Answers frame by frame when the body says `stream: true`."""
+    streams_unless_told: bool = False
+    """And also when it says nothing of it."""
     instead: str = ""
     """What to use in its place, of a path that is known and not offered."""
 
@@ -76,7 +80,7 @@ def _not_offered(
 
 
 _O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
-_M = Face.ANTHROPIC
+_M, _OLLAMA = Face.ANTHROPIC, Face.OLLAMA
 
 _CHAT = "POST /v1/chat/completions"
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
@@ -95,6 +99,16 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v2/rerank", _L, "rerank", True, loads=Loads.FOLLOWS),
     Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
+    *(
+        Route("POST", f"/api/{name}", _OLLAMA, f"ollama_{name}", True, Plane.USER, Loads.FOLLOWS, True, True)
+        for name in ("chat", "generate")
+    ),
+    *(
+        Route("POST", f"/api/{name}", _OLLAMA, f"ollama_{name}", True, loads=Loads.FOLLOWS)
+        for name in ("embed", "embeddings")
+    ),
+    *(Route("GET", f"/api/{name}", _OLLAMA, f"ollama_{name}", False) for name in ("tags", "ps", "version")),
+    Route("POST", "/api/show", _OLLAMA, "ollama_show", False),
     Route("GET", "/v1/models", _O, "models", False),
     Route("GET", "/v1/models/{id}", _O, "model", False),
     Route("GET", "/models", _L, "models", False),
@@ -117,19 +131,18 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
-    *_not_offered("POST", "/v1/responses /responses /invocations /generate /api/chat", _CHAT),
+    *_not_offered("POST", "/v1/responses /responses /invocations /generate", _CHAT),
     *_not_offered(
         "POST",
         "/v1/responses/input_tokens /responses/input_tokens /v1/chat/completions/input_tokens"
         " /chat/completions/input_tokens",
         "POST /apply-template, and POST /tokenize with its answer",
     ),
-    *_not_offered("POST", "/infill /api/generate", "POST /v1/completions"),
-    *_not_offered("POST", "/api/embed /api/embeddings", "POST /v1/embeddings"),
-    *_not_offered("GET", "/api/tags /api/ps /api/version", "GET /v1/models"),
-    *_not_offered("POST", "/api/show", "GET /props?model="),
-    *_not_offered("POST", "/api/pull /models", _PRESETS, Plane.ADMIN),
-    *_not_offered("DELETE", "/api/delete /models", _PRESETS, Plane.ADMIN),
+    *_not_offered("POST", "/infill", "POST /v1/completions"),
+    *_not_offered("POST", "/models", _PRESETS, Plane.ADMIN),
+    *_not_offered("DELETE", "/models", _PRESETS, Plane.ADMIN),
+    *_not_offered("POST", "/api/pull /api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
+    *_not_offered("DELETE", "/api/delete", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
     *_not_offered("GET POST", "/lora-adapters", "a preset with merged weights"),
     *_not_offered(
@@ -153,11 +166,13 @@ def error_body(
     extra: Mapping[str, Any] | None = None,
     request_id: str = "",
 ) -> dict[str, Any]:
-    """The JSON body of an error in `face`'s dialect. All but Anthropic's have llama-server's error object, which
-    OpenAI's clients read too."""
+    """The JSON body of an error in `face`'s dialect. All but Anthropic's and Ollama's have llama-server's error object,
+    which OpenAI's clients read too."""
     if face is Face.ANTHROPIC:
         kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    if face is Face.OLLAMA:
+        return {"error": message}
     error = {"code": status, "message": message, "type": type, "param": param, "reason": reason}
     return {"error": {**error, **(extra or {})}}
 
@@ -175,6 +190,8 @@ class Stream:
     """How an error frame begins."""
     last: bytes
     """How the last frame of a whole answer begins."""
+    ending: bytes = b""
+    """How it ends."""
 
     def is_error(self, frames: bytes) -> bool:
         """Whether the last of these whole frames is an error."""
@@ -182,7 +199,7 @@ class Stream:
 
     def is_whole(self, frames: bytes) -> bool:
         """Whether the last of these whole frames ends a whole answer."""
-        return self._last(frames).startswith(self.last)
+        return frames.endswith(self.ending) and self._last(frames).startswith(self.last)
 
     def says(self, frames: bytes) -> bool:
         """Whether there is more than comments."""
@@ -201,6 +218,9 @@ _EVENTS = {
 _STREAM = Stream(_EVENTS, b"\n\n", b"data: ", b'data: {"error":', b"data: [DONE]")
 _STREAMS: Mapping[Face, Stream] = {
     Face.ANTHROPIC: Stream(_EVENTS, b"\n\n", b"data: ", b"event: error\n", b"event: message_stop\n"),
+    Face.OLLAMA: Stream(
+        {**_EVENTS, "Content-Type": "application/x-ndjson"}, b"\n", b"{", b'{"error":', b"{", b'"done":true}\n'
+    ),
 }
 
 
@@ -228,16 +248,26 @@ def error_frame(
 
 def refusal_frame(face: Face, body: bytes) -> bytes:
     """An error's body as a frame of a stream that has already begun."""
+    if face is Face.OLLAMA:
+        return body.replace(b"\n", b" ") + b"\n"
     event = b"event: error\n" if face is Face.ANTHROPIC else b""
     return event + b"data: " + body.replace(b"\n", b" ") + b"\n\n"
 
 
-def silence(face: Face, text: str, *, has_begun: bool) -> bytes:
+def silence(face: Face, text: str, *, has_begun: bool, model: str) -> bytes:
     """What keeps a stream alive that has nothing to say: a comment, `text`, where the dialect has none of its own.
     `has_begun`: something of the answer has been said."""
+    if face is Face.OLLAMA:  # no comments in JSON lines: one that adds nothing, to a chat or to a text
+        line = {"model": model, "created_at": timestamp(), "message": {"role": "assistant", "content": ""}}
+        return json.dumps({**line, "response": "", "done": False}, separators=(",", ":")).encode() + b"\n"
     if face is Face.ANTHROPIC and has_begun:
         return b'event: ping\ndata: {"type":"ping"}\n\n'
     return f": {text}\n\n".encode()
+
+
+def timestamp() -> str:
+    """Now, as RFC 3339 has it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 TOKEN_HEADER = "Authorization"

@@ -28,7 +28,7 @@ from worker.connection import WRITE_STALL, ClientGone, Connection
 from worker.contract import Exit
 from worker.deltas import Batch, Deltas
 from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
-from worker.faces import Call, Model, Result, anthropic, embeddings, llama_server, openai
+from worker.faces import Call, Model, Result, anthropic, embeddings, llama_server, ollama, openai
 from worker.fields import Json, parse
 from worker.generation import Engine, Prefill, Timings
 
@@ -75,6 +75,7 @@ class _Exchange:
         self.is_broken = False
         """It ended in an error frame; the connection must end so, too."""
         self.outcome = "ok"
+        self.keep_alive: float | None = None
         self._cached_tokens = 0
         self._shown: Counter[tuple[int, int]] = Counter()
         """Tokens by generation and choice; of those that have ended, all that were computed, as `usage` has them."""
@@ -109,15 +110,17 @@ class _Exchange:
             outcome=self.outcome,
             ttft=self._ttft,
             token_seconds=self._further_seconds / self._further_tokens if self._further_tokens else 0.0,
+            keep_alive=self.keep_alive,
         )
 
 
 class _Told:
     """What a stream says: frames of deltas, and a comment wherever it says nothing for the ping interval."""
 
-    def __init__(self, call: Call, face: routes.Face):
+    def __init__(self, call: Call, face: routes.Face, model: str):
         self._call = call
         self._face = face
+        self._model = model
         self._has_begun = False
         """Something of the answer has been said."""
         self._began = asyncio.get_running_loop().time()
@@ -164,7 +167,7 @@ class _Told:
         done = sum(prompt.done for prompt in self._prompts.values())
         total = sum(prompt.total for prompt in self._prompts.values())
         text = "ping" if done == total else f"prefill done={done} total={total}"
-        return routes.silence(self._face, text, has_begun=self._has_begun)
+        return routes.silence(self._face, text, has_begun=self._has_begun, model=self._model)
 
 
 async def _until(due: float | None, deltas: Deltas) -> Batch | None:
@@ -273,6 +276,10 @@ class Server:
             "tokenize": self._answering(llama_server.tokenize),
             "detokenize": self._answering(llama_server.detokenize),
             "apply_template": self._answering(llama_server.apply_template),
+            "ollama_chat": self._generating(ollama.chat),
+            "ollama_generate": self._generating(ollama.generate),
+            "ollama_embed": self._answering(ollama.embed),
+            "ollama_embeddings": self._answering(ollama.embeddings),
             "messages": self._generating(anthropic.messages),
             "count_tokens": self._answering(anthropic.count_tokens),
         }
@@ -316,17 +323,18 @@ class Server:
         """A handler for what needs no tokens generated."""
 
         async def answer(exchange: _Exchange) -> web.StreamResponse:
-            made = await face(parse(await _read(exchange.request)), self._model)
-            exchange.prompt_tokens = made.prompt_tokens
-            return await _send(exchange, _json(made.body, made.ignored))
+            return await _finish(exchange, await face(parse(await _read(exchange.request)), self._model))
 
         return self._living(answer)
 
-    def _generating(self, face: Callable[[Json, Model], Awaitable[Call]]) -> Handler:
-        """A handler for what asks for tokens."""
+    def _generating(self, face: Callable[[Json, Model], Awaitable[Call | Result]]) -> Handler:
+        """A handler for what asks for tokens, mostly."""
 
         async def generate(exchange: _Exchange) -> web.StreamResponse:
             call = await face(parse(await _read(exchange.request)), self._model)
+            if isinstance(call, Result):
+                return await _finish(exchange, call)
+            exchange.keep_alive = call.keep_alive
             exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
             async with self._deltas(call) as deltas:
                 if call.stream:
@@ -377,7 +385,7 @@ class Server:
         """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
         status."""
         face = exchange.request[_FACE]
-        told = _Told(call, face)
+        told = _Told(call, face, self._model.options.name)
         connection = exchange.connection
         response = web.StreamResponse(headers={**routes.stream(face).headers, **_headers(exchange, call.ignored)})
         frames = await told.first(deltas, exchange)
@@ -432,6 +440,11 @@ async def _read(request: web.Request) -> bytes:
         return await request.read()
     except web.RequestPayloadError:
         raise InvalidJson("the request body is broken off or badly framed") from None
+
+
+async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:
+    exchange.prompt_tokens, exchange.keep_alive = made.prompt_tokens, made.keep_alive
+    return await _send(exchange, _json(made.body, made.ignored))
 
 
 async def _send(exchange: _Exchange, response: web.Response) -> web.StreamResponse:

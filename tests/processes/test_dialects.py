@@ -4,15 +4,19 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import httpx2
+import ollama
 import pytest
 
 from router.proxy import Pace
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
+from worker import contract
 
 HI: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 BEGUN = (
@@ -91,3 +95,89 @@ async def test_a_refusal_after_the_status_line_is_an_error_of_anthropics_client(
         with pytest.raises(anthropic.APIStatusError, match="too odd"):
             async for _ in await client.messages.create(**HI, stream=True):
                 pass
+
+
+# Ollama
+
+LINES = STREAM.replace(b"text/event-stream", b"application/x-ndjson")
+
+
+def llama(socket: Path) -> ollama.AsyncClient:
+    return ollama.AsyncClient(host="http://localhost", transport=httpx.AsyncHTTPTransport(uds=str(socket)))
+
+
+def line(**told: Any) -> bytes:
+    return json.dumps({"model": "a", **told}, separators=(",", ":")).encode() + b"\n"
+
+
+async def test_ollamas_client_raises_when_a_worker_is_lost(tmp_path: Path) -> None:
+    first = line(message={"role": "assistant", "content": "w"}, done=False)
+    async with dying(tmp_path, first, LINES) as (up, seen), llama(up.socket) as client:
+        stream = await client.chat("a:latest", HI["messages"], stream=True)
+        assert (await anext(stream)).message.content == "w"
+        seen.set()
+        with pytest.raises(ollama.ResponseError, match="worker"):
+            await anext(stream)
+
+
+async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: Path) -> None:
+    """Ollama streams unless it is told not to, and has no comments: while nothing comes, lines say nothing."""
+    last = line(response="", done_reason="stop", done=True)
+
+    async def answer(upstream: Upstream) -> None:
+        await upstream.send(LINES + b"".join(map(chunk, [line(response="w", done=False), last])) + b"0\r\n\r\n")
+
+    pace = Pace(commit=0.02, ping=0.02)
+    async with world(tmp_path, answer, pace=pace, load_seconds=0.2) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = (await client.post("/api/generate", json={"name": "a", "prompt": "x"})).content
+        told = [json.loads(each) for each in body.splitlines()]
+        assert len(told) > 3
+        assert "".join(each["response"] for each in told) == "w"
+        assert [each["done"] for each in told] == [False] * (len(told) - 1) + [True]
+
+
+async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None:
+    async def answer(upstream: Upstream) -> None:
+        body = line(message={"role": "assistant", "content": "w"}, done=True)
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await upstream.send(head.encode() + body)
+
+    async with world(tmp_path, answer) as up, llama(up.socket) as client:
+        assert [model.model for model in (await client.list()).models] == ["a"]
+        assert list((await client.ps()).models) == []
+        assert (await client.chat("a", HI["messages"])).message.content == "w"
+        [running] = (await client.ps()).models
+        assert running.size
+        assert running.expires_at is not None
+        assert (running.model, running.expires_at.year) == ("a", 9999)
+        up.launcher.say("a", contract.Request(id="r", keep_alive=3600.0))
+        [running] = (await client.ps()).models
+        assert running.expires_at is not None
+        left = running.expires_at - datetime.now(UTC)
+        assert 3500 < left.total_seconds() <= 3601
+        shown = await client.show("a")
+        assert shown.details is not None
+        assert shown.details.format == "safetensors"
+        with pytest.raises(ollama.ResponseError, match="not found") as caught:
+            await client.show("b")
+        assert caught.value.status_code == 404
+        with pytest.raises(ollama.ResponseError, match="not offered") as pulled:
+            await client.pull("a")
+        assert pulled.value.status_code == 501
+
+
+async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path: Path) -> None:
+    async def answer(upstream: Upstream) -> None:
+        body = line(response="", done=True)
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await upstream.send(head.encode() + body)
+        up.launcher.say("a", contract.Request(id="r", keep_alive=0.0))
+
+    async with world(tmp_path, answer) as up, llama(up.socket) as client:
+        await client.generate("a", keep_alive=0)
+        [worker] = up.fleet.workers()
+        async with asyncio.timeout(30):
+            await worker.stopped.wait()
+        assert up.launcher.journal[-1] == "stop a"

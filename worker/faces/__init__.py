@@ -216,6 +216,8 @@ class Call:
     """Seconds of silence in a stream before a comment; None: never."""
     ignored: tuple[str, ...] = ()
     """Names of fields that made no difference."""
+    keep_alive: float | None = None
+    """As `contract.Request` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,8 @@ class Result:
     """JSON: an object, or where a dialect wants it an array."""
     ignored: tuple[str, ...] = ()
     prompt_tokens: int = 0
+    keep_alive: float | None = None
+    """As `contract.Request` has it."""
 
 
 async def read_texts(

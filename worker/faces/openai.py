@@ -79,6 +79,21 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
     return Chat(common=common, generations=generations, manner=manner, ignored=ignored)
 
 
+async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
+    """The body of a text completion of one prompt, as another face has translated it: nothing in the answer is told
+    apart. Raises RequestError."""
+    model.require("completion")
+    fields = Fields(body)
+    logprobs = fields.integer("logprobs", 0, model.options.max_logprobs)
+    common = _read_common(fields, model, logprobs=logprobs)
+    common.check_max_tokens()
+    prompts, _ = await read_texts(fields, "prompt", model)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    model.check_prompt(prompts[0], param="prompt")
+    generations = common.generations(id, prompts)
+    return Chat(common=common, generations=generations, manner=Manner(family=None), ignored=ignored)
+
+
 async def count(body: Json, model: Model) -> int:
     """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
     model.require("completion")

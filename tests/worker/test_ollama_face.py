@@ -1,0 +1,218 @@
+"""Ollama's calls: its official client, synchronous and asynchronous, and what it never sends."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import ollama
+import pytest
+
+from tests.worker.fake_engine import SCRIPT
+from tests.worker.serving import TOKEN, Serving, serving
+from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+
+HI: Any = [{"role": "user", "content": "hi"}]
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "?", "parameters": SCHEMA}}
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+Answer = TypeVar("Answer")
+
+
+@contextlib.asynccontextmanager
+async def asking(world: Serving) -> AsyncIterator[ollama.AsyncClient]:
+    async with ollama.AsyncClient(host=world.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        yield client
+
+
+async def in_a_thread(world: Serving, ask: Callable[[ollama.Client], Answer]) -> Answer:
+    def run() -> Answer:
+        with ollama.Client(host=world.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+            return ask(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_a_chat() -> None:
+    async with serving() as world, asking(world) as client:
+        options = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7, "num_predict": 5, "stop": ["dog"]}
+        options |= {"repeat_penalty": 1.1, "num_gpu": 9}
+        answer = await client.chat("m", HI, options=options)
+        [asked] = world.engine.requests
+        assert (answer.model, answer.done, answer.done_reason) == ("m", True, "length")
+        assert answer.message.role == "assistant"
+        assert f"0 {SCRIPT}".startswith(answer.message.content or "?")
+        assert (answer.prompt_eval_count, answer.eval_count) == (len(asked.prompt), 5)
+        assert (answer.prompt_eval_duration, answer.eval_duration, answer.load_duration) == (
+            500_000_000,
+            250_000_000,
+            0,
+        )
+        assert answer.total_duration is not None
+        assert asked.stop == ("dog",)
+        picked = asked.sampling
+        assert (picked.temperature, picked.top_k, picked.min_p, picked.seed) == (0.5, 3, 0.1, 7)
+        assert picked.repetition_penalty == 1.1
+        _, headers, _ = await world.post("/api/chat", {"messages": HI, "stream": False, "options": {"num_gpu": 9}})
+        assert headers["X-Ignored-Fields"] == "options.num_gpu"
+
+
+@pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
+async def test_lines_add_up_to_the_whole_answer(said: str) -> None:
+    async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
+        whole = await client.chat("m", HI, tools=[WEATHER])
+        lines = [line async for line in await client.chat("m", HI, tools=[WEATHER], stream=True)]
+        assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert "".join(line.message.content or "" for line in lines) == whole.message.content
+        assert "".join(line.message.thinking or "" for line in lines) == (whole.message.thinking or "")
+        calls = [call for line in lines for call in line.message.tool_calls or []]
+        assert calls == list(whole.message.tool_calls or [])
+        assert (lines[-1].done_reason, lines[-1].eval_count) == (whole.done_reason, whole.eval_count)
+
+
+async def test_thoughts_and_calls_are_told_apart_with_arguments_as_objects() -> None:
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+        message = (await client.chat("m", HI, tools=[WEATHER])).message
+        assert (message.thinking, message.content) == ("They ask for Oslo.", "Let me look.")
+        [call] = message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == ("weather", {"city": "Oslo"})
+
+
+async def test_a_conversation_with_calls_and_results_reaches_the_template() -> None:
+    engine = Speaking("fine")
+    messages: Any = [
+        *HI,
+        {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+        {"role": "tool", "content": "rain", "tool_name": "weather"},
+    ]
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        await client.chat("m", messages)
+        call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+        assert engine.prompt().endswith(f"<user>hi<assistant>{call}<tool>rain<assistant>")
+
+
+async def test_a_text_answers_a_prompt_through_the_template_unless_it_is_raw() -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        answer = await client.generate("m", "hi", system="S")
+        assert (answer.response, answer.done_reason) == ("fine", "stop")
+        assert engine.prompt().endswith("<system>S<user>hi<assistant>")
+        lines = await in_a_thread(world, lambda client: list(client.generate("m", "hi", raw=True, stream=True)))
+        assert "".join(line.response or "" for line in lines) == "fine"
+        assert engine.prompt().endswith("hi")
+        assert "<user>" not in engine.prompt()
+
+
+async def test_an_answer_is_held_to_its_format() -> None:
+    engine = Speaking("fine")
+    async with serving(engine) as world, asking(world) as client:
+        await client.chat("m", HI, format="json")
+        await client.generate("m", "hi", format=SCHEMA)
+        await client.generate("m", "hi", format=SCHEMA, raw=True)
+        await client.chat("m", HI)
+        grammars = [request.grammar and request.grammar.text for request in engine.requests]
+        assert grammars[0] == '{"type":"object"}'
+        assert grammars[1] == grammars[2]
+        assert '"city"' in (grammars[1] or "")
+        assert grammars[3] is None
+
+
+async def test_the_context_may_be_asked_smaller_and_not_larger() -> None:
+    async with serving() as world, asking(world) as client:
+        answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})
+        assert (answer.prompt_eval_count or 0) + (answer.eval_count or 0) == 6
+        with pytest.raises(ollama.ResponseError, match="context of 256 tokens"):
+            await client.generate("m", "hi", options={"num_ctx": 257})
+        with pytest.raises(ollama.ResponseError, match="maximum context length is 2 tokens"):
+            await client.generate("m", "hi", raw=True, options={"num_ctx": 2})
+
+
+async def test_an_empty_request_loads_and_says_so() -> None:
+    async with serving() as world, asking(world) as client:
+        assert (await client.generate("m")).done_reason == "load"
+        answer = await client.chat("m", keep_alive=0)
+        assert (answer.done, answer.done_reason, answer.message.content) == (True, "unload", "")
+        assert world.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "seconds"),
+    [(0, 0.0), (90, 90.0), ("5m", 300.0), ("1h30m", 5400.0), (-1, -1.0), ("-1m", -1.0), ("7", 7.0)],
+)
+async def test_how_long_to_keep_the_model_is_announced_in_seconds(stated: Any, seconds: float) -> None:
+    async with serving() as world, asking(world) as client:
+        await client.generate("m", "hi", keep_alive=stated, options={"num_predict": 1})
+        await world.announced.wait()
+        assert world.events[-1].keep_alive == seconds
+        await client.embed("m", "hi", keep_alive=stated)
+        assert world.events[-1].keep_alive == seconds
+
+
+async def test_vectors() -> None:
+    async with serving() as world, asking(world) as client:
+        answer = await client.embed("m", ["hi", "hi"])
+        assert [list(vector) for vector in answer.embeddings] == [[2.0, 4.0, 6.0, 8.0]] * 2
+        one = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=1))
+        assert [list(vector) for vector in one.embeddings] == [[1.0]]
+        older = await client.embeddings("m", "hi")
+        assert list(older.embedding) == [2.0, 4.0, 6.0, 8.0]
+        assert list((await client.embed("m", "")).embeddings) == []
+
+
+async def test_probabilities_of_tokens() -> None:
+    async with serving() as world, asking(world) as client:
+        answer = await client.chat("m", HI, logprobs=True, top_logprobs=2, options={"num_predict": 2})
+        assert answer.logprobs is not None
+        assert [len(each.top_logprobs or []) for each in answer.logprobs] == [2, 2]
+
+
+async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "not images"),
+        ("chat", {"messages": HI, "keep_alive": "soon"}, "keep_alive"),
+        ("chat", {"messages": HI, "options": {"mirostat": 2}}, "mirostat"),
+        ("chat", {"messages": HI, "options": {"tfs_z": 0.5}}, "tfs_z"),
+        ("chat", {"messages": HI, "format": "xml"}, "format"),
+        ("chat", {"messages": HI, "think": "hard"}, "think"),
+        ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
+        ("generate", {"prompt": "x", "template": "y"}, "template is not supported"),
+        ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text"),
+    ]
+    async with serving() as world:
+        for call, body, message in refused:
+            status, _, answer = await world.post(f"/api/{call}", body)
+            assert status == 400
+            assert message in answer["error"]
+        assert world.engine.requests == []
+
+
+async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
+    late: Any = [{"role": "user", "content": " fail-later "}]
+
+    def ask(client: ollama.Client) -> tuple[str, str]:
+        text = ""
+        try:
+            for line in client.chat("m", late, stream=True):
+                text += line.message.content or ""
+        except ollama.ResponseError as error:
+            return text, error.error
+        return text, ""
+
+    async with serving(chat_template=PLAIN) as world, asking(world) as client:
+        text, message = await in_a_thread(world, ask)
+        assert (text, "logits" in message) == ("0 G", True)
+        with pytest.raises(ollama.ResponseError, match="logits"):
+            async for _ in await client.chat("m", late, stream=True):
+                pass
+
+
+async def test_a_silent_stream_is_kept_alive_by_lines_that_add_nothing() -> None:
+    body = {"messages": [{"role": "user", "content": " prefill "}], "sse_ping_interval": 0.05}
+    async with (
+        serving(chat_template=PLAIN) as world,
+        world.client.post(world.url + "/api/chat", json=body) as answer,
+    ):
+        assert answer.headers["Content-Type"] == "application/x-ndjson"
+        first = ollama.ChatResponse.model_validate_json(await answer.content.readline())
+        assert (first.message.content, first.done) == ("", False)
+        world.engine.gate.set()
+        assert b'"done":true}\n' in await answer.content.read()
