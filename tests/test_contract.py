@@ -36,6 +36,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**62), 2**62),
     bool: st.booleans(),
     float: st.floats(allow_nan=False, allow_infinity=False),
+    float | None: st.none() | st.floats(allow_nan=False, allow_infinity=False),
     tuple[str, ...]: st.lists(WORD).map(tuple),
     list[int]: st.lists(st.integers(0, 2**62)),
     list[str]: st.lists(TEXT),
