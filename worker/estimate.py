@@ -6,11 +6,11 @@ dispatch mode sees every storage come and go, so the largest sum alive at once i
 What a process takes beside that is measured on this one, which has imported and loaded what a serving one does.
 """
 
-import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,20 @@ _SERVED_WITH = (server,)
 Step = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Traced:
+    """What a model's own tensors take, in bytes, whatever an allocator and the process put on top."""
+
+    weights: int
+    context: int
+    compute: int
+    """Alive at once in the largest step, beside the other two."""
+    on_device: int
+    """Further bytes on an accelerator, whose kernels want keys and values once for each head, and of its graphs."""
+    converts: bool
+    """Weights have another type in memory than in the files."""
+
+
 def estimate(options: contract.Estimate) -> contract.Estimated:
     """Bytes that `serve` with the same options would occupy. Takes little longer than its imports.
 
@@ -82,45 +96,65 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     memory.keep_small()
     config = loader.load_config(options)
     tokenizer = loader.load_tokenizer(options)
-    if len(options.devices) != 1:
-        loader.device_of(options)  # says why not
-    device = torch.device(options.devices[0])
+    device = _device(options)
+    runtime = _resident_bytes(_dtype(options, config, _stored(options), device))
+    traced = trace(options, config)
+    del tokenizer  # alive until here: its memory is part of the runtime's
+    weights, context, compute = traced.weights, traced.context, traced.compute
+    if device.type == "cpu":
+        compute = HEAP_FACTOR * compute + options.threads * ATTENTION_TILE_BYTES
+        return _one_shard(weights, context, compute, runtime + KERNEL_BYTES, host=0)
+    compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
+    host = runtime + CUDA_HOST_BYTES + (weights if traced.converts else 0)
+    return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host)
+
+
+def trace(options: contract.ModelOptions, config: Any) -> Traced:
+    """The model of `config` built, its cache made and its largest steps run, all without memory.
+
+    Raises StartError for what cannot be served.
+    """
+    device, stored = _device(options), _stored(options)
     scores = loader.is_cross_encoder(options, config)
     embeds = not scores and loader.is_embedder(options, config)
-    cls = loader._model_class(options, config, embeds)
-    stored = _stored(options)
-    dtype = loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
+    cls = loader.model_class(options, config, embeds)
+    dtype = _dtype(options, config, stored, device)
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
-    runtime = _resident_bytes(dtype)
     with FakeTensorMode():
         # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
         model = build(cls, config, dtype, embeds=embeds)
         is_mapped = device.type == "cpu" and not converts
-        weight_bytes = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
-        ctx_size = engine._ctx_size(_as_served(options), architectures.positions(config))
-        context_bytes = graph_bytes = 0
+        weights = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
+        ctx_size = engine.context_size(options, architectures.positions(config))
+        context = graphs = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
-            weight_bytes += head_bytes(encoder)
+            weights += head_bytes(encoder)
             shorten(model)
             steps = encoding_steps(model, encoder, options, ctx_size)
         else:
             runner, capacity = make_runner(model, config, options, ctx_size)
-            context_bytes = runner.bytes
+            context = runner.bytes
             shorten(model)
             steps = generation_steps(runner, capacity, options, ctx_size)
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
-                graph_bytes = graphs_bytes(runner, options.parallel, ctx_size)
-        compute_bytes = max(peak_bytes(step) for step in steps)
-    del tokenizer  # alive until here: its memory is part of the runtime's
-    if device.type == "cpu":
-        compute_bytes = HEAP_FACTOR * compute_bytes + options.threads * ATTENTION_TILE_BYTES
-        return _one_shard(weight_bytes, context_bytes, compute_bytes, runtime + KERNEL_BYTES, host=0)
-    compute_bytes += CUBLAS_WORKSPACE_BYTES + graph_bytes
-    if architectures.backend(config) == "paged":
-        compute_bytes += _repeated_bytes(config, ctx_size, dtype)
-    host = runtime + CUDA_HOST_BYTES + (weight_bytes if converts else 0)
-    return _one_shard(weight_bytes, context_bytes, compute_bytes, memory.CUDA_CONTEXT_BYTES, host=host)
+                graphs = graphs_bytes(runner, options.parallel, ctx_size)
+        compute = max(peak_bytes(step) for step in steps)
+    gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
+    return Traced(weights, context, compute, gathered + graphs, converts)
+
+
+def _device(options: contract.ModelOptions) -> torch.device:
+    """The one device of the model, which need not be here. Raises StartError for several."""
+    if len(options.devices) != 1:
+        loader.device_of(options)  # says why not
+    return torch.device(options.devices[0])
+
+
+def _dtype(
+    options: contract.ModelOptions, config: Any, stored: list[tuple[torch.dtype, int]], device: torch.device
+) -> torch.dtype:
+    return loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
 
 
 def _repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
@@ -134,18 +168,12 @@ def _one_shard(weights: int, context: int, compute: int, runtime: int, *, host: 
     return contract.Estimated(weights=[weights], context=[context], compute=[compute], runtime=[runtime], host=host)
 
 
-def _as_served(options: contract.ModelOptions) -> contract.Serve:
-    """The same options, as the engine takes them."""
-    shared = {field.name: getattr(options, field.name) for field in dataclasses.fields(contract.ModelOptions)}
-    return contract.Serve(listen="", **shared)
-
-
 # What is built
 
 
 def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
     """The model as the loader makes it, its parameters never filled. Under a FakeTensorMode it takes no memory."""
-    extra = {"add_pooling_layer": False} if embeds and loader._has_pooler(cls) else {}
+    extra = {"add_pooling_layer": False} if embeds and loader.has_pooler(cls) else {}
     with no_init_weights():
         model = cls._from_config(config, dtype=dtype, **extra)
     model.tie_weights()
@@ -267,13 +295,14 @@ def generation_steps(
     runner: PackedRunner | AlignedRunner, capacity: Capacity, options: contract.ModelOptions, ctx_size: int
 ) -> Iterator[Step]:
     """The largest steps of a batch: a chunk of a prompt at the far end of the context, which lies in two runs if there
-    are such, beside rows that decode there, and the same with logprobs of the prompt."""
+    are such, beside rows that decode there; the same with logprobs of the prompt; and all rows decoding."""
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
     crosses, has_states = False, False
     if isinstance(runner, AlignedRunner):
         crosses, has_states = runner.crosses, runner.has_states
     part, decodes = partial(_segment, capacity), partial(_decodes, capacity, ctx_size=ctx_size)
     yield partial(_generate, runner, (*decodes(rows - 1), part(rows - 1, ctx_size - chunk, chunk)))
+    yield partial(_generate, runner, decodes(rows))
     if crosses:
         return  # the encoder has read the prompt as a whole in that step, and gives no logprobs of it
     if has_states:

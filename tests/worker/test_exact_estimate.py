@@ -51,7 +51,7 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
     scores = loader.is_cross_encoder(chosen, config)
     embeds = scores or loader.is_embedder(chosen, config)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
-    ctx_size = engine._ctx_size(estimate._as_served(chosen), architectures.positions(config))
+    ctx_size = engine.context_size(chosen, architectures.positions(config))
     weights = estimate.tensor_bytes(loaded.model)
     if embeds:
         folder = Path(chosen.snapshot)
@@ -173,7 +173,7 @@ def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: s
     peaks = []
     for is_short in (False, True):
         with FakeTensorMode():
-            model = estimate.build(loader._model_class(chosen, config, False), config, torch.float32, embeds=False)
+            model = estimate.build(loader.model_class(chosen, config, False), config, torch.float32, embeds=False)
             runner, capacity = estimate.make_runner(model, config, chosen, 128)
             if is_short:
                 estimate.shorten(model)

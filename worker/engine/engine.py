@@ -143,7 +143,7 @@ class TransformersEngine:
     ) -> "TransformersEngine":
         attention.register()
         loaded = loader.load_model(options, config, backends.implementation(options.attention, config), progress)
-        ctx_size = _ctx_size(options, architectures.positions(config))
+        ctx_size = context_size(options, architectures.positions(config))
         rows, pace, chunk = options.parallel, Pace(), min(options.prefill_chunk, ctx_size)
         try:
             backend, capacity = backends.make_runner(
@@ -191,7 +191,7 @@ class TransformersEngine:
     ) -> "TransformersEngine":
         loaded = encoders.load(options, config, tokenizer, progress)
         over("build")
-        ctx_size = _ctx_size(options, loaded.positions)
+        ctx_size = context_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))
         try:
             encoders.warm_up(loaded.encoder, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
@@ -493,7 +493,7 @@ def _check(options: contract.Serve) -> None:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)
 
 
-def _ctx_size(options: contract.Serve, positions: int) -> int:
+def context_size(options: contract.ModelOptions, positions: int) -> int:
     """Tokens of one request: as asked, at most what the model has positions for (0: it does not say)."""
     if not positions and not options.ctx_size:
         raise StartError("this model states no maximum length; set ctx-size")

@@ -209,7 +209,7 @@ def load_model(options: contract.ModelOptions, config: Any, attention: str | Non
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
-        cls = _model_class(options, config, embeds)
+        cls = model_class(options, config, embeds)
         with _quiet():
             if options.load_format == "dummy":
                 model, dtype = _random(cls, options, config, device)
@@ -229,7 +229,7 @@ def load_model(options: contract.ModelOptions, config: Any, attention: str | Non
         raise
 
 
-def _model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> Any:
+def model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> Any:
     if is_cross_encoder(options, config):
         if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
@@ -336,7 +336,7 @@ def _keeps_float32(cls: Any) -> bool:
 
 
 def _build(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, embeds: bool) -> Any:
-    extra = {"add_pooling_layer": False} if embeds and _has_pooler(cls) else {}
+    extra = {"add_pooling_layer": False} if embeds and has_pooler(cls) else {}
     try:
         model, info = cls.from_pretrained(
             None,
@@ -362,7 +362,7 @@ def _build(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch
     return model
 
 
-def _has_pooler(cls: Any) -> bool:
+def has_pooler(cls: Any) -> bool:
     return "add_pooling_layer" in cls.__init__.__code__.co_varnames
 
 
