@@ -1,4 +1,4 @@
-"""The command line: `router` serves, `router check` reads what serving would read.
+"""The command line: `router` serves, `router check` reads what serving would read, `router estimate` weighs a model.
 
 Options come from the tables of `settings` and `keys`, so that none is written here a second time. Nothing heavy is
 imported before it is needed: `--help` stays quick.
@@ -9,19 +9,21 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
+import platformdirs
 
 from router import __version__, keys, presets, settings
 from router.catalogue import load_catalogue, read_keys
-from router.errors import ConfigError
+from router.errors import ConfigError, RouterError
 from router.keys import Key, Meaningless
 from router.presets import Loaded, Problem
 from router.settings import Option, Settings
 from router.values import Choice, Flag, Integer, Names, Seconds
 
-OK, FAULTS, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAULTS, USAGE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 4, 130
 SCHEMA = 1
 """Of JSON documents on stdout."""
 _ABOUT = """\
@@ -205,8 +207,48 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
     return FAULTS if loaded.problems else OK
 
 
+def _belongs_to_estimate(option: Option) -> bool:
+    return _belongs_to_check(option) or option.group == settings.MEMORY
+
+
+@cli.command(
+    cls=_Command,
+    params=[click.Argument(["model"]), *_params(only=_belongs_to_estimate)],
+    help="Say what a model would take, by segment and device, with no server running. MODEL is a name from the presets,"
+    " a folder, or a repository of the hub, of which only headers are read. Keys of models are what-ifs, as in"
+    " --ctx-size 32768. Exits with 4 if not even an empty device holds it.",
+)
+@click.option("--exact", is_flag=True, help="Have the worker trace it: some seconds, exact. The files must be here.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_common
+@click.pass_context
+def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **params: Any) -> int:
+    from router import forecast  # late: it reads devices, which no other command needs
+
+    options, models = _split(_given(ctx, params))
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems, as_json=as_json)
+    loaded = load_catalogue(parsed, models, os.environ)
+    if loaded.problems:
+        return _refuse(loaded.problems, as_json=as_json)
+    state = Path(parsed.state_dir or platformdirs.user_state_dir("fleet-router"))
+    try:
+        found = forecast.forecast(model, parsed, loaded, models, os.environ, state=state, exact=exact)
+    except ConfigError as error:
+        return _refuse(error.problems, as_json=as_json)
+    except RouterError as error:
+        return _fail("estimate_failed", str(error), as_json=as_json)
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, **forecast.document(found)}, ensure_ascii=False, indent=1))
+    else:
+        click.echo(forecast.text(found))
+    return OK if found.fits else TOO_LARGE
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 faults or failure, 2 usage or configuration, 130 interrupted."""
+    """Run one command and return its exit code: 0, 1 faults or failure, 2 usage or configuration, 4 the model does not
+    fit, 130 interrupted."""
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="router", standalone_mode=False)
     except click.ClickException as error:
@@ -258,6 +300,14 @@ def _refuse(problems: Sequence[Problem | str], *, as_json: bool = False) -> int:
     else:
         click.echo("\n".join(map(str, problems)), err=True)
     return USAGE
+
+
+def _fail(code: str, message: str, *, as_json: bool) -> int:
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, "error": {"code": code, "message": message}}, ensure_ascii=False))
+    else:
+        click.echo(f"router: {message}", err=True)
+    return FAULTS
 
 
 def _report(loaded: Loaded, *, effective: bool) -> str:

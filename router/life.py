@@ -562,23 +562,29 @@ async def weigh(worker: Worker, world: World) -> None:
 
 
 def _choose_devices(worker: Worker, readings: Sequence[Reading]) -> None:
-    """The devices that this model may take: those it names, else all accelerators, else main memory."""
-    preset = worker.preset
     worker.pools = {reading.id: reading.pool for reading in readings if reading.pool is not None}
+    worker.devices = devices_of(worker.preset, readings)
+
+
+def devices_of(preset: Preset, readings: Sequence[Reading]) -> frozenset[DeviceId]:
+    """The devices that this model may take: those it names, else all accelerators, else main memory.
+
+    Raises LoadFailed for one that is not here.
+    """
     accelerators = [reading for reading in readings if reading.id.index >= 0]
     if not preset.device:
         chosen = {reading.id for reading in accelerators}
-        worker.devices = frozenset(chosen or {reading.id for reading in readings if reading.id.index == HOST})
-        return
+        return frozenset(chosen or {reading.id for reading in readings if reading.id.index == HOST})
     by_name = {str(reading.id): reading.id for reading in readings}
     by_name |= {reading.uuid: reading.id for reading in accelerators if reading.uuid}
     missing = [name for name in preset.device if name not in by_name]
     if missing:
         known = ", ".join(sorted(by_name))
         raise LoadFailed(f"{preset.id}: there is no device {', '.join(missing)} here, only {known}; change `device`")
-    worker.devices = frozenset(by_name[name] for name in preset.device)
-    if len({device.index == HOST for device in worker.devices}) > 1:
+    devices = frozenset(by_name[name] for name in preset.device)
+    if len({device.index == HOST for device in devices}) > 1:
         raise LoadFailed(f"{preset.id}: `device` mixes cpu and accelerators; name one kind")
+    return devices
 
 
 def _estimate(worker: Worker, world: World) -> None:
@@ -590,7 +596,7 @@ def _estimate(worker: Worker, world: World) -> None:
     kinds = ["cpu"] if on_host else [names.get(min(worker.devices), "")]
     key = calibration.key(facts, preset, kinds)
     seconds = world.calibration.load_seconds(key) or 0.0
-    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=_threads(preset, on_host=on_host))
+    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=threads(preset, on_host=on_host))
     if not static.sure and (known := world.calibration.learned(key) or world.calibration.exact(key)) is not None:
         worker.costs = Costs(known, True, key, seconds)
     else:
@@ -674,18 +680,22 @@ def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
 
 
-def _threads(preset: Preset, *, on_host: bool) -> int:
+def threads(preset: Preset, *, on_host: bool) -> int:
     """torch threads of the preset's worker; half the cores on main memory, so that two workers do not fight."""
     return preset.threads or (max(1, (os.cpu_count() or 2) // 2) if on_host else 1)
 
 
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     """A command of `kind` (contract.Estimate or contract.Serve) with the model's options."""
-    preset, facts = worker.preset, worker.facts
-    assert facts is not None
+    assert worker.facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
+    return model_options(kind, worker.preset, worker.facts, worker.snapshot, on_host=on_host, **fields)
+
+
+def model_options(kind: Any, preset: Preset, facts: Checkpoint, snapshot: str, *, on_host: bool, **fields: Any) -> Any:
+    """A command of `kind` for a model that nobody runs yet."""
     return kind(
-        snapshot=worker.snapshot,
+        snapshot=snapshot,
         tokenizer=preset.tokenizer,
         task=preset.task,
         devices=("cpu",) if on_host else ("cuda:0",),
@@ -700,7 +710,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,
         prefill_chunk=preset.prefill_chunk,
-        threads=_threads(preset, on_host=on_host),
+        threads=threads(preset, on_host=on_host),
         **fields,
     )
 

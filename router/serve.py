@@ -33,7 +33,7 @@ from router.events import EventLog
 from router.fleet import Fleet, Limits
 from router.launchers.devices import Devices
 from router.launchers.local import LocalLauncher
-from router.ledger import HOST, DeviceId, Ledger
+from router.ledger import HOST, Ledger
 from router.metrics import Metrics
 from router.names import Names
 from router.presets import Loaded, Preset
@@ -167,8 +167,8 @@ async def _router(
     )
     async with launcher:
         aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")
-        margins = _by_device(settings.models_memory_margin, devices)
-        limits = _by_device(settings.device_limit, devices)
+        margins = devices.by_device(settings.models_memory_margin)
+        limits = devices.by_device(settings.device_limit)
         for name, limit in settings.device_limit.items():
             if devices.device_id(name) not in {reading.id for reading in launcher.readings()}:
                 raise ConfigError([f"--device-limit {name}={limit >> 20}: there is no such device here"])
@@ -390,17 +390,6 @@ def _run_name(sock: socket.socket) -> str:
 
 def _port(sock: socket.socket) -> int:
     return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
-
-
-def _by_device(sizes: Mapping[str, int], devices: Devices) -> dict[DeviceId, int]:
-    found: dict[DeviceId, int] = {}
-    for name, size in sizes.items():
-        if name:
-            try:
-                found[devices.device_id(name)] = size
-            except ValueError as unknown:
-                raise ConfigError([str(unknown)]) from None
-    return found
 
 
 def _raise_file_limit() -> None:

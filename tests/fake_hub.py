@@ -153,16 +153,17 @@ async def _send(
     """The bytes that were asked for; `drop` and `stall` count from the file's beginning."""
     in_part = "Range" in request.headers and fault.get("ranges", True)
     begin = (request.http_range.start or 0) if in_part else 0
+    stop = min(request.http_range.stop or len(content), len(content)) if in_part else len(content)
     if begin >= len(content) > 0:
         raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{len(content)}"})
     response = web.StreamResponse(status=206 if in_part else 200, headers=headers)
-    response.content_length = len(content) - begin
+    response.content_length = stop - begin
     if in_part:
-        response.headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        response.headers["Content-Range"] = f"bytes {begin}-{stop - 1}/{len(content)}"
     await response.prepare(request)
     if request.method == "HEAD":
         return response
-    end = min(len(content), fault.get("drop", len(content)), fault.get("stall", len(content)))
+    end = min(stop, fault.get("drop", stop), fault.get("stall", stop))
     await response.write(content[begin:end])
     if "stall" in fault:
         await asyncio.Event().wait()

@@ -22,11 +22,11 @@ ROUTER = [
     "router.faces  router.faces.*  router.launchers.nursery",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.fleet  router.access  router.launchers.orphans",
-    "router.explain  router.model",
+    "router.explain  router.model  router.forecast",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.calibration  router.snapshots  router.launchers  router.launchers.environment  router.launchers.guard"
     "  router.launchers.oom  router.launchers.vitals",
-    "router.planner  router.checkpoint  router.catalogue",
+    "router.planner  router.checkpoint  router.catalogue  router.remote",
     "router.ledger  router.estimate  router.names",
     "router.presets",
     "router.settings  router.keys  router.log",

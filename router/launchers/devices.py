@@ -13,6 +13,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
+from router.errors import ConfigError
 from router.ledger import HOST, LOCAL, DeviceId, Reading
 
 CPU = DeviceId(LOCAL, HOST)
@@ -111,6 +112,17 @@ class Devices:
         here = f"{have} and cpu" if have else "only cpu"
         problem = "names more than one device" if matches else "is no device of this machine"
         raise ValueError(f"{text!r} {problem}; it has {here}")
+
+    def by_device(self, sizes: Mapping[str, int]) -> dict[DeviceId, int]:
+        """Sizes that people gave by a device's name, without the one for all devices (``""``). Raises ConfigError."""
+        found: dict[DeviceId, int] = {}
+        for name, size in sizes.items():
+            if name:
+                try:
+                    found[self.device_id(name)] = size
+                except ValueError as unknown:
+                    raise ConfigError([str(unknown)]) from None
+        return found
 
     def environment(self, place: Iterable[DeviceId]) -> dict[str, str]:
         """What a worker on `place` needs in its environment to see these accelerators, in this order, and no other."""

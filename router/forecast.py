@@ -1,0 +1,351 @@
+"""What a model would take, asked of no server: its files here or on the hub, this machine's devices, what was learned.
+
+Nothing is loaded and nothing is fetched but headers. The exact figure comes from the worker's own program.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from router import calibration, checkpoint, life, presets, remote
+from router import estimate as estimates
+from router.calibration import Calibration
+from router.catalogue import LocalDisk, find_snapshot
+from router.errors import ConfigError, RouterError
+from router.estimate import Checkpoint, Estimate
+from router.launchers import environment
+from router.launchers.devices import Devices
+from router.ledger import HOST, DeviceId, Reading
+from router.presets import Loaded, Preset
+from router.settings import Settings
+from worker import contract
+
+EXACT_TIMEOUT = 120.0
+"""Seconds that `worker estimate` may take."""
+
+
+class ForecastError(RouterError):
+    """No forecast can be made; the message is for a person."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """One device, as this model would find it. Bytes."""
+
+    id: str
+    name: str
+    needs: int
+    total: int
+    capacity: int
+    """What our workers could ever have of it together: its size or limit, less the margin."""
+    free: int
+    """Of that, what nobody uses right now."""
+    is_main: bool
+    """The model's own device, rather than main memory beside it."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needs <= self.capacity
+
+
+@dataclass(frozen=True)
+class Forecast:
+    preset: Preset
+    facts: Checkpoint
+    files: str
+    """Where they were read: a folder, or the hub's address of the repository."""
+    is_here: bool
+    estimate: Estimate
+    tokens: int
+    """Of one request; 0 for a model that has no cache of them."""
+    dtype: str
+    rooms: tuple[Room, ...]
+    beside: tuple[str, ...]
+    """Other models of the presets, files here, that fit beside it on an empty device, each alone."""
+
+    @property
+    def fits(self) -> bool:
+        """On some device that it may take, with main memory for what stands beside."""
+        mains = [room for room in self.rooms if room.is_main]
+        return any(room.fits for room in mains) and all(room.fits for room in self.rooms if not room.is_main)
+
+
+def forecast(
+    name: str,
+    settings: Settings,
+    loaded: Loaded,
+    model_flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    state: Path,
+    exact: bool = False,
+) -> Forecast:
+    """Of a model of the presets, a folder or a repository. Blocks on disk, hub and, if `exact`, the worker's program.
+
+    `state`: the folder that learned figures lie in. Raises ConfigError for a name that is none of the three, and
+    RouterError with a message for whatever else stands in the way.
+    """
+    preset = find(name, loaded, model_flags, environ)
+    devices = Devices(environ)
+    try:
+        readings = devices.read()
+        margins = devices.by_device(settings.models_memory_margin)
+        limits = devices.by_device(settings.device_limit)
+    finally:
+        devices.close()
+    margin = settings.models_memory_margin.get("", 0)
+    places = life.devices_of(preset, readings)
+    on_host = all(place.index == HOST for place in places)
+    known = Calibration(state / "estimates.json") if (state / "estimates.json").is_file() else None
+    with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
+        folder, files = _files(preset, settings, environ, Path(spare))
+        facts = _facts(preset, folder)
+        is_here = files == str(folder)
+        found = cost(preset, facts, places, readings, known)
+        if exact and found.source in ("static", "exact"):
+            if not is_here:
+                raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
+            found = _exactly(preset, facts, str(folder), environ, on_host=on_host)
+    rooms = tuple(
+        _room(reading, found, margins.get(reading.id, margin), limits.get(reading.id), is_main=reading.id in places)
+        for reading in readings
+        if reading.id in places or (reading.id.index == HOST and not on_host)
+    )
+    left = max((room.capacity - room.needs for room in rooms if room.is_main), default=0)
+    return Forecast(
+        preset=preset,
+        facts=facts,
+        files=files,
+        is_here=is_here,
+        estimate=found,
+        tokens=0 if estimates.embeds(facts, preset) else estimates.effective_ctx(facts, preset),
+        dtype=estimates.compute_dtype(facts, preset, on_host=on_host),
+        rooms=rooms,
+        beside=tuple(_beside(preset, loaded, settings, readings, places, known, left)),
+    )
+
+
+def find(name: str, loaded: Loaded, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
+    """The preset that `name` means: one of `loaded` by its id or another name, else a folder, else `org/name`.
+
+    Raises ConfigError if it is none of them.
+    """
+    for preset in loaded.presets.values():
+        if name == preset.id or name in preset.aliases:
+            return preset
+    if "/" not in name and not Path(name).is_dir():
+        known = ", ".join(loaded.presets) or "none"
+        raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); models are: {known}"])
+    if any(word in name for word in "\n\r") or name != name.strip():
+        raise ConfigError([f"{name!r} is no folder and no repository"])
+    alone = presets.load(
+        f"[model]\nmodel = {name}\n",
+        file="",
+        folder=str(Path.cwd()),
+        disk=LocalDisk(),
+        flags=model_flags,
+        environ=environ,
+        working=str(Path.cwd()),
+    )
+    if alone.problems:
+        raise ConfigError([problem.message for problem in alone.problems])
+    return replace(alone.presets["model"], id=name)
+
+
+def cost(
+    preset: Preset,
+    facts: Checkpoint,
+    places: frozenset[DeviceId],
+    readings: Sequence[Reading],
+    known: Calibration | None,
+) -> Estimate:
+    """The best figure that can be had without asking anybody: the preset's word, learned, exact from before, static."""
+    on_host = all(place.index == HOST for place in places)
+    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=life.threads(preset, on_host=on_host))
+    if static.sure or known is None:
+        return static
+    names = {reading.id: reading.name for reading in readings}
+    key = calibration.key(facts, preset, ["cpu"] if on_host else [names.get(min(places), "")])
+    return known.learned(key) or known.exact(key) or static
+
+
+def _files(preset: Preset, settings: Settings, environ: Mapping[str, str], spare: Path) -> tuple[Path, str]:
+    """The folder of the model's files, and where they are for a person; their skeleton in `spare` if they are not
+    here."""
+    if preset.demo:
+        raise ForecastError(
+            f"{preset.id} is a built-in model, made when it is first loaded; load it, and GET /models tells its memory"
+        )
+    if preset.path:
+        return Path(preset.path), preset.path
+    here = find_snapshot(preset.repo, preset.revision, settings.hub_cache)
+    if here is not None:
+        return Path(here), here
+    if settings.offline:
+        raise ForecastError(
+            f"{preset.id}: the files of {preset.repo} at {preset.revision} are not here, and --offline forbids asking"
+            " the hub; leave it out, or name a folder"
+        )
+    remote.skeleton(preset.repo, preset.revision, spare, environ=environ, token=settings.hf_token)
+    return spare, f"{preset.repo} at {preset.revision}, headers from the hub"
+
+
+def _facts(preset: Preset, folder: Path) -> Checkpoint:
+    needs_weights = preset.load_format != "dummy"
+    return checkpoint.read(folder, override=preset.config_override, needs_weights=needs_weights)
+
+
+def _exactly(preset: Preset, facts: Checkpoint, folder: str, environ: Mapping[str, str], *, on_host: bool) -> Estimate:
+    """What `worker estimate` says, in a process with the environment that a worker gets."""
+    command = life.model_options(contract.Estimate, preset, facts, folder, on_host=on_host)
+    argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
+    threads = life.threads(preset, on_host=on_host)
+    env = environment.environment(
+        environ, "estimate", tag="estimate", visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
+    )
+    try:
+        done = subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=EXACT_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ForecastError(f"{preset.id}: `worker estimate` took over {EXACT_TIMEOUT:.0f} s and was ended") from None
+    except OSError as error:
+        raise ForecastError(f"{preset.id}: {argv[0]} cannot be started: {error.strerror or error}") from None
+    events = [contract.decode(line) for line in done.stdout.splitlines()]
+    said = next((event for event in events if isinstance(event, contract.Estimated)), None)
+    if said is not None:
+        return estimates.exact(said, preset)
+    failed = next((event.message for event in events if isinstance(event, contract.Failed)), "")
+    last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+    raise ForecastError(f"{preset.id}: no exact estimate (exit {done.returncode}): {failed or last}")
+
+
+def _room(reading: Reading, found: Estimate, margin: int, limit: int | None, *, is_main: bool) -> Room:
+    size = reading.total if limit is None else min(reading.total, limit)
+    capacity = max(0, size - margin)
+    free = max(0, min(capacity, reading.total - margin - reading.used))
+    needs = max(found.shards) if is_main else found.host
+    return Room(str(reading.id), reading.name, needs, reading.total, capacity, free, is_main)
+
+
+def _beside(
+    preset: Preset,
+    loaded: Loaded,
+    settings: Settings,
+    readings: Sequence[Reading],
+    places: frozenset[DeviceId],
+    known: Calibration | None,
+    left: int,
+) -> list[str]:
+    """Who of the other models needs no more than `left` bytes; those whose files are not here are not asked about."""
+    found = []
+    for other in loaded.presets.values():
+        folder = other.path or (find_snapshot(other.repo, other.revision, settings.hub_cache) if other.repo else None)
+        if other.id == preset.id or folder is None:
+            continue
+        try:
+            its = life.devices_of(other, readings)
+            needs = max(cost(other, _facts(other, Path(folder)), its, readings, known).shards)
+        except RouterError:
+            continue  # it says so when it is asked for itself
+        if its & places and needs <= left:
+            found.append(other.id)
+    return found
+
+
+def document(found: Forecast) -> dict[str, Any]:
+    """As JSON: integer bytes."""
+    estimate = found.estimate
+    return {
+        "model": found.preset.id,
+        "files": found.files,
+        "downloaded": found.is_here,
+        "source": estimate.source,
+        "dtype": found.dtype,
+        "quantization": found.facts.quantization,
+        "ctx_size": found.tokens,
+        "parallel": found.preset.parallel,
+        "weights": sum(estimate.weights),
+        "context": sum(estimate.context),
+        "compute": sum(estimate.compute),
+        "runtime": sum(estimate.runtime),
+        "host": estimate.host,
+        "total": estimate.total,
+        "fits": found.fits,
+        "devices": [
+            {
+                "device": room.id,
+                "name": room.name,
+                "needs": room.needs,
+                "total": room.total,
+                "usable_when_empty": room.capacity,
+                "usable_now": room.free,
+                "fits": room.fits,
+                "fits_now": room.needs <= room.free,
+            }
+            for room in found.rooms
+        ],
+        "beside": list(found.beside),
+    }
+
+
+def text(found: Forecast) -> str:
+    """The same for a terminal."""
+    facts, estimate, parallel = found.facts, found.estimate, found.preset.parallel
+    kind = f"{facts.quantization}, {found.dtype}" if facts.quantization else found.dtype
+    served = f"context {found.tokens} x {parallel} sequences" if found.tokens else "embeds or scores texts"
+    lines = [f"{found.preset.id}   {kind}, {served}", f"files     {found.files}"]
+    rows = [
+        ("weights", estimate.weights, "from checkpoint headers"),
+        ("context", estimate.context, _context_words(found)),
+        ("compute", estimate.compute, "largest prefill chunk or decode step, logits included"),
+        ("runtime", estimate.runtime, "the process: libraries, graphs, device context"),
+    ]
+    if estimate.source == "preset":
+        rows = [("required", estimate.shards, "required-memory of the preset")]
+    lines += [f"{label:9} {_size(sum(sizes)):>11}   {words}" for label, sizes, words in rows]
+    if estimate.host:
+        lines.append(f"{'host':9} {_size(estimate.host):>11}   main memory beside the device")
+    sources = {
+        "static": "static; not learned yet",
+        "exact": "exact: the worker's own trace",
+        "learned": "learned: measured when it ran",
+        "preset": "the preset's own figure",
+    }
+    lines.append(f"{'total':9} {_size(estimate.total):>11}   {sources[estimate.source]}")
+    for room in found.rooms:
+        if room.fits:
+            now = "and now" if room.needs <= room.free else f"not now: {_size(room.free)} are free"
+            lines.append(f"{room.id:9} fits when empty: {_size(room.capacity)} usable; {now}")
+        else:
+            lines.append(
+                f"{room.id:9} does not fit: {_size(room.needs)} needed, {_size(room.capacity)} usable when empty;"
+                " lower ctx-size or parallel"
+            )
+    if found.beside:
+        lines.append(f"{'beside':9} fits, one of: {', '.join(found.beside)}")
+    return "\n".join(lines)
+
+
+def _context_words(found: Forecast) -> str:
+    facts, tokens = found.facts, found.tokens * found.preset.parallel
+    if not found.tokens:
+        return "no cache"
+    attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
+    size = estimates.DTYPE_BYTES.get(found.dtype, 4)
+    elements = facts.head_dim + (facts.value_dim or facts.head_dim)
+    words = f"{attending} layers x {facts.kv_heads} KV heads x {elements} elements x {size} B x {tokens} tokens"
+    if facts.state_layers:
+        words += f", and {facts.state_layers} layers with states"
+    return words
+
+
+def _size(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB" if size >= 10 << 30 else f"{size / (1 << 20):.1f} MiB"
+
+
+__all__ = ["Forecast", "ForecastError", "Room", "document", "forecast", "text"]

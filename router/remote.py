@@ -1,0 +1,150 @@
+"""What the hub knows of a repository that is not here, without fetching it.
+
+A skeleton of the snapshot is written: its small files whole, its weight files with their true size but nothing behind
+their headers (holes, which take no room on a disk). Whatever reads a snapshot for its size can read this one.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import httpx
+
+from router.errors import RouterError
+
+HUB = "https://huggingface.co"
+TIMEOUT = 30.0
+"""Seconds without a byte."""
+FIRST = 1 << 16
+"""Bytes of a weight file that are asked for first: most headers are shorter, and one request does."""
+MAX_HEADER = 100 << 20
+"""Bytes; the format's own bound."""
+MAX_SMALL = 64 << 20
+
+_INDEX = "model.safetensors.index.json"
+_SMALL = frozenset({
+    "config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "modules.json",
+    "sentence_bert_config.json", _INDEX,
+})  # fmt: skip
+
+
+class RemoteError(RouterError):
+    """The hub did not tell; the message says why and what to do."""
+
+
+def skeleton(repo: str, revision: str, folder: Path, *, environ: Mapping[str, str], token: str = "") -> None:
+    """Write the skeleton of `repo` at `revision` (branch, tag or commit) into `folder`.
+
+    HF_ENDPOINT in `environ` names another hub. Blocks for as long as the hub takes. Raises RemoteError.
+    """
+    base = environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT, follow_redirects=True) as client:
+            answer = client.get(f"/api/models/{repo}/revision/{revision}")
+            _check(answer, repo, base)
+            commit, names = _listing(answer)
+            hub = _Hub(client, base, repo, commit or revision)
+            small = [name for name in names if name in _SMALL]
+            for name in small:
+                _write(folder / name, hub.whole(name))
+            for name in _weights(folder, names):
+                head, size = hub.header(name)
+                _write(folder / name, head)
+                os.truncate(folder / name, size)
+    except httpx.HTTPError as error:
+        raise RemoteError(
+            f"{base} cannot be reached: {type(error).__name__}; with the files here nobody asks"
+        ) from None
+    except OSError as error:
+        raise RemoteError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+class _Hub:
+    """One state of one repository."""
+
+    def __init__(self, client: httpx.Client, base: str, repo: str, revision: str):
+        self._client, self._base, self._repo, self._revision = client, base, repo, revision
+
+    def whole(self, name: str) -> bytes:
+        content, _ = self._read(name, 0, MAX_SMALL)
+        return content
+
+    def header(self, name: str) -> tuple[bytes, int]:
+        """The first bytes of a safetensors file, up to the end of its header, and the size of all of it.
+
+        Raises RemoteError if what comes is none.
+        """
+        head, size = self._read(name, 0, FIRST)
+        end = 8 + int.from_bytes(head[:8], "little")
+        if len(head) < 8 or not 8 < end <= min(size, MAX_HEADER):
+            raise RemoteError(f"{self._repo}: {name} on {self._base} is no safetensors file")
+        if end > len(head):
+            rest, _ = self._read(name, len(head), end - len(head))
+            head += rest
+        if len(head) < end:
+            raise RemoteError(f"{self._repo}: {self._base} broke off in the header of {name}; try again")
+        return head[:end], size
+
+    def _read(self, name: str, start: int, most: int) -> tuple[bytes, int]:
+        """Up to `most` bytes from `start`, and the size of the file. No more is read, even if the whole is sent."""
+        wanted = {"Range": f"bytes={start}-{start + most - 1}"}
+        url = f"/{self._repo}/resolve/{self._revision}/{name}"
+        with self._client.stream("GET", url, headers=wanted) as answer:
+            _check(answer, self._repo, self._base)
+            skip = 0 if answer.status_code == httpx.codes.PARTIAL_CONTENT else start
+            content = bytearray()
+            for piece in answer.iter_bytes():
+                content += piece
+                if len(content) >= skip + most:
+                    break
+            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            size = int(total) if total.isdigit() else int(answer.headers.get("Content-Length", 0)) or len(content)
+            return bytes(content[skip : skip + most]), size
+
+
+def _check(answer: httpx.Response, repo: str, base: str) -> None:
+    """Raises RemoteError for anything but success."""
+    status = answer.status_code
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        gated = answer.headers.get("X-Error-Code") == "GatedRepo"
+        what = "is gated: accept its terms there and give --hf-token" if gated else "is not there, or needs --hf-token"
+        raise RemoteError(f"{repo} on {base} {what}")
+    if status == httpx.codes.NOT_FOUND:
+        raise RemoteError(f"{repo}: {base} has no such repository, revision or file; check the name")
+    if not answer.is_success:
+        raise RemoteError(f"{repo}: {base} answers {status}; try again later")
+
+
+def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
+    """Commit and file names."""
+    try:
+        body: Any = answer.json()
+        names = [str(each["rfilename"]) for each in body["siblings"]]
+        return str(body.get("sha") or ""), [name for name in names if _is_inside(name)]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise RemoteError(f"{answer.url.host} answers with no list of files; is it a hub?") from None
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name from outside stays below its folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def _weights(folder: Path, names: Iterable[str]) -> list[str]:
+    """The weight files that make up the model, and those of the layers behind it (one in each folder)."""
+    known = set(names)
+    try:
+        parts = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()) & known
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        parts = {"model.safetensors"} & known
+    behind = {name for name in known if name.count("/") == 1 and name.endswith("/model.safetensors")}
+    return sorted(parts | behind)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
