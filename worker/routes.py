@@ -19,6 +19,7 @@ class Face(Enum):
     LLAMA_SERVER = "llama_server"
     ANTHROPIC = "anthropic"
     OLLAMA = "ollama"
+    RESPONSES = "responses"
     ADMIN = "admin"
 
 
@@ -80,7 +81,7 @@ def _not_offered(
 
 
 _O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
-_M, _OLLAMA = Face.ANTHROPIC, Face.OLLAMA
+_M, _OLLAMA, _R = Face.ANTHROPIC, Face.OLLAMA, Face.RESPONSES
 
 _CHAT = "POST /v1/chat/completions"
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
@@ -97,6 +98,9 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/rerank", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     *_both("POST", "/reranking", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     Route("POST", "/v2/rerank", _L, "rerank", True, loads=Loads.FOLLOWS),
+    *_both("POST", "/chat/completions/input_tokens", _O, "chat_input_tokens", worker=True),
+    *_both("POST", "/responses", _R, "responses", worker=True, loads=Loads.FOLLOWS, streams=True),
+    *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True),
     Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
     *(
@@ -131,13 +135,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
-    *_not_offered("POST", "/v1/responses /responses /invocations /generate", _CHAT),
-    *_not_offered(
-        "POST",
-        "/v1/responses/input_tokens /responses/input_tokens /v1/chat/completions/input_tokens"
-        " /chat/completions/input_tokens",
-        "POST /apply-template, and POST /tokenize with its answer",
-    ),
+    *_not_offered("POST", "/invocations /generate", _CHAT),
     *_not_offered("POST", "/infill", "POST /v1/completions"),
     *_not_offered("POST", "/models", _PRESETS, Plane.ADMIN),
     *_not_offered("DELETE", "/models", _PRESETS, Plane.ADMIN),
@@ -188,7 +186,7 @@ class Stream:
     """How a line begins that says something, after perhaps another one of the same frame; comments have none."""
     error: bytes
     """How an error frame begins."""
-    last: bytes
+    last: bytes | tuple[bytes, ...]
     """How the last frame of a whole answer begins."""
     ending: bytes = b""
     """How it ends."""
@@ -218,6 +216,13 @@ _EVENTS = {
 _STREAM = Stream(_EVENTS, b"\n\n", b"data: ", b'data: {"error":', b"data: [DONE]")
 _STREAMS: Mapping[Face, Stream] = {
     Face.ANTHROPIC: Stream(_EVENTS, b"\n\n", b"data: ", b"event: error\n", b"event: message_stop\n"),
+    Face.RESPONSES: Stream(
+        _EVENTS,
+        b"\n\n",
+        b"data: ",
+        b"event: error\n",
+        (b"event: response.completed\n", b"event: response.incomplete\n"),
+    ),
     Face.OLLAMA: Stream(
         {**_EVENTS, "Content-Type": "application/x-ndjson"}, b"\n", b"{", b'{"error":', b"{", b'"done":true}\n'
     ),
@@ -250,7 +255,11 @@ def refusal_frame(face: Face, body: bytes) -> bytes:
     """An error's body as a frame of a stream that has already begun."""
     if face is Face.OLLAMA:
         return body.replace(b"\n", b" ") + b"\n"
-    event = b"event: error\n" if face is Face.ANTHROPIC else b""
+    if face is Face.RESPONSES:  # as an event: which number it has only its own stream would know
+        told = json.loads(body)["error"]
+        event_body = {"type": "error", "code": told["type"], "message": told["message"], "param": told["param"]}
+        body = json.dumps({**event_body, "sequence_number": -1, "error": told}, ensure_ascii=False).encode()
+    event = b"event: error\n" if face in (Face.ANTHROPIC, Face.RESPONSES) else b""
     return event + b"data: " + body.replace(b"\n", b" ") + b"\n\n"
 
 

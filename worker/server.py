@@ -28,7 +28,7 @@ from worker.connection import WRITE_STALL, ClientGone, Connection
 from worker.contract import Exit
 from worker.deltas import Batch, Deltas
 from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
-from worker.faces import Call, Model, Result, anthropic, embeddings, llama_server, ollama, openai
+from worker.faces import Call, Model, Result, anthropic, embeddings, llama_server, ollama, openai, responses
 from worker.fields import Json, parse
 from worker.generation import Engine, Prefill, Timings
 
@@ -280,6 +280,9 @@ class Server:
             "ollama_generate": self._generating(ollama.generate),
             "ollama_embed": self._answering(ollama.embed),
             "ollama_embeddings": self._answering(ollama.embeddings),
+            "responses": self._generating(responses.responses),
+            "responses_input_tokens": self._answering(responses.input_tokens),
+            "chat_input_tokens": self._answering(openai.input_tokens),
             "messages": self._generating(anthropic.messages),
             "count_tokens": self._answering(anthropic.count_tokens),
         }

@@ -12,6 +12,7 @@ import anthropic
 import httpx
 import httpx2
 import ollama
+import openai
 import pytest
 
 from router.proxy import Pace
@@ -95,6 +96,30 @@ async def test_a_refusal_after_the_status_line_is_an_error_of_anthropics_client(
         with pytest.raises(anthropic.APIStatusError, match="too odd"):
             async for _ in await client.messages.create(**HI, stream=True):
                 pass
+
+
+async def test_a_responses_client_raises_when_a_worker_is_lost(tmp_path: Path) -> None:
+    response: Any = {"id": "resp_1", "object": "response", "created_at": 1, "model": "a", "output": [], "tools": []}
+    response |= {"parallel_tool_calls": True, "tool_choice": "auto", "status": "in_progress"}
+    told = json.dumps({"type": "response.created", "response": response, "sequence_number": 0})
+    first = f"event: response.created\ndata: {told}\n\n".encode()
+    async with dying(tmp_path, first) as (up, seen):
+        transport = httpx2.AsyncHTTPTransport(uds=str(up.socket))
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1",
+            api_key="k",
+            max_retries=0,
+            http_client=httpx2.AsyncClient(transport=transport),
+        ) as client:
+            stream = await client.responses.create(model="a", input="hi", stream=True)
+            assert (await anext(stream)).type == "response.created"
+            seen.set()
+            with pytest.raises(openai.APIError, match="worker") as caught:
+                await anext(stream)
+            body: Any = caught.value.body
+            assert (body["type"], body["reason"]) == ("server_error", "worker_crashed")
+            with pytest.raises(openai.NotFoundError, match="not found"):
+                await client.responses.create(model="b", input="hi")
 
 
 # Ollama

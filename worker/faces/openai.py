@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from worker import chat as chats
 from worker import constraints, sampling, tools
 from worker.errors import InvalidValue
-from worker.faces import Call, Model, read_ping_interval, read_texts
+from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family
 from worker.fields import Fields, Json
 from worker.generation import Generation, Grammar, Sampling
@@ -92,6 +92,16 @@ async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
     model.check_prompt(prompts[0], param="prompt")
     generations = common.generations(id, prompts)
     return Chat(common=common, generations=generations, manner=Manner(family=None), ignored=ignored)
+
+
+async def input_tokens(body: Json, model: Model) -> Result:
+    """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
+    fields = Fields(body)
+    fields.skip(chats.FIELDS)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    tokens = await count(body, model)
+    told = {"object": "response.input_tokens", "input_tokens": tokens}
+    return Result(body=told, ignored=ignored, prompt_tokens=tokens)
 
 
 async def count(body: Json, model: Model) -> int:

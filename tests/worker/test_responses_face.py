@@ -1,0 +1,192 @@
+"""OpenAI's responses: the official client, synchronous and asynchronous, and what it never sends."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import openai
+import pydantic
+import pytest
+
+from tests.worker.fake_engine import CACHED, SCRIPT
+from tests.worker.serving import TOKEN, Serving, serving
+from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+
+HI: Any = {"model": "m", "input": "hi"}
+WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "parameters": SCHEMA, "strict": False}
+Answer = TypeVar("Answer")
+
+
+@contextlib.asynccontextmanager
+async def asking(world: Serving) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:
+        yield client
+
+
+async def in_a_thread(world: Serving, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
+    def run() -> Answer:
+        with openai.OpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:
+            return ask(client)
+
+    return await asyncio.to_thread(run)
+
+
+def plain(response: Any) -> Any:
+    """A response without what differs from one to the next."""
+    told = response.to_dict(mode="json")
+    ids = {"id", "call_id", "created_at", "parsed", "parsed_arguments"}
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: strip(each) for name, each in value.items() if name not in ids}
+        return [strip(each) for each in value] if isinstance(value, list) else value
+
+    return strip(told)
+
+
+async def test_a_response() -> None:
+    async with serving() as world, asking(world) as client:
+        response = await client.responses.create(
+            **HI, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=200
+        )
+        assert response.output_text.startswith(f"0 {SCRIPT}")
+        assert (response.status, response.model, response.object) == ("completed", "m", "response")
+        [asked] = world.engine.requests
+        assert response.usage is not None
+        assert response.usage.input_tokens == len(asked.prompt)
+        assert response.usage.input_tokens_details.cached_tokens == CACHED
+        assert (asked.sampling.temperature, asked.sampling.top_p, asked.max_tokens) == (0.5, 0.9, 200)
+        short = await client.responses.create(**HI, max_output_tokens=3)
+        assert short.incomplete_details is not None
+        assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+@pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
+async def test_a_stream_builds_the_same_response(said: str) -> None:
+    async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
+        whole = await client.responses.create(**HI, tools=[WEATHER])
+        async with client.responses.stream(**HI, tools=[WEATHER]) as stream:
+            events = [event async for event in stream]
+            built = await stream.get_final_response()
+        assert plain(built) == plain(whole)
+        assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        for kind in ("response.output_item.added", "response.output_item.done"):
+            assert kinds.count(kind) == len(built.output)
+        texts = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert texts == whole.output_text
+
+
+async def test_thoughts_text_and_calls_are_items() -> None:
+    def ask(client: openai.OpenAI) -> Any:
+        return client.responses.create(**HI, tools=[WEATHER])
+
+    async with serving(Speaking(SAID), chat_template=THINKING) as world:
+        response = await in_a_thread(world, ask)
+        reasoning, message, call = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "They ask for Oslo.")
+        assert (message.type, message.content[0].text) == ("message", "Let me look.")
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Oslo"})
+        assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+async def test_a_conversation_of_items_reaches_the_template() -> None:
+    engine = Speaking("fine")
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"role": "user", "content": "So?"},
+    ]
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        await client.responses.create(model="m", input=items, instructions="S")
+        call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+        expected = f"<system>S<user>Oslo?<assistant>Let me look.{call}<tool>rain<user>So?<assistant>"
+        assert engine.prompt().endswith(expected)
+        for path in ("responses", "chat/completions"):
+            body = {"input": items, "instructions": "S"}
+            if path == "chat/completions":
+                body = {"messages": [{"role": "user", "content": "hi"}]}
+                await client.chat.completions.create(model="m", messages=body["messages"])
+            _, _, counted = await world.post(f"/v1/{path}/input_tokens", body)
+            assert counted == {"object": "response.input_tokens", "input_tokens": len(engine.requests[-1].prompt)}
+
+
+class Pet(pydantic.BaseModel):
+    kind: str
+
+
+async def test_an_answer_is_held_to_its_format_and_parsed() -> None:
+    engine = Speaking('{"kind": "cat"}')
+    async with serving(engine) as world, asking(world) as client:
+        response = await client.responses.parse(**HI, text_format=Pet)
+        assert response.output_parsed == Pet(kind="cat")
+        await client.responses.create(**HI, text={"format": {"type": "json_object"}})
+        await client.responses.create(**HI)
+        first, second, third = [request.grammar for request in engine.requests]
+        assert first is not None
+        assert '"kind"' in first.text
+        assert second is not None
+        assert third is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        await client.responses.create(**HI, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+        grammar = engine.requests[-1].grammar
+        assert grammar is not None
+        assert "weather" in grammar.text
+
+
+async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"previous_response_id": "resp_1"}, "nothing is kept"),
+        ({"conversation": "conv_1"}, "nothing is kept"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "hosted tools"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": [image]}, "not parts of type input_image"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "items of this type"),
+        ({"input": []}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ]
+    async with serving() as world, asking(world) as client:
+        for wrong, message in refused:
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.responses.create(**HI, extra_body=wrong)
+        assert world.engine.requests == []
+        await client.responses.create(**HI, store=False, truncation="disabled", include=["reasoning.encrypted_content"])
+
+
+async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    late: Any = {"model": "m", "input": " fail-later "}
+
+    def ask(client: openai.OpenAI) -> tuple[str, str]:
+        text = ""
+        try:
+            for event in client.responses.create(**late, stream=True):
+                text += event.delta if event.type == "response.output_text.delta" else ""
+        except openai.APIError as error:
+            return text, error.message
+        return text, ""
+
+    async with serving(chat_template=template) as world:
+        text, message = await in_a_thread(world, ask)
+        assert (text, "logits" in message) == ("0 G", True)
+        async with asking(world) as client:
+            with pytest.raises(openai.APIError, match="logits"):
+                async for _ in await client.responses.create(**late, stream=True):
+                    pass

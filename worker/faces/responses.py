@@ -1,0 +1,357 @@
+"""OpenAI's responses, without memory: items in, items out. A body becomes that of a chat completion."""
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from worker.errors import InvalidValue, UnsupportedField
+from worker.faces import Call, Model, Result
+from worker.faces.openai import Chat, count, understand
+from worker.fields import Fields, Json
+from worker.generation import Delta
+from worker.parts import Part, Reading, ToolCall
+from worker.replies import Totals
+
+_STATELESS = "nothing is kept between requests here; send the whole conversation in input"
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_INCLUDED = ("reasoning.encrypted_content",)
+"""What may be asked to be included; there is none of it, which is no lie: thoughts are not encrypted here."""
+
+
+async def responses(body: Json, model: Model) -> Call:
+    """One response; raises RequestError."""
+    fields = Fields(body)
+    asked, echoed = _read(fields, model)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    id = f"resp_{uuid.uuid4().hex}"
+    chat = await understand(asked, model, id=id)
+    return Call(
+        generations=chat.generations,
+        reply=ResponseReply(id, chat, echoed),
+        stream=chat.common.stream,
+        ping_interval=chat.common.ping_interval,
+        ignored=(*ignored, *chat.ignored),
+    )
+
+
+async def input_tokens(body: Json, model: Model) -> Result:
+    """Tokens of the prompt that this input makes; raises RequestError."""
+    fields = Fields(body)
+    asked, _ = _read(fields, model)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    tokens = await count(asked, model)
+    told = {"object": "response.input_tokens", "input_tokens": tokens}
+    return Result(body=told, ignored=ignored, prompt_tokens=tokens)
+
+
+# Bodies
+
+
+def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
+    """The fields of a chat completion, and what a response says again of its request."""
+    fields.refuse("previous_response_id", [""], f"previous_response_id is not supported: {_STATELESS}")
+    fields.refuse("conversation", [], f"conversation is not supported: {_STATELESS}")
+    fields.refuse("store", [False], f"store is not supported: {_STATELESS}; leave store out or send false")
+    fields.refuse("background", [False], "background is not supported: an answer ends with its connection; use stream")
+    fields.refuse("truncation", ["disabled"], 'truncation must be "disabled": no input is cut')
+    fields.refuse("prompt", [], "prompt is not supported: no prompts are kept here; use instructions and input")
+    fields.refuse("top_logprobs", [0], "top_logprobs is not supported here; use POST /v1/chat/completions")
+    for name in fields.sequence("include") or ():
+        if name not in _INCLUDED:
+            raise UnsupportedField(f"include: only {_INCLUDED[0]} may stand there", param="include")
+    instructions = fields.text("instructions")
+    tools, choice = _tools(fields), _tool_choice(fields)
+    asked: Json = {
+        "model": fields.text("model"),
+        "messages": [*([{"role": "system", "content": instructions}] if instructions else []), *_input(fields)],
+        "max_tokens": fields.integer("max_output_tokens", 1),
+        "tools": tools,
+        "tool_choice": choice,
+    }
+    for name in ("temperature", "top_p", "parallel_tool_calls", "stream", "sse_ping_interval"):
+        asked[name] = fields.take(name)
+    reasoning = Fields(fields.mapping("reasoning") or {}, path="reasoning.")
+    asked["reasoning_effort"] = reasoning.text("effort")
+    for name in ("summary", "generate_summary"):
+        if reasoning.take(name) is not None:
+            fields.mark_unused(reasoning.path + name)  # thoughts come as they are
+    fields.mapping("stream_options")  # obfuscation, of which there is none
+    text = Fields(fields.mapping("text") or {}, path="text.")
+    asked["verbosity"] = text.take("verbosity")
+    form = text.mapping("format")
+    asked["response_format"] = _format(form)
+    echoed = {
+        "instructions": instructions,
+        "max_output_tokens": asked["max_tokens"],
+        "metadata": fields.take("metadata") or {},
+        "parallel_tool_calls": asked["parallel_tool_calls"] is not False,
+        "reasoning": {"effort": asked["reasoning_effort"], "summary": None},
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": fields.take("tool_choice") or "auto",
+        "tools": [{"type": "function", **tool["function"]} for tool in tools],
+    }
+    return asked, echoed
+
+
+def _input(fields: Fields) -> list[Json]:
+    """Messages; the calls and thoughts of one turn of the assistant are one message."""
+    stated = fields.take("input")
+    if isinstance(stated, str):
+        return [{"role": "user", "content": stated}]
+    if not isinstance(stated, list) or not stated:
+        raise InvalidValue("input must be a string or an array of items", param="input")
+    messages: list[Json] = []
+    thoughts = ""
+    for index, item in enumerate(stated):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidValue(f"{where} must be an object", param=where)
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            thoughts = _text(f"{where}.content", item.get("content") or item.get("summary") or [])
+        elif kind == "function_call_output":
+            output = _text(f"{where}.output", item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind == "function_call":
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant" or thoughts:
+                messages.append({"role": "assistant", "content": None, "tool_calls": []})
+            call = _function_call(where, item)
+            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
+            thoughts = _think(messages[-1], thoughts)
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": _text(f"{where}.content", item.get("content"))})
+            if item.get("role") == "assistant":
+                thoughts = _think(messages[-1], thoughts)
+        else:
+            raise UnsupportedField(f"{where}: items of this type are not supported; leave it out", param=where)
+    return messages
+
+
+def _think(message: Json, thoughts: str) -> str:
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return ""
+
+
+def _function_call(where: str, item: Json) -> Json:
+    if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
+        raise InvalidValue(f"{where} must have call_id, name and arguments, all strings", param=where)
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _text(where: str, content: Any) -> str:
+    """The text of a string or of text parts; parts are put on lines of their own."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidValue(f"{where} must be a string or an array of text parts", param=where)
+    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if kind in _TEXTS and isinstance(text, str):
+        return text
+    if kind in ("input_image", "input_file", "input_audio"):
+        raise UnsupportedField(f"{where}: this model takes text, not parts of type {kind}", param=where)
+    raise InvalidValue(f"{where} must be a text part, of type input_text say", param=where)
+
+
+def _tools(fields: Fields) -> list[Json]:
+    tools = []
+    for index, tool in enumerate(fields.sequence("tools") or ()):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+            raise InvalidValue(f"{where} must be an object with a type", param=where)
+        if tool["type"] != "function":
+            raise UnsupportedField(f"{where}: hosted tools are not supported; define functions", param=where)
+        if not isinstance(tool.get("name"), str):
+            raise InvalidValue(f"{where}.name must be a string", param=f"{where}.name")
+        known = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
+        tools.append({"type": "function", "function": {name: each for name, each in known.items() if each is not None}})
+    return tools
+
+
+def _tool_choice(fields: Fields) -> Any:
+    choice = fields.take("tool_choice")
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise UnsupportedField(
+            'tool_choice must be none, auto, required or {"type": "function", "name": ...}', param="tool_choice"
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _format(form: Json | None) -> Json | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    described = {name: form.get(name) for name in ("name", "schema", "strict")}
+    return {"type": "json_schema", "json_schema": described}
+
+
+# Answers
+
+
+class ResponseReply:
+    """`response`, whole and as the events that build it."""
+
+    def __init__(self, id: str, chat: Chat, echoed: Mapping[str, Any]):
+        self._chat = chat
+        self._reading = Reading(chat.manner)
+        self._totals = Totals(chat.generations)
+        sampling = chat.generations[0].sampling
+        self._head: Json = {
+            "id": id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": chat.common.model,
+            "error": None,
+            "previous_response_id": None,
+            "store": False,
+            "background": False,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            **echoed,
+        }
+        self._output: list[Json] = []
+        self._number = -1
+        self._open = ""
+        """The kind of the last item, if it may still grow."""
+        self._has_begun = False
+
+    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
+        ended = Delta()
+        for number, delta in deltas:
+            self._add(number, delta)
+            ended = delta
+        return self._response(ended)
+
+    def frames(self, number: int, delta: Delta) -> bytes:
+        if delta.progress is not None:
+            return b""
+        events: list[Json] = []
+        if not self._has_begun:
+            self._has_begun = True
+            begun = self._response(None)
+            events += [{"type": "response.created", "response": begun}]
+            events += [{"type": "response.in_progress", "response": begun}]
+        events += self._add(number, delta)
+        if delta.finish is not None:
+            response = self._response(delta)
+            events.append({"type": f"response.{response['status']}", "response": response})
+        return b"".join(self._frame(event) for event in events)
+
+    def closing(self) -> bytes:
+        return b""  # the last event says how it ended
+
+    def _add(self, number: int, delta: Delta) -> list[Json]:
+        """Take the next delta; returns the events of its items."""
+        self._totals.add(number, delta)
+        parts, thoughts = self._reading.take(delta)
+        self._totals.add_reasoning(thoughts)
+        events = [event for part in parts for event in self._part(part)]
+        if delta.finish is not None:
+            events += self._close("completed" if delta.finish == "stop" else "incomplete")
+        return events
+
+    def _part(self, part: Part) -> list[Json]:
+        if part.call is not None:
+            return [*self._close(), *self._call(part.call)]
+        kind, text = ("reasoning", part.reasoning) if part.reasoning else ("message", part.content)
+        events = []
+        if self._open != kind:
+            events = [*self._close(), *self._begin(kind)]
+        self._output[-1]["content"][0]["text"] += text
+        grown = self._event(f"{self._channel}.delta", content_index=0, delta=text)
+        return [*events, grown | ({"logprobs": []} if kind == "message" else {})]
+
+    @property
+    def _channel(self) -> str:
+        return "response.reasoning_text" if self._open == "reasoning" else "response.output_text"
+
+    def _begin(self, kind: str) -> list[Json]:
+        self._open = kind
+        item: Json = {"id": f"{'rs' if kind == 'reasoning' else 'msg'}_{uuid.uuid4().hex}", "type": kind}
+        if kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
+        part: Json = {"type": "reasoning_text", "text": ""}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output.append({**item, "status": "in_progress", "content": [dict(part)]})
+        added = self._item("response.output_item.added", {**self._output[-1], "content": []})
+        return [added, self._event("response.content_part.added", content_index=0, part=part)]
+
+    def _close(self, status: str = "completed") -> list[Json]:
+        """The events at the end of the item that may still grow."""
+        if not self._open:
+            return []
+        item = self._output[-1]
+        item["status"] = status
+        [part] = item["content"]
+        done = self._event(f"{self._channel}.done", content_index=0, text=part["text"])
+        if self._open == "message":
+            done["logprobs"] = []
+        self._open = ""
+        return [
+            done,
+            self._event("response.content_part.done", content_index=0, part=dict(part)),
+            self._item("response.output_item.done", {**item, "content": [dict(part)]}),
+        ]
+
+    def _call(self, call: ToolCall) -> list[Json]:
+        item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        self._output.append({**item, "arguments": call.arguments, "status": "completed"})
+        arguments = "response.function_call_arguments"
+        return [
+            self._item("response.output_item.added", {**item, "arguments": "", "status": "in_progress"}),
+            self._event(f"{arguments}.delta", delta=call.arguments),
+            self._event(f"{arguments}.done", name=call.name, arguments=call.arguments),
+            self._item("response.output_item.done", dict(self._output[-1])),
+        ]
+
+    def _event(self, kind: str, **told: Any) -> Json:
+        """About the last item."""
+        return {"type": kind, "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **told}
+
+    def _item(self, kind: str, item: Json) -> Json:
+        return {"type": kind, "output_index": len(self._output) - 1, "item": item}
+
+    def _response(self, ended: Delta | None) -> Json:
+        """As it is now; `ended`: its last delta."""
+        status, details, usage = "in_progress", None, None
+        if ended is not None:
+            status, usage = "completed", self._usage()
+            if ended.finish == "length":
+                status, details = "incomplete", {"reason": "max_output_tokens"}
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": details,
+            "output": list(self._output),
+            "usage": usage,
+        }
+
+    def _usage(self) -> Json:
+        usage = self._totals.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _frame(self, event: Json) -> bytes:
+        self._number += 1
+        numbered = {**event, "sequence_number": self._number}
+        return f"event: {event['type']}\n".encode() + b"data: " + orjson.dumps(numbered) + b"\n\n"
