@@ -59,13 +59,13 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
             answers.append(await answer(worker))
             measured.append(worker.measured[CPU])
             spent.append(worker.ready.seconds)
-            assert sum(worker.ready.seconds.values()) == pytest.approx(total, abs=0.5)
+            assert total / 2 < sum(worker.ready.seconds.values()) < total + 0.01
     assert answers[0] == answers[1]
     assert measured[0] < measured[1] - (100 << 20)
     assert measured[0] > 0
     stages = ["imports", "config", "tokenizer", "read", "build", "warmup", "server"]
     assert [list(each) for each in spent] == [["fork", *stages], ["exec", *stages]]
-    assert spent[0]["imports"] < spent[1]["imports"] / 10
+    assert spent[0]["imports"] < spent[1]["imports"] / 3
 
 
 async def test_an_estimate_is_the_same_by_both_ways(launcher: ForkingLauncher, snapshot: Path) -> None:
