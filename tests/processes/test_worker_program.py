@@ -215,12 +215,17 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
         "auto_map": code,
         "vocab_size": 512,
         "pad_token_id": 0,
+        "max_position_embeddings": 64,
     }
-    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(POISONED)
     options = ["--task=embed", "--trust-remote-code", "--load-format=dummy", f"--listen=unix:{tmp_path}/s"]
     argv = [*WORKER, "serve", f"--snapshot={tmp_path}", *options, *LEASHED]
-    with Child(argv, stdin=STDIN, env=environment(HF_HOME=str(tmp_path / "home"))) as child:
+    home = environment(HF_HOME=str(tmp_path / "home"))
+    with Child(argv, stdin=STDIN, env=home) as child:
+        assert child.exit() == Exit.UNUSABLE
+        assert "hidden_size" in child.log
+    with Child([*argv, '--config-override={"hidden_size": 8}'], stdin=STDIN, env=home) as child:
         child.event(contract.Ready)
         transport = httpx.HTTPTransport(uds=f"{tmp_path}/s")
         with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:

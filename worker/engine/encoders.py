@@ -80,7 +80,10 @@ def make(
         named = layout.activation_of_scores(snapshot, model.config) or "torch.nn.Sigmoid"  # the default of one label
         return CrossEncoder(model, device, activation(named, snapshot / "config.json"), pad=pad), None
     head = Head(found)
-    size = head.size(model.config.get_text_config().hidden_size)
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    if width is None:  # code of a repository's own may call it what it likes
+        raise StartError('config.json states no hidden_size; state it: config-override = {"hidden_size": N}')
+    size = head.size(width)
     if not is_dummy:
         head.load()
     encoding = Encoding(
