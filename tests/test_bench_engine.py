@@ -90,6 +90,7 @@ def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -
     for rows in report["levels"].values():
         assert {"ours, paged", "ours, aligned", "one at a time", "static batch", "continuous batch"} <= rows.keys()
         assert all(row["tokens_per_second"] > 0 for row in rows.values())
+        assert all(row["tokens_per_cpu_second"] > 0 for row in rows.values())
     assert report["bandwidth"] > 1e8
     table = (tmp_path / "engine.md").read_text()
     assert table.count("| ours, paged |") == 2
