@@ -39,7 +39,7 @@ class Flat:
 class Unhurried(Pace):
     """Never less than the whole chunk."""
 
-    def budget(self, decoding: int, chunk: int) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1) -> int:
         return chunk
 
 

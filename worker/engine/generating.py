@@ -180,7 +180,9 @@ class Generating:
         )
 
     def step(self) -> None:
-        batch = self._scheduler.next(self._pace.budget(self._scheduler.decoding, self._chunk))
+        decoding = self._scheduler.decoding
+        budget = self._pace.budget(decoding, self._chunk, self._scheduler.running - decoding)
+        batch = self._scheduler.next(budget)
         begin = time.monotonic()
         self._forget_void()
         for segment in batch:

@@ -287,14 +287,16 @@ class Pace:
         """Sequences and seconds of steps that only decode: running means, by the number of bits of the former."""
         self._token_seconds: float | None = None
 
-    def budget(self, decoding: int, chunk: int) -> int:
-        """Prompt tokens for the next step, in which `decoding` sequences decode."""
+    def budget(self, decoding: int, chunk: int, prompts: int = 1) -> int:
+        """Prompt tokens for the next step, in which `decoding` sequences decode and `prompts` wait for their first
+        token. Where those are more, they weigh more: after a burst of requests small steps would make everybody late.
+        """
         if self._token_seconds is None:
             return min(chunk, self._UNKNOWN)
         allowed = self.PROMPT_SECONDS
         alone = self._decode_seconds(decoding)
         if alone is not None:
-            allowed = min(allowed, self.STRETCH * alone)
+            allowed = min(allowed, self.STRETCH * alone * max(1.0, prompts / decoding))
         return min(chunk, max(self.FEWEST, int(allowed / self._token_seconds)))
 
     def learn(self, batch: Batch, seconds: float) -> None:
