@@ -29,7 +29,7 @@ from router.errors import (
     QueueFull,
     TooLarge,
 )  # fmt: skip
-from router.faces import admin, llama_server, ollama
+from router.faces import admin, llama_server, lmi, ollama
 from router.metrics import CONTENT_TYPE, Metrics
 from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
@@ -100,6 +100,7 @@ class App:
             "events": self._events,
             "reload": self._reload,
             "index": self._index,
+            "ping": self._ping,
             "ollama_tags": self._ollama_tags,
             "ollama_ps": self._ollama_ps,
             "ollama_version": self._ollama_version,
@@ -367,6 +368,10 @@ class App:
 
     async def _reload(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await self._site.reload())
+
+    async def _ping(self, request: web.Request, key: Key) -> web.StreamResponse:
+        status, body = lmi.ping(self._site)
+        return _json(body, status=status)
 
     async def _ollama_tags(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await ollama.tags(self._site, key))

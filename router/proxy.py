@@ -170,7 +170,8 @@ class Answer:
     async def comment(self, text: str) -> None:
         if not self.committed:
             await self.commit()
-        await self.write(silence(self._face, text, has_begun=False, model=self.call.model))
+        if told := silence(self._face, text, has_begun=False, model=self.call.model):
+            await self.write(told)
 
     async def abort(self, error: ApiError) -> None:
         """One error frame, then the end of the connection without the end of the answer."""

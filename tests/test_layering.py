@@ -38,7 +38,7 @@ WORKER = [
     "worker.__main__",
     "worker.estimate",
     "worker.nursery  worker.download  worker.server",
-    "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses",
+    "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi",
     "worker.faces.*  worker.engine.engine",
     "worker.native",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",

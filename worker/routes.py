@@ -20,6 +20,8 @@ class Face(Enum):
     ANTHROPIC = "anthropic"
     OLLAMA = "ollama"
     RESPONSES = "responses"
+    LMI = "lmi"
+    ERICLLM = "ericllm"
     ADMIN = "admin"
 
 
@@ -83,7 +85,6 @@ def _not_offered(
 _O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
 _M, _OLLAMA, _R = Face.ANTHROPIC, Face.OLLAMA, Face.RESPONSES
 
-_CHAT = "POST /v1/chat/completions"
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
 
 ROUTES: tuple[Route, ...] = (
@@ -101,6 +102,9 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/chat/completions/input_tokens", _O, "chat_input_tokens", worker=True),
     *_both("POST", "/responses", _R, "responses", worker=True, loads=Loads.FOLLOWS, streams=True),
     *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True),
+    Route("GET", "/ping", Face.LMI, "ping", False, Plane.PUBLIC),
+    Route("POST", "/invocations", Face.LMI, "invocations", True, loads=Loads.FOLLOWS, streams=True),
+    Route("POST", "/generate", Face.ERICLLM, "ericllm_generate", True, loads=Loads.FOLLOWS),
     Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
     *(
@@ -135,7 +139,6 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
-    *_not_offered("POST", "/invocations /generate", _CHAT),
     *_not_offered("POST", "/infill", "POST /v1/completions"),
     *_not_offered("POST", "/models", _PRESETS, Plane.ADMIN),
     *_not_offered("DELETE", "/models", _PRESETS, Plane.ADMIN),
@@ -171,6 +174,10 @@ def error_body(
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
     if face is Face.OLLAMA:
         return {"error": message}
+    if face is Face.LMI:
+        return {"code": status, "type": type, "message": message}
+    if face is Face.ERICLLM:
+        return {"detail": message}
     error = {"code": status, "message": message, "type": type, "param": param, "reason": reason}
     return {"error": {**error, **(extra or {})}}
 
@@ -223,6 +230,13 @@ _STREAMS: Mapping[Face, Stream] = {
         b"event: error\n",
         (b"event: response.completed\n", b"event: response.incomplete\n"),
     ),
+    Face.LMI: Stream(
+        {**_EVENTS, "Content-Type": "application/jsonlines"},
+        b"\n",
+        b"{",
+        b'{"token":{"id":-1,"text":"","log_prob":-1,',
+        b'{"generated_text":',
+    ),
     Face.OLLAMA: Stream(
         {**_EVENTS, "Content-Type": "application/x-ndjson"}, b"\n", b"{", b'{"error":', b"{", b'"done":true}\n'
     ),
@@ -255,6 +269,10 @@ def refusal_frame(face: Face, body: bytes) -> bytes:
     """An error's body as a frame of a stream that has already begun."""
     if face is Face.OLLAMA:
         return body.replace(b"\n", b" ") + b"\n"
+    if face is Face.LMI:
+        token = {"id": -1, "text": "", "log_prob": -1, "special_token": True, "error_msg": json.loads(body)["message"]}
+        line = {"token": token, "generated_text": "", "details": {"finish_reason": "error"}}
+        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     if face is Face.RESPONSES:  # as an event: which number it has only its own stream would know
         told = json.loads(body)["error"]
         event_body = {"type": "error", "code": told["type"], "message": told["message"], "param": told["param"]}
@@ -269,6 +287,8 @@ def silence(face: Face, text: str, *, has_begun: bool, model: str) -> bytes:
     if face is Face.OLLAMA:  # no comments in JSON lines: one that adds nothing, to a chat or to a text
         line = {"model": model, "created_at": timestamp(), "message": {"role": "assistant", "content": ""}}
         return json.dumps({**line, "response": "", "done": False}, separators=(",", ":")).encode() + b"\n"
+    if face is Face.LMI:
+        return b""
     if face is Face.ANTHROPIC and has_begun:
         return b'event: ping\ndata: {"type":"ping"}\n\n'
     return f": {text}\n\n".encode()

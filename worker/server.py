@@ -28,7 +28,19 @@ from worker.connection import WRITE_STALL, ClientGone, Connection
 from worker.contract import Exit
 from worker.deltas import Batch, Deltas
 from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
-from worker.faces import Call, Model, Result, anthropic, embeddings, llama_server, ollama, openai, responses
+from worker.faces import (
+    Call,
+    Model,
+    Result,
+    anthropic,
+    embeddings,
+    ericllm,
+    llama_server,
+    lmi,
+    ollama,
+    openai,
+    responses,
+)
 from worker.fields import Json, parse
 from worker.generation import Engine, Prefill, Timings
 
@@ -280,6 +292,8 @@ class Server:
             "ollama_generate": self._generating(ollama.generate),
             "ollama_embed": self._answering(ollama.embed),
             "ollama_embeddings": self._answering(ollama.embeddings),
+            "invocations": self._generating(lmi.invocations),
+            "ericllm_generate": self._generating(ericllm.generate),
             "responses": self._generating(responses.responses),
             "responses_input_tokens": self._answering(responses.input_tokens),
             "chat_input_tokens": self._answering(openai.input_tokens),

@@ -15,6 +15,7 @@ import ollama
 import openai
 import pytest
 
+from router.launchers import WorkerLost
 from router.proxy import Pace
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
 from worker import contract
@@ -206,3 +207,38 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
         async with asyncio.timeout(30):
             await worker.stopped.wait()
         assert up.launcher.journal[-1] == "stop a"
+
+
+# LMI
+
+
+async def test_lmis_stream_ends_with_an_error_line_when_a_worker_is_lost(tmp_path: Path) -> None:
+    first = b'{"token":{"id":5,"text":"w","log_prob":-0.5}}\n'
+    headers = STREAM.replace(b"text/event-stream", b"application/jsonlines")
+    async with dying(tmp_path, first, headers) as (up, seen):
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            lines = []
+            with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
+                async with client.stream("POST", "/invocations", json={"inputs": "hi", "stream": True}) as answer:
+                    async for each in answer.aiter_lines():
+                        lines.append(json.loads(each))
+                        seen.set()
+            assert lines[0]["token"]["text"] == "w"
+            assert lines[1]["token"]["id"] == -1
+            assert "worker" in lines[1]["token"]["error_msg"]
+            assert lines[1]["details"] == {"finish_reason": "error"}
+
+
+async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> None:
+    async with world(tmp_path, silent) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.get("/ping")
+            assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
+            up.site.awaited = frozenset({"a"})
+            assert (await client.get("/ping")).json() == {"status": "pending"}
+            up.launcher.models["a"].start_fails = [WorkerLost("no", cause="load_failed", exit=3)]
+            await client.post("/models/load?wait=1", json={"model": "a"})
+            answer = await client.get("/ping")
+            assert (answer.status_code, answer.json()["code"]) == (500, 500)

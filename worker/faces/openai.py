@@ -44,7 +44,7 @@ class Chat:
 
     common: "_Common"
     generations: tuple[Generation, ...]
-    """One."""
+    """One; of a text completion, one for each prompt."""
     manner: Manner
     ignored: tuple[str, ...]
 
@@ -80,8 +80,8 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
 
 
 async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
-    """The body of a text completion of one prompt, as another face has translated it: nothing in the answer is told
-    apart. Raises RequestError."""
+    """The body of a text completion, as another face has translated it: nothing in the answer is told apart. Raises
+    RequestError."""
     model.require("completion")
     fields = Fields(body)
     logprobs = fields.integer("logprobs", 0, model.options.max_logprobs)
@@ -89,7 +89,8 @@ async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
     common.check_max_tokens()
     prompts, _ = await read_texts(fields, "prompt", model)
     ignored = fields.settle(strict=model.options.strict_fields)
-    model.check_prompt(prompts[0], param="prompt")
+    for prompt in prompts:
+        model.check_prompt(prompt, param="prompt")
     generations = common.generations(id, prompts)
     return Chat(common=common, generations=generations, manner=Manner(family=None), ignored=ignored)
 

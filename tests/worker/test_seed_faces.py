@@ -1,0 +1,103 @@
+"""The calls of LMI and of EricLLM, whose clients are whatever speaks HTTP."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.worker.fake_engine import SCRIPT
+from tests.worker.serving import serving
+
+
+async def test_invocations_have_lmis_fields_and_defaults() -> None:
+    async with serving() as world:
+        status, _, answer = await world.post("/invocations", {"inputs": "hi"})
+        assert status == 200
+        assert set(answer) == {"generated_text"}
+        assert f"0 {SCRIPT}".startswith(answer["generated_text"].rstrip("\ufffd"))
+        [asked] = world.engine.requests
+        assert (asked.max_tokens, asked.sampling.temperature) == (30, 0.0)
+        parameters: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "top_k": 3, "seed": 7, "details": True}
+        parameters |= {"max_new_tokens": 99, "stop_sequences": ["fox"], "return_full_text": True}
+        _, _, answers = await world.post("/invocations", {"inputs": ["hi", "ho"], "parameters": parameters})
+        assert [each["details"]["inputs"] for each in answers] == ["hi", "ho"]
+        assert answers[1]["generated_text"].startswith("ho0 ")
+        details = answers[0]["details"]
+        assert details["finish_reason"] == "stop_sequence"
+        assert {"id", "text", "log_prob"} == set(details["tokens"][0])
+        picked = world.engine.requests[-1].sampling
+        assert (picked.temperature, picked.top_k, picked.seed) == (0.5, 3, 7)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"max_new_tokens": 99, "details": True}, {"stop": ["lazy"], "details": True}]
+)
+async def test_lmis_lines_add_up_to_the_whole_text(parameters: dict[str, Any]) -> None:
+    body = {"inputs": "hi", "parameters": {"max_new_tokens": 60, **parameters}}
+    async with serving() as world:
+        _, _, whole = await world.post("/invocations", body)
+        async with world.client.post(world.url + "/invocations", json={**body, "stream": True}) as answer:
+            assert answer.headers["Content-Type"] == "application/jsonlines"
+            lines = [json.loads(line) for line in (await answer.read()).splitlines()]
+        assert "".join(line["token"]["text"] for line in lines) == whole["generated_text"]
+        assert [line.get("generated_text") for line in lines[:-1]] == [None] * (len(lines) - 1)
+        last = {name: value for name, value in lines[-1].items() if name != "token"}
+        assert last == whole
+
+
+async def test_invocations_take_openais_bodies_too() -> None:
+    async with serving() as world:
+        messages = [{"role": "user", "content": "hi"}]
+        _, _, chat = await world.post("/invocations", {"messages": messages, "max_tokens": 2})
+        assert chat["choices"][0]["message"]["content"] == "0 G"
+        _, _, text = await world.post("/invocations", {"prompt": "hi", "max_tokens": 2})
+        assert text["choices"][0]["text"] == "0 G"
+
+
+async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"inputs": 1}, "inputs"),
+        ({"inputs": ["a", "b"], "stream": True}, "stream"),
+        ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
+        ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "typical_p"),
+        ({"inputs": "a", "adapters": "x"}, "adapters"),
+        ({"messages": [], "stream": True}, "/v1/chat/completions"),
+    ]
+    async with serving() as world:
+        for body, message in refused:
+            status, _, answer = await world.post("/invocations", body)
+            assert (status, set(answer)) == (400, {"code", "type", "message"})
+            assert message in answer["message"]
+        body = {"inputs": "a", "parameters": {"truncate": 5}}
+        _, headers, _ = await world.post("/invocations", body)
+        assert headers["X-Ignored-Fields"] == "parameters.truncate"
+        assert len(world.engine.requests) == 1
+
+
+async def test_lmis_stream_that_breaks_off_says_so_in_its_last_line() -> None:
+    async with serving() as world:
+        body = {"inputs": "fail-later", "stream": True}
+        lines = []
+        with pytest.raises(Exception, match=r"payload|closed"):  # noqa: PT012 - the end of the connection comes last
+            async with world.client.post(world.url + "/invocations", json=body) as answer:
+                async for line in answer.content:
+                    lines.append(json.loads(line))  # noqa: PERF401
+        assert "logits" in lines[-1]["token"]["error_msg"]
+        assert lines[-1]["details"]["finish_reason"] == "error"
+
+
+async def test_ericllms_call_answers_with_prompt_and_text() -> None:
+    async with serving() as world:
+        _, _, answer = await world.post("/generate", {"prompt": "hi "})
+        [asked] = world.engine.requests
+        picked = asked.sampling
+        assert (asked.max_tokens, picked.temperature, picked.top_k, picked.top_p) == (128, 0.7, 40, 0.5)
+        assert answer["text"].startswith(f"hi 0 {SCRIPT}")
+        body = {"prompt": "hi ", "max_tokens": 2, "n": 2, "token_repetition_penalty": 1.5, "stop": ["x"]}
+        _, _, answer = await world.post("/generate", body)
+        assert answer == {"text": ["hi 0 G", "hi 1 G"]}
+        assert world.engine.requests[-1].sampling.repetition_penalty == 1.5
+        for wrong in ({"top_a": 0.5}, {"filters": ["x"]}, {"skip_special_tokens": False}):
+            status, _, answer = await world.post("/generate", {"prompt": "hi", **wrong})
+            assert status == 400
+            assert next(iter(wrong)) in answer["detail"]
