@@ -193,13 +193,11 @@ class Model(PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed = torch.nn.Embedding(config.vocab_size, 8)
-        self.warm = False
         self.post_init()
 
     def forward(self, input_ids, attention_mask):
-        if self.warm:
+        if 400 in input_ids:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        self.warm = True
         return BaseModelOutput(last_hidden_state=self.embed(input_ids))
 """
 
@@ -230,7 +228,8 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
         transport = httpx.HTTPTransport(uds=f"{tmp_path}/s")
         with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:
             client.headers["Authorization"] = f"Bearer {TOKEN}"
-            assert client.post("/v1/embeddings", json={"input": "Hello"}).status_code >= 500
+            assert client.post("/v1/embeddings", json={"input": [300]}).status_code == 200
+            assert client.post("/v1/embeddings", json={"input": [400]}).status_code >= 500
         assert "illegal memory access" in child.event(contract.Failed).message
         assert child.exit() == Exit.POISONED
 

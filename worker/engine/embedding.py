@@ -38,7 +38,7 @@ class Embedding:
         """One step takes at most `budget` tokens, padding included, or one text."""
         self._encoder, self._outbox, self._budget = encoder, outbox, budget
         self._queue: Queue[Job] = Queue()
-        self._running = 0
+        self._batch: list[tuple[Job, int]] = []
         self._tokens = 0
         self._live = 0
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class Embedding:
         self._queue.drop(job)
 
     def abandon(self, error: RequestError) -> None:
-        for job in self._queue.jobs:
+        for job in {*self._queue.jobs, *(job for job, _ in self._batch)}:
             self._fail(job, error)
 
     @property
@@ -74,21 +74,20 @@ class Embedding:
 
     @property
     def load(self) -> tuple[int, int]:
-        return self._running, len(self._queue)
+        return len(self._batch), len(self._queue)
 
     def report(self) -> Report:
         return Report(parallel=self._budget, prefill_tokens=self._tokens)  # a batch could be of texts of one token
 
     def step(self) -> None:
-        batch = self._queue.take(self._budget)
-        self._running = len(batch)
-        for job, index, result in self._compute(batch):
+        self._batch = self._queue.take(self._budget)
+        for job, index, result in self._compute(self._batch):
             job.results[index] = result
             self._tokens += len(job.texts[index].tokens)
             if len(job.results) == len(job.texts):
                 results = [job.results[place] for place in range(len(job.texts))]
                 self._outbox.put(job.loop, partial(_settle, job.answer, results))
-        self._running = 0
+        self._batch = []
 
     def _compute(self, batch: list[tuple[Job, int]]) -> list[tuple[Job, int, Any]]:
         """If a batch fails, each text alone: whoever fails then, ends its request."""
