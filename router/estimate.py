@@ -61,6 +61,28 @@ GATHERED_BYTES = 256 * MIB
 GRAPH_BYTES = 4 * MIB
 """Of one recorded CUDA graph: a guess until measured (worker/engine/graphs.py)."""
 
+SCORES: Mapping[str, float] = {
+    "bloom": 4, "codegen": 3.3, "deepseek_v2": 2.5, "deepseek_v3": 2.5, "falcon": 2.6, "gemma2": 2.6, "gpt_oss": 4,
+    "gptj": 3.3, "jamba": 0, "mpt": 3, "qwen3_next": 0, "stablelm": 0,
+}  # fmt: skip
+"""By architecture: float32 tensors of a chunk's scores that are alive at once in its own attention; 0: none, a kernel
+computes them by tiles. Measured with scripts/bench_estimates."""
+
+MOST_SCORES = 4
+"""Of an architecture that was not measured."""
+
+STATE_TENSORS = 11
+"""Bytes of each element of a state, of each token of a chunk, where a recurrence is computed step by step: 2.75 float32
+tensors. Measured likewise on Mamba and Jamba."""
+
+LIKELIHOOD_BYTES = 8
+"""Of each entry of a row of logits while the logprobs of a prompt's tokens are taken (worker/engine/sampler.py)."""
+
+PLAIN_ENCODERS = frozenset(
+    {"bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}
+)
+"""Encoders whose MLP has no gate: its width lives twice, before the activation and behind it."""
+
 STEPWISE = frozenset({"gelu_new", "gelu_fast", "gelu_accurate", "quick_gelu", "gelu_python", "gelu_10", "laplace"})
 """Activations that transformers computes with several tensors alive."""
 
@@ -307,6 +329,8 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
         is_plain = stored in DTYPE_BYTES or (stored.startswith("float8") and not packed)
         total += tally.elements * DTYPE_BYTES[dtype] if is_plain else tally.bytes
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
+    if facts.model_type == "gpt_bigcode":  # it makes a causal mask of all positions, a byte each
+        total += facts.max_positions**2
     return total + facts.head_elements * DTYPE_BYTES["float32"]
 
 
@@ -382,16 +406,20 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     norm = 2 * 4 * facts.hidden  # its square and result in float32
     attention = (5 * queries + 2 * facts.kv_heads * (facts.head_dim + facts.value_dim)) * each
     making_masks = 2 * tokens  # comparisons of positions, one byte each
-    mlp = (5 if facts.activation in STEPWISE else 4) * facts.intermediate * each
+    if facts.model_type in PLAIN_ENCODERS:  # no rotary embedding, either
+        attention = (2 * queries + facts.kv_heads * (facts.head_dim + facts.value_dim)) * each
+        mlp = 2 * facts.intermediate * each
+    else:
+        mlp = (5 if facts.activation in STEPWISE else 4) * facts.intermediate * each
     layer = packed * (passing + max(norm, attention + making_masks, mlp))
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
     if is_embedder:
         return layer
     if facts.aligned:
-        layer += _aligned_bytes(facts, preset, packed, tokens, each)
+        layer = max(layer, _aligned_bytes(facts, preset, packed, tokens, each, passing))
     wanted = PROMPT_LOGITS + rows
-    logits = wanted * facts.vocab_size * (each + 4)
-    sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * 16)
+    logits = wanted * facts.vocab_size * (4 if each == 4 else each + 4)  # the sampler wants them in float32
+    sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * LIKELIHOOD_BYTES)
     largest = max(layer, packed * passing + logits + sampler)
     if on_host or preset.enforce_eager or facts.aligned:
         return largest
@@ -407,21 +435,29 @@ def _graph_bytes(facts: Checkpoint, rows: int, tokens: int, each: int) -> int:
     return min(gathered, GATHERED_BYTES) + masks + rows * (tokens + 64) + graphs * GRAPH_BYTES
 
 
-def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int) -> int:
-    """What a model's own attention and states take in a step beyond the packed backend's.
+def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, passing: int) -> int:
+    """The largest live set of a step that the model's own attention and states compute, as far as it is theirs.
 
-    All rows that decode repeat their keys and values for every query head, twice where they are expanded from a
-    compressed row first; the scores of a chunk may be computed in full, with masks and biases, in float32; an encoder
-    reads a prompt as a whole; and without kernels of their own states are computed for many tokens of a chunk at once.
-    An upper bound: the largest of the families in tests/tiny.py come near it.
+    Of these the largest: the scores of a chunk, with masks and biases, where they are computed in full (`SCORES`);
+    rows that decode, which repeat their keys and values for every query head, and once more where they are expanded
+    from a compressed row; an encoder that reads a prompt as a whole; and states that are computed for many tokens of a
+    chunk at once, where no kernels of their own do it.
     """
-    repeated = 2 * preset.parallel * tokens * facts.expanded * each
+    times = SCORES.get(facts.model_type, MOST_SCORES)
+    queries = max(facts.expanded // 2, facts.hidden)
     chunk = min(preset.prefill_chunk, tokens)
-    scores = 3 * facts.heads * max(chunk, preset.parallel) * tokens * 4
+    chunked = packed * (passing + 3 * queries * each) + tokens * facts.expanded * each
+    chunked += int(times * facts.heads * max(chunk, preset.parallel) * tokens * 4)
+    repeats = times and facts.kv_heads < facts.heads
+    decoding = 2 * preset.parallel * tokens * facts.expanded * each + preset.parallel * passing if repeats else 0
+    encoding = 0
     if facts.cross_attention:
-        scores = 4 * facts.heads * tokens * tokens * 4 + tokens * (4 * facts.hidden + 4 * facts.intermediate) * each
-    states = 5 * -(-packed // max(facts.state_steps, 1)) * facts.state_elements * 4
-    return repeated + scores + states
+        scores = 3 * facts.heads * tokens * tokens * 4 + tokens * (passing + 3 * queries * each)
+        encoding = max(scores, tokens * (passing + 4 * facts.intermediate * each))
+    if facts.state_steps > 1:  # beside whatever else lives in the layer
+        chunked += 5 * -(-packed // facts.state_steps) * facts.state_elements * 4
+    states = packed * (passing + STATE_TENSORS * facts.state_elements) if facts.state_steps == 1 else 0
+    return max(chunked, decoding, encoding, int(states))
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:
