@@ -450,6 +450,19 @@ async def test_an_estimate_is_what_the_worker_says(launcher: LocalLauncher, tmp_
     assert (answer.weights, answer.host) == ([7], 5)
 
 
+async def test_estimates_are_made_one_at_a_time(launcher: LocalLauncher, journal: Journal) -> None:
+    """Their memory is charged to nobody, so there may not be much of it."""
+    endless = fake_program("first", deaf=True, journal=journal.path)
+    first = asyncio.create_task(launcher.estimate(endless, contract.Estimate(snapshot="/")))
+    await journal.pid()
+    second = asyncio.create_task(launcher.estimate(fake_program("second"), contract.Estimate(snapshot="/")))
+    await launcher.download(fake_program("beside"), contract.Download(repo="org/m"), ignore)  # as long as an estimate
+    assert not second.done()
+    first.cancel()
+    assert (await second).weights == [64 << 20]
+    assert first.cancelled()
+
+
 async def test_a_process_that_says_nothing_is_lost_though_it_ends_well(launcher: LocalLauncher) -> None:
     with pytest.raises(WorkerLost, match="although nobody asked it to"):
         await launcher.estimate(fake_program("m", die_at_start=0), contract.Estimate(snapshot="/"))

@@ -324,6 +324,11 @@ checkpoints = st.builds(
     head_dim=st.sampled_from([32, 64, 256]),
     dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
     capabilities=st.sampled_from([("completion",), ("embedding",)]),
+    model_type=st.sampled_from(["qwen3", "bloom", "stablelm", "mamba", "bert", "nobody-measured"]),
+    aligned=st.booleans(),
+    cross_attention=st.booleans(),
+    state_elements=st.sampled_from([0, 5000]),
+    state_steps=st.sampled_from([1, 64]),
 )
 presets = st.builds(
     preset,
@@ -346,6 +351,49 @@ def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Pr
     ]
     assert all(each.total >= base.total for each in grown)
     assert min(base.shards) > 0
+
+
+@settings(deadline=None)
+@given(
+    facts=checkpoints,
+    said=presets,
+    on_host=st.booleans(),
+    elements=st.integers(64, 1 << 33),
+    kept=st.integers(0, 1 << 20),
+    form=st.sampled_from(
+        [("gptq", "int32", 8), ("awq", "int32", 8), ("fp8", "float8_e4m3fn", 1), ("bnb-4bit", "uint8", 2)]
+    ),
+)
+def test_quantizing_never_enlarges(
+    facts: Checkpoint, said: Preset, on_host: bool, elements: int, kept: int, form: tuple[str, str, int]
+) -> None:
+    """The same parameters packed, a 16-bit scale for each 64 of them beside, and some left as they were."""
+    method, stored, each = form
+    size = {"int32": 4}.get(stored, 1)
+    number = -(-elements // each)
+    rest = kept + elements // 64
+    packed = {stored: Tally(number, number * size), facts.dtype: Tally(rest, rest * estimates.DTYPE_BYTES[facts.dtype])}
+    plain = {facts.dtype: Tally(elements + kept, (elements + kept) * estimates.DTYPE_BYTES[facts.dtype])}
+    whole = replace(facts, tensors=plain, file_bytes=plain[facts.dtype].bytes, largest=1 << 20)
+    small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()), quantization=method,
+                    largest=1 << 20)  # fmt: skip
+    assert estimate(small, said, on_host=on_host).total <= estimate(whole, said, on_host=on_host).total
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(QWEN3_4B, layers=0),
+        replace(QWEN3_4B, kv_heads=0),
+        replace(QWEN3_4B, hidden=0),
+        replace(QWEN3_4B, vocab_size=0),
+    ],
+)
+def test_what_cannot_be_estimated_is_never_unlimited_but_refused_or_stated(facts: Checkpoint) -> None:
+    with pytest.raises(UnknownArchitecture, match="required-memory"):
+        estimate(facts, preset(), on_host=True)
+    stated = estimate(facts, preset(required_memory={"": 900 * MIB}), on_host=True)
+    assert (stated.total, stated.source, stated.sure) == (900 * MIB, "preset", True)
 
 
 @settings(deadline=None)
