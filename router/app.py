@@ -113,7 +113,7 @@ class App:
         for route in ROUTES:
             path = route.path.replace(
                 "/models/{id}", f"/models/{{id:{ID if route.path.startswith('/v1') else OTHER_ID}}}"
-            )
+            ).replace("/{id}", f"/{{id:{ID}}}")
             work = self._forward if route.worker else own[route.name]
             handler = self._guarded(route, work)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
@@ -288,7 +288,7 @@ class App:
             query = request.query
             if route.face is Face.OLLAMA and named is not None:
                 named = ollama.known(self._site, key, named)
-            id, _ = self._site.choose(key, path=None, body=named, query=query)
+            id, _ = self._site.choose(key, path=request.match_info.get("id"), body=named, query=query)
             request[_MODEL] = id
             autoload = flag(query, "autoload")
             if autoload is None and route.loads is not Loads.FOLLOWS:

@@ -436,7 +436,7 @@ async def _enter(process: WorkerProcess, call: Call, headers: Mapping[str, str])
         try:
             return await process.session.request(
                 call.route.method,
-                process.url + call.route.path,
+                process.url + (call.route.upstream or call.route.path),
                 data=call.body if len(call.body) < LARGE else io.BytesIO(call.body),
                 headers=headers,
                 allow_redirects=False,

@@ -59,6 +59,8 @@ class Route:
     """Answers frame by frame when the body says `stream: true`."""
     streams_unless_told: bool = False
     """And also when it says nothing of it."""
+    upstream: str = ""
+    """The worker's path for it, where this one holds the model's name."""
     instead: str = ""
     """What to use in its place, of a path that is known and not offered."""
 
@@ -104,6 +106,10 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True),
     Route("GET", "/ping", Face.LMI, "ping", False, Plane.PUBLIC),
     Route("POST", "/invocations", Face.LMI, "invocations", True, loads=Loads.FOLLOWS, streams=True),
+    *(
+        Route("POST", path, Face.LMI, "invocations", True, loads=Loads.FOLLOWS, streams=True, upstream="/invocations")
+        for path in ("/predictions/{id}", "/models/{id}/invoke")
+    ),
     Route("POST", "/generate", Face.ERICLLM, "ericllm_generate", True, loads=Loads.FOLLOWS),
     Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
@@ -140,6 +146,10 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
     *_not_offered("POST", "/infill", "POST /v1/completions"),
+    *_not_offered("POST", "/worker_generate_stream /worker_generate", "POST /v1/completions"),
+    *_not_offered("POST", "/worker_get_embeddings", "POST /v1/embeddings"),
+    *_not_offered("POST", "/worker_get_status /worker_get_conv_template /model_details", "GET /v1/models"),
+    *_not_offered("POST", "/count_token /api/v1/token_check", "POST /tokenize"),
     *_not_offered("POST", "/models", _PRESETS, Plane.ADMIN),
     *_not_offered("DELETE", "/models", _PRESETS, Plane.ADMIN),
     *_not_offered("POST", "/api/pull /api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),

@@ -302,7 +302,7 @@ class Server:
         }
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         for route in routes.ROUTES:
-            if route.worker:
+            if route.worker and not route.upstream:
                 application.router.add_route(route.method, route.path, handlers[route.name])
         application.router.add_get("/health", self._health)
         return application

@@ -230,6 +230,23 @@ async def test_lmis_stream_ends_with_an_error_line_when_a_worker_is_lost(tmp_pat
             assert lines[1]["details"] == {"finish_reason": "error"}
 
 
+@pytest.mark.parametrize("path", ["/predictions/a", "/models/a/invoke", "/predictions/A"])
+async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: Path, path: str) -> None:
+    async def answer(upstream: Upstream) -> None:
+        assert upstream.head.startswith("POST /invocations ")
+        body = b'{"generated_text":"w"}'
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await upstream.send(head.encode() + body)
+
+    async with world(tmp_path, answer) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            told = await client.post(path, json={"inputs": "hi"})
+            assert told.json() == {"generated_text": "w"}
+            unknown = await client.post(path.replace("/a", "/org%2Fb").replace("/A", "/b"), json={"inputs": "hi"})
+            assert (unknown.status_code, set(unknown.json())) == (404, {"code", "type", "message"})
+
+
 async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> None:
     async with world(tmp_path, silent) as up:
         transport = httpx.AsyncHTTPTransport(uds=str(up.socket))

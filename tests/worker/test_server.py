@@ -21,7 +21,10 @@ from worker.errors import StartError
 from worker.server import Server
 
 CHAT = "/v1/chat/completions"
-PATHS = [("GET", "/health"), *((route.method, route.path) for route in routes.ROUTES if route.worker)]
+PATHS = [
+    ("GET", "/health"),
+    *((route.method, route.path) for route in routes.ROUTES if route.worker and not route.upstream),
+]
 
 
 def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
