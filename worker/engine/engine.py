@@ -144,11 +144,12 @@ class TransformersEngine:
         attention.register()
         loaded = loader.load_model(options, config, backends.implementation(options.attention, config), progress)
         ctx_size = context_size(options, architectures.positions(config))
-        rows, pace, chunk = options.parallel, Pace(), min(options.prefill_chunk, ctx_size)
+        rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
         try:
             backend, capacity = backends.make_runner(
                 loaded.model, config, options, ctx_size, loaded.device, caches=options.prefix_caching
             )
+            pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
             runner: Runner = backend
             over("build")

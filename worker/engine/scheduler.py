@@ -277,12 +277,16 @@ class Pace:
     STRETCH = 1.0
     FEWEST = 8
     """Below this a step's fixed cost outweighs what is saved."""
+    FEWEST_APART = 64
+    """The same where each part of a prompt is a pass of its own, and so reads all the weights once more."""
     _UNKNOWN = 64
     """Prompt tokens of a step before any was timed."""
     _WEIGHT = 0.3
     """Of the newest step in the running means."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
+        """`apart`: the parts of prompts are not computed in one pass with those who decode."""
+        self._fewest = self.FEWEST_APART if apart else self.FEWEST
         self._decodes: dict[int, tuple[float, float]] = {}
         """Sequences and seconds of steps that only decode: running means, by the number of bits of the former."""
         self._token_seconds: float | None = None
@@ -297,7 +301,7 @@ class Pace:
         alone = self._decode_seconds(decoding)
         if alone is not None:
             allowed = min(allowed, self.STRETCH * alone * max(1.0, prompts / decoding))
-        return min(chunk, max(self.FEWEST, int(allowed / self._token_seconds)))
+        return min(chunk, max(self._fewest, int(allowed / self._token_seconds)))
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""
