@@ -188,6 +188,10 @@ def make_runner(
     implementation = backends.implementation(options.attention, config)
     if implementation is not None:
         model.set_attn_implementation(implementation)
+    if getattr(config, "is_encoder_decoder", False) and model.get_encoder().config._attn_implementation == "sdpa":
+        # it reads one prompt at a time, without padding: see `encoding_steps`
+        ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
+        model.get_encoder().config._attn_implementation = UNMASKED
     with LiveBytes():  # it knows what to say where the forward that shows the cache's shapes asks for a number
         try:
             return backends.make_runner(model, config, options, ctx_size, CPU, caches=False)
@@ -436,6 +440,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = _WORST_SHAPES[func](*args)
             self._count(result.untyped_storage())
             return result
+        if func in _AS_COMPILED:
+            with self:
+                return _AS_COMPILED[func](*args, **kwargs)
         if func.namespace == "aten":
             # In inference mode composite operators arrive whole; what they allocate inside counts, too.
             with self:
@@ -476,6 +483,25 @@ def _grouped_product(tokens: torch.Tensor, experts: torch.Tensor, *rest: Any) ->
 def _every_index(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
     """All tokens go to one expert: nobody knows which ones will."""
     return tensor.new_zeros(tensor.numel(), tensor.ndim, dtype=torch.int64)
+
+
+def _dropout(tensor: torch.Tensor, share: float, train: bool) -> torch.Tensor:
+    """Out of training it is its input; the one written in Python copies it."""
+    return torch.native_dropout(tensor, share, train)[0] if train else tensor
+
+
+def _safe_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Looks for rows that are masked as a whole, which fake tensors leave out."""
+    result = torch.softmax(tensor, dim, dtype=dtype)
+    is_masked = tensor.eq(float("-inf"))
+    return result.masked_fill_(is_masked.all(dim, keepdim=True), 0.0)
+
+
+_AS_COMPILED: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.dropout.default: _dropout,
+    torch.ops.aten._safe_softmax.default: _safe_softmax,
+}
+"""Operators that allocate something else as compiled code than as they are traced (seen in torch 2.13)."""
 
 
 _WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor]] = {
