@@ -40,6 +40,9 @@ _PACKED = frozenset(
 )  # fmt: skip
 """Architectures that the worker does not run on its aligned cache (worker/engine/architectures.py)."""
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Stored one by one; models of today keep a layer's experts in one tensor."""
+
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
 """How classes are called that have a head for text."""
 
@@ -261,6 +264,7 @@ def _assemble(
         ),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),
+        stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if _EXPERT.search(name)),
         largest=max((size for _, _, size in tensors.values()), default=0),
         quantization=method,
         capabilities=capabilities,

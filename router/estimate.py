@@ -174,6 +174,8 @@ class Checkpoint:
     """Parameters of layers behind an embedder's model, which the worker keeps in float32."""
     largest: int = 0
     """Bytes of the largest stored tensor."""
+    stacked: int = 0
+    """Elements of tensors that are put together into larger ones while the model is loaded."""
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
     capabilities: tuple[str, ...] = ()
@@ -292,6 +294,9 @@ def estimate(
         compute += KERNEL_BYTES if DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2 else 0
         if not is_mapped(facts, preset):
             compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
+        stacking = facts.stacked * DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
+        if not facts.quantization:
+            compute = max(compute, stacking - context)  # each is here twice until all are put together
     return Estimate(
         weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
         context=_split(context, shards),

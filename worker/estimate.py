@@ -7,6 +7,7 @@ What a process takes beside that is measured on this one, which has imported and
 """
 
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -67,6 +68,7 @@ KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 COSTLIEST = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
 """With this a request takes every step of the sampler, and the most memory."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _SERVED_WITH = (server,)
 """Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
 
@@ -83,6 +85,8 @@ class Traced:
     """Alive at once in the largest step, beside the other two."""
     on_device: int
     """Further bytes on an accelerator, whose kernels want keys and values once for each head, and of its graphs."""
+    loading: int
+    """Further bytes while the model is loaded: experts that are stored one by one, until all are put together."""
     converts: bool
     """Weights have another type in memory than in the files."""
 
@@ -103,6 +107,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     weights, context, compute = traced.weights, traced.context, traced.compute
     if device.type == "cpu":
         compute = HEAP_FACTOR * compute + options.threads * ATTENTION_TILE_BYTES
+        compute = max(compute, traced.loading - context)  # a model is loaded before its cache is made
         return _one_shard(weights, context, compute, runtime + KERNEL_BYTES, host=0)
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
     host = runtime + CUDA_HOST_BYTES + (weights if traced.converts else 0)
@@ -141,7 +146,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(peak_bytes(step) for step in steps)
     gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
-    return Traced(weights, context, compute, gathered + graphs, converts)
+    return Traced(weights, context, compute, gathered + graphs, _stacked(options, config) * dtype.itemsize, converts)
 
 
 def _device(options: contract.ModelOptions) -> torch.device:
@@ -227,6 +232,14 @@ def _stored(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
         return []
     files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
     return [(view.dtype, view.numel()) for file in files for _, view in file.tensors()]
+
+
+def _stacked(options: contract.ModelOptions, config: Any) -> int:
+    """Elements of tensors in the files that transformers puts together into larger ones."""
+    if options.load_format == "dummy" or getattr(config, "quantization_config", None):
+        return 0
+    files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
+    return sum(view.numel() for file in files for name, view in file.tensors() if _EXPERT.search(name))
 
 
 def _first_floating(stored: list[tuple[torch.dtype, int]]) -> torch.dtype | None:

@@ -48,6 +48,9 @@ CASES = {
     "33 MiB, converted": Case(
         "llama", {**SMALL, "num_hidden_layers": 3, "dtype": "float16"}, {"ctx_size": 512, "parallel": 2}, (500, 500)
     ),
+    "experts, stacked while they load": Case(
+        "mixtral", {**SMALL, "num_hidden_layers": 3}, {"ctx_size": 512, "parallel": 2}, (500, 500)
+    ),
     "an embedder": Case(
         "bert-embed",
         {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12},
