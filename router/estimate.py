@@ -295,8 +295,9 @@ def estimate(
         if not is_mapped(facts, preset):
             compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
         stacking = facts.stacked * DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
-        if not facts.quantization:
-            compute = max(compute, stacking - context)  # each is here twice until all are put together
+        if stacking and not facts.quantization:
+            # each is here twice until all are put together, and those of one layer once more
+            compute = max(compute, stacking + stacking // facts.layers - context)
     return Estimate(
         weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
         context=_split(context, shards),

@@ -235,11 +235,13 @@ def _stored(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
 
 
 def _stacked(options: contract.ModelOptions, config: Any) -> int:
-    """Elements of tensors in the files that transformers puts together into larger ones."""
+    """Elements that are in memory beside the model while transformers puts stored tensors together into larger ones:
+    all of those, and one layer's once more."""
     if options.load_format == "dummy" or getattr(config, "quantization_config", None):
         return 0
     files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
-    return sum(view.numel() for file in files for name, view in file.tensors() if _EXPERT.search(name))
+    stacked: int = sum(view.numel() for file in files for name, view in file.tensors() if _EXPERT.search(name))
+    return stacked + stacked // int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _first_floating(stored: list[tuple[torch.dtype, int]]) -> torch.dtype | None:
