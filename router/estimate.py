@@ -297,7 +297,7 @@ def estimate(
         stacking = facts.stacked * DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
         if stacking and not facts.quantization:
             # each is here twice until all are put together, and those of one layer once more
-            compute = max(compute, stacking + stacking // facts.layers - context)
+            compute = max(compute, stacking + stacking // max(facts.layers, 1) - context)
     return Estimate(
         weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
         context=_split(context, shards),
