@@ -230,11 +230,18 @@ def test_one_stream_is_not_kept_waiting_as_long_as_many_at_once_would_be() -> No
     assert budgets == [10, 50, 170, 330, 330]
 
 
-def test_after_a_burst_those_who_wait_weigh_as_much_as_those_who_stream() -> None:
+def test_after_a_burst_those_who_wait_weigh_more_than_those_who_stream() -> None:
     pace = Pace()
     pace.learn(steps(64), 0.064)
     pace.learn(steps(0, decodes=4), 0.02)
-    assert [pace.budget(4, 512, prompts) for prompts in (1, 4, 12, 1000)] == [20, 20, 60, 512]
+    assert [pace.budget(4, 512, prompts) for prompts in (1, 2, 4, 12, 1000)] == [20, 20, 60, 220, 512]
+
+
+def test_a_prompt_that_is_computed_apart_goes_on_in_parts_worth_a_pass() -> None:
+    for pace, fewest in ((Pace(), Pace.FEWEST), (Pace(apart=True), Pace.FEWEST_APART)):
+        pace.learn(steps(64), 6.4)
+        pace.learn(steps(0, decodes=4), 0.02)
+        assert pace.budget(4, 512) == fewest
 
 
 def test_a_step_of_a_slow_model_stays_short_enough_to_hear_a_cancel() -> None:

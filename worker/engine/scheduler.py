@@ -275,6 +275,9 @@ class Pace:
 
     PROMPT_SECONDS = 1.0
     STRETCH = 1.0
+    BURST = 4.0
+    """Weight of each further prompt that waits, beside one that decodes: a step with few of those who could decode is
+    dear for each, so that a burst of requests is soonest through if their prompts come first."""
     FEWEST = 8
     """Below this a step's fixed cost outweighs what is saved."""
     FEWEST_APART = 64
@@ -293,14 +296,14 @@ class Pace:
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1) -> int:
         """Prompt tokens for the next step, in which `decoding` sequences decode and `prompts` wait for their first
-        token. Where those are more, they weigh more: after a burst of requests small steps would make everybody late.
+        token: all but one of those weigh BURST, as after a burst of requests small steps would make everybody late.
         """
         if self._token_seconds is None:
             return min(chunk, self._UNKNOWN)
         allowed = self.PROMPT_SECONDS
         alone = self._decode_seconds(decoding)
         if alone is not None:
-            allowed = min(allowed, self.STRETCH * alone * max(1.0, prompts / decoding))
+            allowed = min(allowed, self.STRETCH * alone * max(1.0, self.BURST * (prompts - 1) / decoding))
         return min(chunk, max(self._fewest, int(allowed / self._token_seconds)))
 
     def learn(self, batch: Batch, seconds: float) -> None:
