@@ -1,4 +1,4 @@
-"""Real processes are the slow tier: `-m "not slow"` leaves them out."""
+"""The slow tier, which `-m "not slow"` leaves out: real processes, and files that add up to more than a second."""
 
 import signal
 from pathlib import Path
@@ -6,6 +6,11 @@ from pathlib import Path
 import pytest
 
 PROCESSES = Path(__file__).resolve().parent / "processes"
+ADDING_UP = {
+    "test_aligned.py", "test_anthropic_face.py", "test_demo.py", "test_detokenize_families.py", "test_engine_faults.py",
+    "test_forecast.py", "test_grammar.py", "test_ollama_face.py", "test_paged_equality.py", "test_responses_face.py",
+    "test_structured_output_sdk.py",
+}  # fmt: skip
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background commands so, and programs under test would inherit it
@@ -14,5 +19,5 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(PROCESSES):
+        if item.path.is_relative_to(PROCESSES) or item.path.name in ADDING_UP:
             item.add_marker("slow")

@@ -71,7 +71,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+FAST = ("llama", "mistral", "qwen3", "gpt2", "falcon", "mamba", "t5")
+"""One of each kind of cache; the others are of the slow tier."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, overrides = FAMILIES[request.param]
     return tiny.make(family, tmp_path_factory.mktemp("snapshot"), **overrides)
@@ -137,5 +144,6 @@ async def test_eager_attention_says_the_same(family: str, tmp_path: Path) -> Non
 
 
 def test_what_is_verified_is_what_is_tested_here() -> None:
+    assert set(FAST) <= FAMILIES.keys()
     assert {family for family, _ in FAMILIES.values()} >= VERIFIED
     assert {"llama", "mistral", "qwen2", "qwen3", "gpt2"} <= VERIFIED
