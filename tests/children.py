@@ -105,6 +105,12 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def send(self, data: bytes) -> None:
+        """Say something more on its stdin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        self._process.stdin.flush()
+
     def close_stdin(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -19,6 +19,7 @@ EVENTS = (
     contract.Progress,
     contract.Downloaded,
     contract.Estimated,
+    contract.Prepared,
     contract.Ready,
     contract.Request,
     contract.Pulse,
@@ -64,6 +65,12 @@ def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
 @given(values_of((contract.Fork, contract.Reap, contract.Import)))
 def test_every_order_survives_its_packet(order: contract.Order) -> None:
     assert contract.decode_order(contract.encode_order(order)) == order
+
+
+@given(values_of((contract.Go,)))
+def test_the_word_to_go_survives_its_line(go: contract.Go) -> None:
+    line = contract.encode_go(go)
+    assert (contract.decode_go(line), line.count(b"\n")) == (go, 1)
 
 
 def test_a_nursery_imports_only_code_of_model_families() -> None:

@@ -178,7 +178,9 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     import logging
 
     from worker import contract
+    from worker.engine import memory
     from worker.engine.engine import TransformersEngine
+    from worker.errors import StartError
     from worker.server import Server
 
     laps = Laps(began)
@@ -189,9 +191,16 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
             laps.over("read")
         tied.say(event)
 
+    if command.prepare and not tied.leashed:
+        raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", contract.Exit.USAGE)
+    prepared = TransformersEngine.prepare(command, over=laps.over)
+    if command.prepare:
+        tied.say(contract.Prepared(measured=memory.measured(("cpu",))))
+        command = _go(command, tied)
+        laps.over("standby")
     # By hand a line each second would only hide the others.
     pulse: Callable[[contract.Pulse], None] = tied.say if tied.leashed else lambda _: None
-    engine = TransformersEngine.load(command, progress=progress, pulse=pulse, over=laps.over)
+    engine = TransformersEngine.load(command, prepared, progress=progress, pulse=pulse, over=laps.over)
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
     laps.over("server")
@@ -218,6 +227,22 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     await engine.close()
     if fatal.done():
         raise fatal.result()
+
+
+def _go(command: "contract.Serve", tied: leash.Leash) -> "contract.Serve":
+    """Returns once there is room: the command with what was not known before. Nothing has looked at devices yet."""
+    import dataclasses
+
+    from worker import contract
+    from worker.errors import StartError
+
+    line = tied.told()
+    try:
+        go = contract.decode_go(line)
+        os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
+        return dataclasses.replace(command, devices=tuple(go.devices), reserved=go.reserved)
+    except (ValueError, TypeError) as error:
+        raise StartError(f"what came on stdin is no word to go: {error}", contract.Exit.USAGE) from None
 
 
 def _report(error: BaseException, tied: leash.Leash) -> int:

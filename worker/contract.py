@@ -135,6 +135,9 @@ class Serve(ModelOptions):
     chat_template_kwargs: str = ""
     """JSON object handed to the template."""
     strict_fields: bool = False
+    prepare: bool = False
+    """Begin with whatever needs neither weights nor a device, say Prepared, and go on when told so (Go, on stdin).
+    `devices` says then only which kind they will be."""
     leashed: bool = False
     spawner: int = 0
 
@@ -256,6 +259,16 @@ class Estimated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The answer to `Serve.prepare`: all is done that can be without weights and device; it waits for Go.
+
+    `measured`: bytes of main memory that it occupies, as `cpu`; it takes no more until then.
+    """
+
+    measured: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ready:
     """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name."""
 
@@ -265,8 +278,8 @@ class Ready:
     """Of chat, completion, embedding, rerank."""
     n_ctx: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Where the time of the load went, by stage, in their order: imports, config, tokenizer, read, build, warmup,
-    server. What came before them, this process has not seen."""
+    """Where the time of the load went, by stage, in their order: imports, config, tokenizer, standby (prepared, it
+    waited for Go), read, build, warmup, server. What came before them, this process has not seen."""
     modules: list[str] = dataclasses.field(default_factory=list)
     """Modules of the model's family that it has (`is_warmable`), so that a nursery may have them, too."""
 
@@ -356,7 +369,7 @@ class Exited:
     code: int
 
 
-Event = Progress | Downloaded | Estimated | Ready | Request | Pulse | Failed | Warm | Born | Refused | Exited
+Event = Progress | Downloaded | Estimated | Prepared | Ready | Request | Pulse | Failed | Warm | Born | Refused | Exited
 _EVENTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 
 
@@ -376,6 +389,29 @@ def decode(line: bytes) -> Event | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return event
+
+
+# The word that follows the token on stdin, to a worker that was started with `Serve.prepare`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Go:
+    """There is room now. What was not known when the worker was started: `devices` and `reserved` as in `Serve`, and
+    `visible`, what CUDA_VISIBLE_DEVICES is to be from now on."""
+
+    devices: list[str]
+    reserved: str = ""
+    visible: str = ""
+
+
+def encode_go(go: Go) -> bytes:
+    """One line, ending in a newline."""
+    return json.dumps(dataclasses.asdict(go), separators=(",", ":")).encode() + b"\n"
+
+
+def decode_go(line: bytes) -> Go:
+    """Raises ValueError or TypeError if the line is none."""
+    return Go(**json.loads(line))
 
 
 # Orders: what a router tells its nursery, one packet each. Answers are events.

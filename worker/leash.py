@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ORPHANED = 7  # contract.Exit.ORPHANED, written out: importing the contract takes longer than everything here
 MAX_TOKEN_BYTES = 4096
+MAX_WORD_BYTES = 1 << 16
+"""Of the line that may follow the token."""
 OOM_SCORE = 500  # of 1000; added, so that the kernel takes a worker before the router
 
 # include/uapi/linux/prctl.h
@@ -36,6 +38,8 @@ class Leash:
         """`events`: file descriptor for event lines, non-blocking if `leashed`."""
         self.token = token
         self.leashed = leashed
+        self._told = b""
+        self._has_heard = threading.Event()
         self._events = events
         self._lock = threading.Lock()
         self._heard = True
@@ -58,6 +62,17 @@ class Leash:
                 self._write(line, may_drop=may_drop)
         finally:
             self._lock.release()
+
+    def hear(self, line: bytes) -> None:
+        """The spawner said `line`; only the first one after the token means something."""
+        if not self._has_heard.is_set():
+            self._told = line
+            self._has_heard.set()
+
+    def told(self) -> bytes:
+        """What the spawner said after the token; returns once it has. Signals are handled meanwhile."""
+        self._has_heard.wait()
+        return self._told
 
     def _write(self, line: bytes, *, may_drop: bool) -> None:
         rest = memoryview(line)
@@ -99,9 +114,10 @@ def take(*, leashed: bool, spawner: int = 0) -> Leash:
     os.dup2(nothing, 0)
     os.close(nothing)
     token = _read_token(lifeline)
-    threading.Thread(target=_await_end, args=(lifeline,), name="lifeline", daemon=True).start()
     os.set_blocking(events, False)
-    return Leash(events, token=token, leashed=True)
+    tied = Leash(events, token=token, leashed=True)
+    threading.Thread(target=_await_end, args=(lifeline, tied), name="lifeline", daemon=True).start()
+    return tied
 
 
 def bind(spawner: int) -> None:
@@ -124,9 +140,14 @@ def _read_token(lifeline: int) -> str:
     return line.decode("ascii", errors="replace").strip()
 
 
-def _await_end(lifeline: int) -> None:
-    while os.read(lifeline, 4096):
-        pass  # the router is silent after the token; only the end means something
+def _await_end(lifeline: int, tied: Leash) -> None:
+    """Listen to the router: it says one line more at most; its end is ours."""
+    rest = b""
+    while data := os.read(lifeline, 4096):
+        *lines, rest = (rest + data).split(b"\n")
+        rest = rest[:MAX_WORD_BYTES]
+        for line in lines:
+            tied.hear(line)
     os._exit(ORPHANED)
 
 

@@ -150,6 +150,26 @@ def _stopped_after_the_first(client: httpx.Client, body: dict[str, object], chil
 
 
 @pytest.mark.slow
+def test_a_worker_that_prepares_itself_reads_no_weights_before_it_is_told_to_go(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    weights, away = snapshot / "model.safetensors", tmp_path / "away"
+    weights.rename(away)  # whatever looks for them now fails
+    listen = f"unix:{tmp_path}/s"
+    argv = [*WORKER, "serve", f"--snapshot={snapshot}", f"--listen={listen}", "--ctx-size=64", "--prepare", *LEASHED]
+    with Child(argv, stdin=STDIN) as child:
+        assert 0 < child.event(contract.Prepared).measured["cpu"] < 2 << 30
+        away.rename(weights)
+        child.send(contract.encode_go(contract.Go(devices=["cpu"])))
+        ready = child.event(contract.Ready)
+        assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "standby"]
+        child.close_stdin()
+        assert child.exit() == Exit.ORPHANED
+    with Child(argv, stdin=STDIN + b"come\n") as child:
+        assert "no word to go" in child.event(contract.Failed).message
+        assert child.exit() == Exit.USAGE
+
+
+@pytest.mark.slow
 def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
     """Resident bytes of a served model after its largest steps, against the estimate of another process."""
     shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "vocab_size": 16000}

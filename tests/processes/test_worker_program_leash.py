@@ -66,6 +66,14 @@ def test_the_end_of_stdin_ends_a_worker_as_orphaned() -> None:
         assert child.exit() == Exit.ORPHANED
 
 
+def test_a_worker_hears_the_first_line_after_the_token_and_no_other() -> None:
+    say = "tied.say(contract.Failed(message=tied.told().decode()))\n"
+    with leashed(SAY_PID + say + say, stdin=STDIN + b"go") as child:
+        child.event(contract.Progress)
+        child.send(b" on\nnoise\n")
+        assert [child.event(contract.Failed).message for _ in range(2)] == ["go on", "go on"]
+
+
 def test_words_after_the_token_change_nothing() -> None:
     with leashed(SAY_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
         child.event(contract.Progress)

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -50,6 +51,14 @@ log = logging.getLogger(__name__)
 
 _SMALL = 64 << 20
 """Bytes of weights that a step on the CPU reads in milliseconds."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What of a load needs neither weights nor a device."""
+
+    config: Any
+    tokenizer: transformers.PreTrainedTokenizerBase
 
 
 class TransformersEngine:
@@ -104,20 +113,9 @@ class TransformersEngine:
         self.encoding = encoder.encoding if encoder is not None else None
         self._loop = StepLoop(work, outbox, pulse=pulse, devices=options.devices, threads=options.threads)
 
-    @classmethod
-    def load(
-        cls,
-        options: contract.Serve,
-        *,
-        progress: Callable[[contract.Progress], None],
-        pulse: Callable[[contract.Pulse], None],
-        over: Callable[[str], None] = lambda stage: None,
-    ) -> "TransformersEngine":
-        """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
-        warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
-        tokenizer, build, warmup). Raises StartError.
-        """
-        progress(contract.Progress(stage="start"))
+    @staticmethod
+    def prepare(options: contract.Serve, *, over: Callable[[str], None] = lambda stage: None) -> "Prepared":
+        """What can be done before there is room for weights, and before devices are looked at; see `load`."""
         _check(options)
         torch.set_num_threads(options.threads)
         memory.keep_small()
@@ -125,6 +123,26 @@ class TransformersEngine:
         over("config")
         tokenizer = loader.load_tokenizer(options)
         over("tokenizer")
+        return Prepared(config, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        options: contract.Serve,
+        prepared: "Prepared | None" = None,
+        *,
+        progress: Callable[[contract.Progress], None],
+        pulse: Callable[[contract.Pulse], None],
+        over: Callable[[str], None] = lambda stage: None,
+    ) -> "TransformersEngine":
+        """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
+        warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
+        tokenizer, build, warmup). `prepared` for the same options, but for what `contract.Go` changes; None: that is
+        done now. Raises StartError.
+        """
+        progress(contract.Progress(stage="start"))
+        prepared = prepared or cls.prepare(options, over=over)
+        config, tokenizer = prepared.config, prepared.tokenizer
         loader.device_of(options)
         memory.cap(options.devices, options.reserved)
         if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
