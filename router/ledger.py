@@ -119,42 +119,12 @@ NO_LIMIT = 1 << 62
 """More bytes than any device has: what a budget leaves where there is none, and a view with nothing to compare."""
 
 
-class _Row:
-    """What is free on one device: by the driver, by the ledger, and within the limit. The least of them counts.
+Figures = tuple[int, int, int]
+"""What is free on one device: by the driver, by the ledger, and within the limit. The least of them counts.
 
-    They are kept apart since whoever leaves gives back what it occupies by the driver's figure, and what it has
-    reserved by the others. All three move alike in every view, so that the least of several views is one view more.
-    """
-
-    __slots__ = ("binds", "by_driver", "by_ledger", "by_limit", "free", "promised")
-
-    def __init__(self, by_driver: int, by_ledger: int, by_limit: int, *, binds: bool, promised: bool = False):
-        self.by_driver = by_driver
-        self.by_ledger = by_ledger
-        self.by_limit = by_limit
-        self.binds = binds
-        self.promised = promised
-        self.free = min(by_driver, by_ledger, by_limit)
-
-    def copy(self) -> "_Row":
-        return _Row(self.by_driver, self.by_ledger, self.by_limit, binds=self.binds, promised=self.promised)
-
-    @property
-    def figures(self) -> tuple[int, int, int]:
-        return self.by_driver, self.by_ledger, self.by_limit
-
-    def move(self, occupied: int, reserved: int) -> None:
-        self.by_driver += occupied
-        self.by_ledger += reserved
-        self.by_limit += reserved
-        self.free = min(self.by_driver, self.by_ledger, self.by_limit)
-
-    def lower(self, other: "_Row") -> None:
-        """To the other's figures, wherever they are less."""
-        self.by_driver = min(self.by_driver, other.by_driver)
-        self.by_ledger = min(self.by_ledger, other.by_ledger)
-        self.by_limit = min(self.by_limit, other.by_limit)
-        self.free = min(self.by_driver, self.by_ledger, self.by_limit)
+They are kept apart since whoever leaves gives back what it occupies by the driver's figure, and what it has reserved by
+the others. All three move alike in every view, so that the least of several views is one view more.
+"""
 
 
 class View:
@@ -166,6 +136,8 @@ class View:
     has no memory of its own: what is there is charged to its pool.
     """
 
+    __slots__ = ("_binds", "_figures", "_used", "promised", "room")
+
     def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
         """`residents`: everybody whose memory is in the devices' figures. Without `memory` only SLOTS can be short."""
         ours: dict[DeviceId, int] = {}
@@ -173,47 +145,67 @@ class View:
             for id, reserved in resident.reserved.items():
                 ours[id] = ours.get(id, 0) + reserved
         self._used = {d.id: max(d.used, d.foreign + ours.get(d.id, 0)) for d in devices}
-        self._rows = {
-            device.id: _Row(
+        self._binds = frozenset(d.id for d in devices if memory or d.id.index == SLOTS)
+        self._figures = {
+            device.id: (
                 device.total - device.margin - device.used,
                 device.total - device.margin - device.foreign - ours.get(device.id, 0),
                 NO_LIMIT if device.limit is None else device.limit - device.margin - ours.get(device.id, 0),
-                binds=memory or device.id.index == SLOTS,
             )
             for device in devices
             if device.pool is None
         }
+        self.room = {id: min(figures) for id, figures in self._figures.items()}
+        """Bytes for whoever comes next, by device; negative where too much is in use already. To be read only."""
+        self.promised: set[DeviceId] = set()
+        """Where something is."""
 
     def copy(self) -> "View":
         """A view of its own that begins as this one stands."""
         view = View.__new__(View)
-        view._used = self._used
-        view._rows = {id: row.copy() for id, row in self._rows.items()}
+        view._used, view._binds = self._used, self._binds
+        view._figures, view.room, view.promised = self._figures.copy(), self.room.copy(), self.promised.copy()
         return view
 
     def leave(self, resident: Resident) -> None:
         """As if it were gone."""
-        self._move(resident, +1)
+        reserved, measured, figures = resident.reserved, resident.measured, self._figures
+        for id, size in reserved.items():
+            if id in figures:
+                driver, ledger, limit = figures[id]
+                figures[id] = driver, ledger, limit = driver + measured.get(id, size), ledger + size, limit + size
+                self.room[id] = min(driver, ledger, limit)
+        if not measured.keys() <= reserved.keys():
+            for id in measured.keys() - reserved.keys():
+                self._move(id, measured[id], 0)
 
     def stay(self, resident: Resident) -> None:
         """Takes `leave` back."""
-        self._move(resident, -1)
+        reserved, measured = resident.reserved, resident.measured
+        for id, size in reserved.items():
+            self._move(id, -measured.get(id, size), -size)
+        for id in measured.keys() - reserved.keys():
+            self._move(id, -measured[id], 0)
 
     def promise(self, claim: Bytes) -> None:
         """Give room away that neither driver nor reservations show yet."""
         for id, needed in claim.items():
-            if id in self._rows:
-                self._rows[id].move(-needed, -needed)
-                self._rows[id].promised |= needed > 0
+            if needed and id in self._figures:
+                self._move(id, -needed, -needed)
+                self.promised.add(id)
 
-    def lower(self, other: "View") -> None:
-        """From now on say what is free in both, as long as whoever leaves, leaves both."""
-        for id, row in self._rows.items():
-            row.lower(other._rows[id])
+    def lower(self, other: "View", devices: Iterable[DeviceId]) -> None:
+        """From now on say of these devices what is free in both, as long as whoever leaves, leaves both."""
+        for id in devices:
+            if (here := self._figures.get(id)) is not None:
+                there = other._figures[id]
+                both = min(here[0], there[0]), min(here[1], there[1]), min(here[2], there[2])
+                self._figures[id] = both
+                self.room[id] = min(both)
 
     def free(self, id: DeviceId) -> int:
         """Bytes for whoever comes next; negative where too much is in use already."""
-        return self._rows[id].free
+        return self.room[id]
 
     def used(self, id: DeviceId) -> int:
         """Bytes that driver or ledger counted at first, whichever is more."""
@@ -221,55 +213,91 @@ class View:
 
     def short(self, claim: Bytes) -> list[DeviceId]:
         """The devices on which `claim` does not fit."""
-        rows = self._rows
-        return [id for id, needed in claim.items() if id in rows and rows[id].free < needed and rows[id].binds]
+        room = self.room
+        return [id for id, needed in claim.items() if id in room and room[id] < needed and id in self._binds]
+
+    def short_without(self, claim: Bytes, gone: Sequence[Resident]) -> list[DeviceId]:
+        """The same if those had left as well."""
+        short = self.short(claim)
+        if not short or not gone:
+            return short
+        return [id for id in short if min(_without(self._figures[id], id, gone)) < claim[id]]
+
+    def is_overdrawn(self) -> bool:
+        """Whether more was given away anywhere than there is."""
+        return any(free < 0 for id, free in self.room.items() if id in self._binds)
 
     def enough(self, claim: Bytes, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
         """Who has to leave so that `claim` fits: taken in `order`, skipping who is not in the way, until it does; less
         whoever is not needed after all, beginning with the last. None if they would not do together."""
-        lacking = {id: self._rows[id].copy() for id in self.short(claim)}
-        for id, row in lacking.items():
-            row.move(-claim[id], -claim[id])
+        short = self.short(claim)
+        if len(short) == 1:
+            return self._enough_on(short[0], claim[short[0]], order)
+        lacking = {id: self._figures[id] for id in short}
         taken: list[Resident] = []
-        short = list(lacking)
         for one in order:
             if not short:
                 break
             if is_on(one, short):
                 taken.append(one)
-                _shift(lacking, one, +1)
-                short = [id for id in short if lacking[id].free < 0]
+                lacking = {id: _without(figures, id, (one,)) for id, figures in lacking.items()}
+                short = [id for id in short if min(lacking[id]) < claim[id]]
         if short:
             return None
-        if len(taken) == 1:
-            return (taken[0],)
         needed: list[Resident] = []
         for one in reversed(taken):
-            _shift(lacking, one, -1)
-            if any(row.free < 0 for row in lacking.values()):
-                _shift(lacking, one, +1)
+            less = {id: _with(figures, id, one) for id, figures in lacking.items()}
+            if any(min(figures) < claim[id] for id, figures in less.items()):
                 needed.append(one)
+            else:
+                lacking = less
         return tuple(reversed(needed))
+
+    def _enough_on(self, id: DeviceId, size: int, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
+        """`enough` where one device alone is short, as is nearly always the case."""
+        driver, ledger, limit = (figure - size for figure in self._figures[id])
+        taken: list[tuple[Resident, int, int]] = []
+        for one in order:
+            reserved = one.reserved.get(id, 0)
+            occupied = one.measured.get(id, reserved)
+            if reserved or occupied:
+                taken.append((one, occupied, reserved))
+                driver, ledger, limit = driver + occupied, ledger + reserved, limit + reserved
+                if driver >= 0 and ledger >= 0 and limit >= 0:
+                    break
+        else:
+            return None
+        needed: list[Resident] = []
+        for one, occupied, reserved in reversed(taken):
+            if driver >= occupied and ledger >= reserved and limit >= reserved:
+                driver, ledger, limit = driver - occupied, ledger - reserved, limit - reserved
+            else:
+                needed.append(one)
+        needed.reverse()
+        return tuple(needed)
 
     def is_like(self, other: "View", devices: Iterable[DeviceId]) -> bool:
         """Whether both say the same of these devices, whoever leaves."""
-        rows, others = self._rows, other._rows
-        return all(rows[id].figures == others[id].figures for id in devices if id in rows)
+        ours, theirs = self._figures, other._figures
+        return all(ours[id] == theirs[id] for id in devices if id in ours)
 
-    def _move(self, resident: Resident, sign: int) -> None:
-        for id, reserved in resident.reserved.items():
-            if row := self._rows.get(id):
-                row.move(sign * resident.measured.get(id, reserved), sign * reserved)
-        for id, measured in resident.measured.items():
-            if id not in resident.reserved and (row := self._rows.get(id)):
-                row.move(sign * measured, 0)
+    def _move(self, id: DeviceId, occupied: int, reserved: int) -> None:
+        if (figures := self._figures.get(id)) is not None:
+            self._figures[id] = moved = figures[0] + occupied, figures[1] + reserved, figures[2] + reserved
+            self.room[id] = min(moved)
 
 
-def _shift(rows: Mapping[DeviceId, _Row], resident: Resident, sign: int) -> None:
-    """Like `View._move`, of a few rows only."""
-    for id, row in rows.items():
-        reserved = resident.reserved.get(id, 0)
-        row.move(sign * resident.measured.get(id, reserved), sign * reserved)
+def _without(figures: Figures, id: DeviceId, gone: Iterable[Resident]) -> Figures:
+    driver, ledger, limit = figures
+    for one in gone:
+        reserved = one.reserved.get(id, 0)
+        driver, ledger, limit = driver + one.measured.get(id, reserved), ledger + reserved, limit + reserved
+    return driver, ledger, limit
+
+
+def _with(figures: Figures, id: DeviceId, one: Resident) -> Figures:
+    reserved = one.reserved.get(id, 0)
+    return figures[0] - one.measured.get(id, reserved), figures[1] - reserved, figures[2] - reserved
 
 
 def is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
@@ -290,8 +318,7 @@ class Stages:
         self.many = False
         """Whether there is more than one."""
         self._promises = first.copy()
-        for row in self._promises._rows.values():
-            row.move(NO_LIMIT, NO_LIMIT)
+        self._promises._figures, self._promises.room = {}, {}
 
     def leave(self, resident: Resident) -> None:
         for view in (self.last, self.least, self._promises):
@@ -306,25 +333,31 @@ class Stages:
         self.last.promise(claim)
         self.least.promise(claim)
         for id, needed in claim.items():
-            if needed and id in self._promises._rows:
-                self._promises._rows[id] = self.least._rows[id].copy()
+            if needed and id in self.least.room:
+                self._promises._figures[id] = self.least._figures[id]
+                self._promises.room[id] = self.least.room[id]
 
     def book(self, claim: Bytes, victims: Sequence[Resident]) -> None:
         """From the last one on: if there are victims that leave later, that is one more."""
-        if victims:
-            self.last = self.last.copy()
-            self.many = True
+        self.many |= bool(victims)
         for one in victims:
             self.last.leave(one)
         self.last.promise(claim)
-        self.least.lower(self.last)
-        for id, row in self.last._rows.items():
-            if row.promised:
-                self._promises._rows[id].lower(row)
+        self.least.lower(self.last, claim)  # elsewhere the new last one has no less than the one before
+        for id in self.last.promised.intersection(claim):
+            if id not in self._promises.room:
+                self._promises._figures[id], self._promises.room[id] = self.last._figures[id], self.last.room[id]
+        self._promises.lower(self.last, claim)
+
+    def need(self, resident: Resident) -> bool:
+        """Whether, if one that leaves stayed, there would be no room for something promised on its own devices."""
+        view = self._promises
+        on = resident.reserved.keys() | resident.measured.keys()
+        return any(id in view.room and min(_with(view._figures[id], id, resident)) < 0 for id in on & view._binds)
 
     def keep_their_promises(self) -> bool:
         """Whether there is room, on each of them, for all that was promised there."""
-        return all(row.free >= 0 for row in self._promises._rows.values() if row.binds)
+        return not self._promises.is_overdrawn()
 
 
 def pooled(sizes: Bytes, pools: Mapping[DeviceId, DeviceId]) -> dict[DeviceId, int]:

@@ -21,13 +21,14 @@ later; and what is claimed takes no newcomers. So that moment never moves away. 
 first to go to the first who waits: nobody behind starts in memory that was freed for somebody ahead. Law: PURE.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from math import inf
 from typing import Any, Literal
 
-from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View, is_on
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View
 
 Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
 """Why a resident stays: never a victim; in use; its load is awaited; inside its turn; not on those devices; enough
@@ -168,14 +169,26 @@ LINGER_SECONDS = (0.2, 2.0)
 """Least and most that an idle worker inside its turn is kept, unless its preset says how long."""
 
 Place = tuple[DeviceId, ...]
+Worth = tuple[bool, bool, int, float, float]
+"""To rank a resident by: whether it is busy, whether it is a need, priority, last use, cost of bringing it back."""
+Floor = tuple[Any, ...]
+"""What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""
 
 
 def plan(
     waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy
 ) -> Plan:
     """Decide for everybody at once. The order inside the arguments does not matter."""
+    idle = {one.id: one.expires for one in residents if one.expires is not None and _may_expire(one)}
+    expired = {id for id, expires in idle.items() if expires <= now}
+    look_again = min([expires for expires in idle.values() if expires > now], default=None)
+    if not waiting:
+        evict = {id: Eviction(reason="idle", for_demand=None, idle=True) for id in sorted(expired)}
+        return Plan(
+            start={}, evict=evict, refine=frozenset(), refuse={}, drop=frozenset(), waits={}, look_again=look_again
+        )
     walk = _Walk(residents, devices, now, policy)
-    walk.expire()
+    walk.expire(expired, look_again)
     for demand in sorted(waiting, key=lambda demand: (demand.luxury, -demand.priority, demand.since, demand.id)):
         walk.meet(demand)
     walk.spare()
@@ -191,35 +204,96 @@ class _Offer:
     victims: tuple[Resident, ...] = ()
 
 
-@dataclass
+class _Crowd:
+    """Who stays in the memory of one device and is not pinned; and the least that any victims among them disturb."""
+
+    __slots__ = ("_floors", "_most", "_turns", "_worths", "ranked")
+
+    def __init__(self, id: DeviceId, able: Iterable[Resident], worth: Callable[[Resident], Worth]):
+        self.ranked = sorted(able, key=worth)
+        """By worth, the idle first."""
+        self._worths = [worth(one) for one in self.ranked]
+        self._turns = sorted([one.turn_ends for one in self.ranked if one.busy and not one.starting])
+        sizes = [max(one.reserved.get(id, 0), one.measured.get(id, 0)) for one in self.ranked]
+        self._most = list(accumulate(sorted(sizes, reverse=True)))
+        self._floors: dict[int, tuple[float, tuple[float, ...]]] = {}
+
+    def floor(self, size: int) -> tuple[float, tuple[float, ...]]:
+        """Of all victims that give back so many bytes here: the soonest end of the last turn of the busy ones, if
+        there must be busy ones, and the least disturbance, or the beginning of it (see `_disturbance`)."""
+        count = 1 + bisect_left(self._most, size)
+        floor = self._floors.get(count)
+        if floor is None:
+            first = self._worths[:count]
+            busy = sum(worth[0] for worth in first)
+            turns = self._turns
+            turn = -inf if not busy else turns[busy - 1] if busy <= len(turns) else inf
+            # Of several that differ in priority, the first are not those that were used least recently.
+            alike = count == 1 or len({worth[1:3] for worth in self._worths}) == 1
+            floor = self._floors[count] = turn, _disturbance(first)[: 5 if alike else 1]
+        return floor
+
+
 class _Line:
-    """Who could be the victim of one demand, the first to go first."""
+    """Who could be the victim of one demand: the first to go first."""
 
-    order: list[Resident]
-    late: dict[int, float]
-    """Those who may not leave yet: when at the latest they may, by id."""
-    moments: list[float]
-    """When any of them may leave at the soonest, if that is to come."""
-    at: Mapping[DeviceId, Sequence[int]]
-    """All residents by device, by id."""
+    def __init__(self, walk: "_Walk", demand: Demand):
+        self.walk = walk
+        self.demand = demand
+        self.patient_until = demand.since + walk.policy.patience
 
-    def __post_init__(self) -> None:
-        self._place = {one.id: place for place, one in enumerate(self.order)}
+    def on(self, devices: Sequence[DeviceId]) -> list[Resident]:
+        """Those with memory on one of these devices."""
+        walk = self.walk
+        if len(devices) == 1:
+            able: Sequence[Resident] = walk.crowd(devices[0]).ranked
+        else:
+            found = {one.id: one for id in devices for one in walk.crowd(id).ranked}
+            able = sorted(found.values(), key=walk.worth)
+        if self.demand.luxury:
+            able = [one for one in able if one.luxury and not one.busy and one.last_used < self.demand.since]
+        return sorted(able, key=self.bound) if len(able) > 1 else list(able)
 
-    def on(self, short: Sequence[DeviceId]) -> list[Resident]:
-        """Of them, at least those with memory on one of these devices."""
-        if len(short) != 1:
-            return self.order
-        places = self._place
-        return [self.order[place] for place in sorted([places[id] for id in self.at.get(short[0], ()) if id in places])]
+    def bound(self, one: Resident) -> float:
+        """When at the latest it may leave; -inf: at once."""
+        now = self.walk.now
+        if not (one.busy or one.starting or one.turn_ends > now):
+            return -inf
+        return self._latest(one) if self._may_leave_at(one) > now else -inf
+
+    def next_moment(self) -> float:
+        """Not before, time alone lets any more of them leave."""
+        now, turns = self.walk.now, self.walk.turns
+        moment = inf
+        if self.patient_until > now:
+            moment = max(turns[0], self.patient_until) if turns else inf
+        elif later := turns[bisect_right(turns, now) :]:
+            moment = later[0]
+        for one in self.walk.lingering:
+            if now < (over := self._may_leave_at(one)) < moment:
+                moment = over
+        return moment
+
+    def _may_leave_at(self, one: Resident) -> float:
+        """The moment from which it may leave for this demand, if nobody begins or ends to use it."""
+        if one.busy:
+            return self._latest(one)
+        if not one.starting and one.turn_ends <= self.walk.now:
+            return -inf
+        over = one.last_used + _linger(one, self.demand)
+        return over if one.starting else min(over, one.turn_ends)
+
+    def _latest(self, one: Resident) -> float:
+        """The moment from which it may leave whether it is used or not."""
+        return inf if one.starting else max(one.turn_ends, self.patient_until)
 
 
 class _Walk:
     """One walk along the queue: what has been granted, claimed and decided so far.
 
-    here     everybody who occupies memory, and what was granted
-    now      the least of here and of steps: for each claim that only waits for those who leave, also without as many
-             of these as it takes, the first to go first, and with the claim
+    step     first everybody who occupies memory, and what was granted; then, for each claim that only waits for those
+             who leave, also without as many of these as it takes, the first to go first, and with the claim
+    now      the least of all steps
     stages   first without all who leave, and with all such claims; then, for each claim that waits until its victims
              may leave: also without these, and with the claim
     bare     without anybody who could be a victim; with all claims
@@ -230,6 +304,8 @@ class _Walk:
 
     def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
+        self.pools = {id: device.pool or id for id, device in self.devices.items()}
+        self.commons = {id.node: (DeviceId(id.node, HOST), DeviceId(id.node, SLOTS)) for id in self.devices}
         self.now = now
         self.policy = policy
         residents = sorted(residents, key=lambda one: one.id)
@@ -237,24 +313,32 @@ class _Walk:
         self.leaving = {one.id: one for one in residents if one.leaving}
         self.unpromised = sorted(self.leaving.values(), key=lambda one: (one.retired_at, one.id))
         self.claimed: dict[int, Resident] = {}
-        self.bounds: dict[int, float] = {}  # of the claimed: when at the latest they may leave
-        self.rank: dict[int, int] = {}  # of those who stay: by worth, the idle first; worked out when it is asked for
-        self.at: dict[DeviceId, list[int]] = {}  # and who is where
+        self.bounds: dict[DeviceId, float] = {}  # when at the latest the claimed on each device may leave
         self.keep: dict[int, Keep] = {id: "pinned" if one.pinned else "elsewhere" for id, one in self.staying.items()}
+        self.at: dict[DeviceId, list[Resident]] = {}
+        for one in residents:
+            for id in one.reserved.keys() | one.measured.keys() if one.measured else one.reserved:
+                self.at.setdefault(id, []).append(one)
+        able = [one for one in self.staying.values() if not one.pinned]
+        self.turns = sorted([one.turn_ends for one in able if one.busy and not one.starting])
+        self.lingering = [one for one in able if not one.busy and _may_linger(one, now)]
+        self.crowds: dict[DeviceId, _Crowd] = {}
+        self.worths: dict[int, Worth] = {}
+        self.groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
 
-        self.here = View(devices, residents, memory=policy.memory)
-        self.step = self.here
-        self.now_free = self.here.copy()
-        soon = self.here.copy()
+        self.step = View(devices, residents, memory=policy.memory)
+        self.now_free = self.step.copy()
+        soon = self.step.copy()
         for one in self.leaving.values():
             soon.leave(one)
         self.stages = Stages(soon)
         self.bare = soon.copy()
-        self.homes: dict[str, list[DeviceId]] = {}
+        for one in able:
+            self.bare.leave(one)
+        self.models: dict[str, list[Resident]] = {}
         for one in self.staying.values():
-            self.homes.setdefault(one.model, []).extend(_spots(one))
-            if not one.pinned:
-                self.bare.leave(one)
+            self.models.setdefault(one.model, []).append(one)
+        self.homes: dict[str, list[DeviceId]] = {}
         self.starting = [one for one in residents if one.starting]
         self.loading = {id for one in self.starting for id in _spots(one)}
         self.hushed = {id for one in self.starting if one.quiet for id in _spots(one)}
@@ -269,26 +353,23 @@ class _Walk:
 
     # The story
 
-    def expire(self) -> None:
+    def expire(self, expired: Collection[int], next_one: float | None) -> None:
         """Who idles past its time to live leaves."""
-        for one in list(self.staying.values()):
-            if one.busy or one.pinned or one.expires is None:
-                continue
-            if one.expires <= self.now:
-                self._send_away(one, Eviction(reason="idle", for_demand=None, idle=True))
-                self.unpromised.append(one)
-            else:
-                self.moments.append(one.expires)
+        for one in [one for one in self.staying.values() if one.id in expired]:
+            self._send_away(one, Eviction(reason="idle", for_demand=None, idle=True))
+            self.unpromised.append(one)
+        if next_one is not None:
+            self.moments.append(next_one)
 
     def meet(self, demand: Demand) -> None:
         """Decide for the next in line."""
-        groups = self._groups(demand)
-        if not any(self._could_hold(claim) for _, claim in self._places(demand, groups, self._capacity)):
-            self._decline(demand, groups)
-        elif offer := self._room(demand, groups):
+        groups = self._groups(demand.devices)
+        if offer := self._room(demand, groups):
             self._grant(demand, offer)
-        elif offer := self._least_disturbing(demand, groups, line := self._line(demand)):
+        elif offer := self._least_disturbing(demand, groups, line := _Line(self, demand)):
             self._claim(demand, offer, line)
+        elif not any(self._could_hold(self._share(demand, at)) for at in self._places(demand, groups, self._capacity)):
+            self._decline(demand, groups)
         elif demand.luxury:
             self.drop.add(demand.id)
         else:
@@ -303,7 +384,9 @@ class _Walk:
         if any(one.busy for one in evicted):
             return
         spared = set()
-        for one in sorted(evicted, key=_worth, reverse=True):
+        for one in sorted(evicted, key=self.worth, reverse=True):
+            if self.stages.need(one):
+                continue
             self.stages.stay(one)
             if self.stages.keep_their_promises():
                 del self.evict[one.id], self.leaving[one.id]
@@ -326,66 +409,73 @@ class _Walk:
 
     # Places
 
-    def _groups(self, demand: Demand) -> list[list[DeviceId]]:
-        """The devices that it may take, by node."""
-        groups: dict[str, list[DeviceId]] = {}
-        for id in self.devices:
-            if id in demand.devices:
-                groups.setdefault(id.node, []).append(id)
-        return list(groups.values())
+    def _groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
+        """The devices that a demand may take, by node."""
+        if able not in self.groups:
+            groups: dict[str, list[DeviceId]] = {}
+            for id in self.devices:
+                if id in able:
+                    groups.setdefault(id.node, []).append(id)
+            self.groups[able] = list(groups.values())
+        return self.groups[able]
+
+    def _roomy(
+        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], room: Mapping[DeviceId, int]
+    ) -> list[list[DeviceId]]:
+        """Of the devices those that have room for the least of the shards."""
+        if not self.policy.memory:
+            return [list(group) for group in groups]
+        pools, least = self.pools, min(demand.shards)
+        return [[id for id in group if room[pools[id]] >= least] for group in groups]
 
     def _places(
         self,
         demand: Demand,
         groups: Iterable[Sequence[DeviceId]],
         room: Callable[[DeviceId], int],
-        *,
-        roomy: bool = False,
-    ) -> Iterator[tuple[Place, Bytes]]:
-        """All sets of devices, the largest shard on the roomiest; with what it would reserve there. With `roomy` none
-        with a device that has no room for the least of the shards: that could not be had."""
+        roomy: Iterable[Sequence[DeviceId]] | None = None,
+    ) -> Iterator[Place]:
+        """All sets of devices, the largest shard on the roomiest; of those that are `roomy`."""
         count = len(demand.shards)
-        least = min(demand.shards) if roomy and self.policy.memory else None
-        for group in groups:
-            roomless = {id for id in group if room(id) < least} if least is not None else frozenset[DeviceId]()
+        for group, among in zip(groups, groups if roomy is None else roomy, strict=True):
             if count == 1:
-                for id in group:
-                    if id not in roomless:
-                        yield (id,), self._share(demand, (id,))
+                for id in among:
+                    yield (id,)
                 continue
             runs = (group[first : first + count] for first in range(0, len(group) - count + 1, count))
-            for devices in combinations(group, count) if len(group) <= MANY_DEVICES else runs:
-                if roomless.isdisjoint(devices):
-                    place = _assign(demand.shards, devices, room)
-                    yield place, self._share(demand, place)
+            for devices in combinations(among, count) if len(group) <= MANY_DEVICES else runs:
+                if among is group or set(devices) <= set(among):
+                    yield _assign(demand.shards, devices, room)
 
-    def _share(self, demand: Demand, place: Place) -> Bytes:
+    def _share(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
         """What it reserves there: a shard is charged to the memory that its device uses."""
-        claim: dict[DeviceId, int] = {}
-        for id, shard in zip(place, demand.shards, strict=True):
-            pool = self.devices[id].pool or id
-            claim[pool] = claim.get(pool, 0) + shard
-        node = place[0].node
+        pools = self.pools
+        if len(place) == 1:
+            claim = {pools[place[0]]: demand.shards[0]}
+        else:
+            claim = {}
+            for id, shard in zip(place, demand.shards, strict=True):
+                claim[pools[id]] = claim.get(pools[id], 0) + shard
+        host, slots = self.commons[place[0].node]
         if demand.host:
-            host = DeviceId(node, HOST)
             # A node that tells nothing of its main memory has it in the accelerator's.
             home = host if host in self.devices else place[0]
             claim[home] = claim.get(home, 0) + demand.host
-        claim[DeviceId(node, SLOTS)] = 1
+        claim[slots] = 1
         return claim
 
     def _pools(self, place: Iterable[DeviceId]) -> set[DeviceId]:
-        return {self.devices[id].pool or id for id in place}
+        return {self.pools[id] for id in place}
 
     def _capacity(self, id: DeviceId) -> int:
-        return self.devices[self.devices[id].pool or id].capacity
+        return self.devices[self.pools[id]].capacity
 
     def _bare(self, id: DeviceId) -> int:
-        return self.bare.free(self.devices[id].pool or id)
+        return self.bare.room[self.pools[id]]
 
     def _free(self, id: DeviceId) -> int:
-        id = self.devices[id].pool or id
-        return min(self.now_free.free(id), self.stages.least.free(id))
+        id = self.pools[id]
+        return min(self.now_free.room[id], self.stages.least.room[id])
 
     def _could_hold(self, claim: Bytes) -> bool:
         return all(self._capacity(id) >= needed for id, needed in claim.items() if self._binds(id))
@@ -394,16 +484,23 @@ class _Walk:
         return id in self.devices and (self.policy.memory or id.index == SLOTS)
 
     def _copies(self, model: str, place: Place) -> int:
-        homes = self.homes.get(model)
+        homes = self._homes(model)
         return sum(map(homes.count, self._pools(place))) if homes else 0
+
+    def _homes(self, model: str) -> list[DeviceId]:
+        """Where copies of it are, or come."""
+        if model not in self.homes:
+            self.homes[model] = [id for one in self.models.get(model, ()) for id in _spots(one)]
+        return self.homes[model]
 
     def _is_noisy(self, demand: Demand, place: Place) -> bool:
         """Whether it may not load there now: one of the loads there, or its own, needs quiet."""
-        return any(id in self.hushed or (demand.quiet and id in self.loading) for id in self._pools(place))
+        noisy = self.loading if demand.quiet else self.hushed
+        return bool(noisy) and not noisy.isdisjoint(self._pools(place))
 
     def _occupy(self, demand: Demand, place: Place) -> None:
         pools = self._pools(place)
-        self.homes.setdefault(demand.model, []).extend(pools)
+        self._homes(demand.model).extend(pools)
         self.loading |= pools
         if demand.quiet:
             self.hushed |= pools
@@ -412,10 +509,16 @@ class _Walk:
 
     def _room(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
         """Where it fits beside here and beside coming: where the fewest copies are, then where it is emptiest."""
+        here, coming = self.now_free, self.stages.least
+        roomy = self._roomy(demand, self._roomy(demand, groups, here.room), coming.room)
+        if not any(roomy):
+            return None
         fitting = [
             _Offer(place, claim)
-            for place, claim in self._places(demand, groups, self._free, roomy=True)
-            if not (self.now_free.short(claim) or self.stages.least.short(claim) or self._is_noisy(demand, place))
+            for place in self._places(demand, groups, self._free, roomy)
+            if not (
+                here.short(claim := self._share(demand, place)) or coming.short(claim) or self._is_noisy(demand, place)
+            )
         ]
         return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
 
@@ -424,10 +527,8 @@ class _Walk:
 
     def _grant(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
-        self.here.promise(offer.claim)
         self.now_free.promise(offer.claim)
-        if self.step is not self.here:
-            self.step.promise(offer.claim)
+        self.step.promise(offer.claim)
         self.stages.promise(offer.claim)
         self.bare.promise(offer.claim)
         self._occupy(demand, offer.place)
@@ -435,95 +536,95 @@ class _Walk:
     # 2. Claim
 
     def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line) -> _Offer | None:
-        """None if it would fit nowhere, whoever left."""
+        """None if it would fit nowhere, whoever left. Places are looked at by the least that they could disturb, until
+        none can be better than the best."""
         best: _Offer | None = None
         best_key: tuple[Any, ...] = ()
-        for place, claim in self._places(demand, groups, self._bare, roomy=True):
+        for floor, place in sorted(self._floors(demand, groups, line)):
+            if best is not None and floor > best_key:
+                break
+            claim = self._share(demand, place)
             for victims in () if self.bare.short(claim) else self._victims(claim, line):
                 offer = _Offer(place, claim, victims)
                 bound = self._bound_of(offer, line)
                 if best is not None and bound > best_key[0]:
                     continue
-                key = (bound, *_disturbance(victims), self._is_noisy(demand, place), self._appeal(demand, place))
+                disturbance = _disturbance([self.worth(one) for one in victims])
+                key = (bound, disturbance, self._is_noisy(demand, place), self._appeal(demand, place))
                 if best is None or key < best_key:
                     best, best_key = offer, key
         return best
 
+    def _floors(
+        self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line
+    ) -> Iterator[tuple[Floor, Place]]:
+        """The places with room for the shards if everybody left who can: nobody who has to leave there leaves sooner
+        than its floor says, nor do they disturb less."""
+        pools, crowds, memory = self.pools, self.crowds, self.policy.memory
+        least, last = self.stages.least.room, self.stages.last.room
+        for place in self._places(demand, groups, self._bare, self._roomy(demand, groups, self.bare.room)):
+            highest: Floor = ()
+            for id, size in zip(place, demand.shards, strict=True):
+                pool = pools[id]
+                if least[pool] >= size or not memory:
+                    continue
+                missing = size - last[pool]
+                turn, mildest = (crowds.get(pool) or self.crowd(pool)).floor(max(1, missing))
+                if turn > -inf:
+                    latest = max(line.patient_until, turn)
+                    turn = latest if latest > self.now else -inf
+                if missing <= 0:  # it may count on those claimed ahead
+                    floor = min((turn, mildest), (max(self.now, self.bounds.get(pool, -inf)), ()))
+                else:
+                    floor = turn, mildest
+                if floor > highest:
+                    highest = floor
+            yield highest or (-inf, NOBODY, self._is_noisy(demand, place), self._appeal(demand, place)), place
+
     def _victims(self, claim: Bytes, line: _Line) -> Iterator[tuple[Resident, ...]]:
         """Who would have to leave for a place: once those claimed ahead have left, and sooner."""
         last, least = self.stages.last, self.stages.least
-        views = [last] if not self.stages.many or last.is_like(least, claim) else [last, least]
+        views = (last,) if not self.stages.many or last.is_like(least, claim) else (last, least)
         for view in views:
-            victims = view.enough(claim, line.on(view.short(claim)))
+            short = view.short(claim)
+            victims = view.enough(claim, line.on(short)) if short else ()
             if victims is not None:
                 yield victims
 
-    def _line(self, demand: Demand) -> _Line:
-        """Who could be its victim."""
-        if not self.rank:
-            self._look_around()
-        able = [one for one in self.staying.values() if not one.pinned]
-        if demand.luxury:
-            able = [one for one in able if one.luxury and not one.busy and one.last_used < demand.since]
-        late: dict[int, float] = {}
-        moments: list[float] = []
-        keys = []
-        for one in able:
-            bound = -inf
-            if one.busy or one.starting or one.turn_ends > self.now:
-                moment = self._may_leave_at(one, demand)
-                if moment > self.now:
-                    late[one.id] = bound = self._latest(one, demand)
-                    if moment < inf:
-                        moments.append(moment)
-            keys.append((bound, self.rank[one.id]))
-        order = [one for _, one in sorted(zip(keys, able, strict=True), key=_first)]
-        return _Line(order, late, moments, self.at)
+    def crowd(self, id: DeviceId) -> _Crowd:
+        """Who could leave this device."""
+        crowd = self.crowds.get(id)
+        if crowd is None:
+            staying = self.staying
+            able = [one for one in self.at.get(id, ()) if one.id in staying and not one.pinned]
+            crowd = self.crowds[id] = _Crowd(id, able, self.worth)
+        return crowd
 
-    def _look_around(self) -> None:
-        by_worth = sorted(self.staying.values(), key=lambda one: (one.busy, *_worth(one)))
-        self.rank = {one.id: rank for rank, one in enumerate(by_worth)}
-        for one in by_worth:
-            for id in one.reserved.keys() | one.measured.keys():
-                self.at.setdefault(id, []).append(one.id)
-
-    def _may_leave_at(self, one: Resident, demand: Demand) -> float:
-        """The moment from which it may leave for this demand, if nobody begins or ends to use it."""
-        if one.busy:
-            return self._latest(one, demand)
-        if not one.starting and one.turn_ends <= self.now:
-            return -inf
-        over = one.last_used + _linger(one, demand)
-        return over if one.starting else min(over, one.turn_ends)
-
-    def _latest(self, one: Resident, demand: Demand) -> float:
-        """The moment from which it may leave whether it is used or not."""
-        return inf if one.starting else max(one.turn_ends, demand.since + self.policy.patience)
+    def worth(self, one: Resident) -> Worth:
+        """By it they are ranked, the idle first."""
+        worth = self.worths.get(one.id)
+        if worth is None:
+            worth = self.worths[one.id] = one.busy, not one.luxury, one.priority, one.last_used, _cost(one)
+        return worth
 
     def _bound_of(self, offer: _Offer, line: _Line) -> float:
         """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
-        bound = max((line.late.get(one.id, -inf) for one in offer.victims), default=-inf)
+        bound = max([line.bound(one) for one in offer.victims], default=-inf)
         if self.claimed and (short := self._short_without(offer)):
-            ahead = (self.bounds[one.id] for one in _all_on(short, self.claimed.values()))
-            bound = max(bound, self.now, *ahead)
+            bound = max(bound, self.now, *(self.bounds.get(id, -inf) for id in short))
         return bound
 
     def _short_without(self, offer: _Offer) -> list[DeviceId]:
         """Where it would not fit on some stage, though its own victims had left."""
         if not self.stages.many:
             return []  # they were chosen so
-        for one in offer.victims:
-            self.stages.least.leave(one)
-        short = self.stages.least.short(offer.claim)
-        for one in offer.victims:
-            self.stages.least.stay(one)
-        return short
+        return self.stages.least.short_without(offer.claim, offer.victims)
 
     def _claim(self, demand: Demand, offer: _Offer, line: _Line) -> None:
         """Keep the place for it; send the victims away if all of them may leave and nothing else is missing."""
-        late = [one for one in offer.victims if one.id in line.late]
+        late = [one for one in offer.victims if line.bound(one) > -inf]
         missing = self._short_without(offer)
-        ahead = _all_on(missing, self.claimed.values())
+        ahead = self._all_on(missing, self.claimed)
         disturbed = {*self._pools(offer.place), *(id for one in offer.victims for id in _spots(one))}
         measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
         is_hushed = bool(offer.victims) and not disturbed.isdisjoint(measured)
@@ -542,7 +643,7 @@ class _Walk:
             self.stages.promise(offer.claim)
             self._step(offer)
         else:
-            self.moments += line.moments
+            self._look_at(line.next_moment())
             self._book(offer, line)
         self.bare.promise(offer.claim)
         self._occupy(demand, offer.place)
@@ -559,18 +660,28 @@ class _Walk:
         elif is_hushed or not shortage:
             cause, on = "quiet", [one for one in self.starting if not disturbed.isdisjoint(_spots(one))]
         else:
-            cause, on = "stopping", _all_on(shortage, self.leaving.values())
+            cause, on = "stopping", self._all_on(shortage, self.leaving)
         self.waits[demand.id] = self._wait(cause, on, shortage, offer)
 
     def _send_away(self, one: Resident, eviction: Eviction) -> None:
         self.evict[one.id] = eviction
         self.leaving[one.id] = self.staying.pop(one.id)
-        del self.keep[one.id]
+        self._gone(one)
         self.stages.leave(one)
+
+    def _gone(self, one: Resident) -> None:
+        """It stays no longer."""
+        del self.keep[one.id]
+        for id in (*one.reserved, *one.measured):
+            self.crowds.pop(id, None)
+
+    def _look_at(self, moment: float) -> None:
+        if moment < inf:
+            self.moments.append(moment)
 
     def _step(self, offer: _Offer) -> None:
         """Promise it those who leave: the first to go to the first in line, so that nobody behind overtakes it."""
-        step = self.step.copy()
+        step = self.step
         for one in offer.victims:
             step.leave(one)
         promised = step.enough(offer.claim, self.unpromised)
@@ -579,16 +690,17 @@ class _Walk:
             step.leave(one)
             self.unpromised.remove(one)
         step.promise(offer.claim)
-        self.step = step
-        self.now_free.lower(step)
+        self.now_free.lower(step, offer.claim)  # elsewhere this step has no less than the one before
 
     def _book(self, offer: _Offer, line: _Line) -> None:
         """Its victims leave later: nobody behind may count on their staying, nor on their leaving sooner."""
         self.stages.book(offer.claim, offer.victims)
         for one in offer.victims:
+            bound = line.bound(one)
             self.claimed[one.id] = self.staying.pop(one.id)
-            self.bounds[one.id] = line.late.get(one.id, -inf)
-            del self.keep[one.id]
+            self._gone(one)
+            for id in (*one.reserved, *one.measured):
+                self.bounds[id] = max(self.bounds.get(id, -inf), bound)
 
     # 3. Refuse, or stay in line
 
@@ -609,12 +721,14 @@ class _Walk:
         claim = self._nearest(demand, groups, self._bare)
         missing = self.bare.short(claim)
         shortage = self._shortage({id: claim[id] for id in missing}, self._free)
-        on = _all_on(missing, (*self.staying.values(), *self.claimed.values()))
+        on = self._all_on(missing, self.staying) + self._all_on(missing, self.claimed)
         self.waits[demand.id] = self._wait(_scarce(shortage), on, shortage)
 
     def _nearest(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], room: Callable[[DeviceId], int]) -> Bytes:
         """What it would take where least is missing; nothing if no place has enough devices."""
-        claims = [claim for _, claim in self._places(demand, groups, room)]
+        if len(demand.shards) == 1:
+            groups = [[max(group, key=room)] for group in groups]
+        claims = [self._share(demand, place) for place in self._places(demand, groups, room)]
         return min(claims, key=lambda claim: sum(self._missing(claim, room).values()), default={})
 
     def _missing(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Bytes:
@@ -629,7 +743,7 @@ class _Walk:
             required=required,
             available=max(0, available),
             margin=device.margin,
-            used=self.here.used(id),
+            used=self.step.used(id),
             foreign=device.foreign,
             total=device.total,
             limit=device.limit,
@@ -652,18 +766,23 @@ class _Walk:
         )
 
     def _kept(self, shortage: Collection[DeviceId]) -> Mapping[int, Keep]:
-        keep = dict(self.keep)
-        for one in self.staying.values() if shortage else ():
-            if not one.pinned and is_on(one, shortage):
+        keep = self.keep.copy()
+        for one in self._all_on(shortage, self.staying):
+            if not one.pinned:
                 keep[one.id] = self._why_kept(one)
         return keep
+
+    def _all_on(self, devices: Iterable[DeviceId], among: Mapping[int, Resident]) -> list[Resident]:
+        """Of those the ones with memory on one of the devices."""
+        found = {one.id: one for id in devices for one in self.at.get(id, ()) if one.id in among} if among else {}
+        return list(found.values())
 
     def _let_off(self, spared: set[int], wait: Wait) -> Wait:
         if spared.isdisjoint(wait.on):
             return wait
         return replace(
             wait,
-            on=tuple(sorted(one.id for one in _all_on(wait.shortage, self.leaving.values()))),
+            on=tuple(sorted(one.id for one in self._all_on(wait.shortage, self.leaving))),
             victims=tuple(id for id in wait.victims if id not in spared),
             keep={**wait.keep, **{id: "unneeded" for id in wait.on if id in spared}},
         )
@@ -689,29 +808,32 @@ def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable
     return tuple(placed[shard] for shard in range(len(shards)))
 
 
-def _disturbance(victims: Sequence[Resident]) -> tuple[float, ...]:
+NOBODY = (0, 0, -inf, 0, -inf, 0)
+
+
+def _disturbance(victims: Sequence[Worth]) -> tuple[float, ...]:
     """Fewest busy, then the lowest worth, then the fewest needs, then the oldest."""
-    return (
-        sum(one.busy for one in victims),
-        max((not one.luxury for one in victims), default=0),
-        max((one.priority for one in victims), default=-inf),
-        sum(not one.luxury for one in victims),
-        max((one.last_used for one in victims), default=-inf),
-        sum(_cost(one) for one in victims),
-    )
-
-
-def _worth(one: Resident) -> tuple[float, ...]:
-    return not one.luxury, one.priority, one.last_used, _cost(one)
+    if not victims:
+        return NOBODY
+    if len(victims) == 1:
+        busy, need, priority, last_used, cost = victims[0]
+        return busy, need, priority, need, last_used, cost
+    busy_, need_, priority_, last_used_, cost_ = zip(*victims, strict=True)
+    return sum(busy_), max(need_), max(priority_), sum(need_), max(last_used_), sum(cost_)
 
 
 def _cost(one: Resident) -> float:
     """Of bringing it back: seconds x bytes."""
-    return one.load_seconds * sum(bytes for id, bytes in one.reserved.items() if id.index != SLOTS)
+    return one.load_seconds * sum([bytes for id, bytes in one.reserved.items() if id.index != SLOTS])
 
 
-def _first(pair: tuple[tuple[float, int], Resident]) -> tuple[float, int]:
-    return pair[0]
+def _may_expire(one: Resident) -> bool:
+    return not (one.busy or one.pinned or one.leaving)
+
+
+def _may_linger(one: Resident, now: float) -> bool:
+    """Whether for some demand it is kept for its next request: idle, and inside its turn or not yet ready."""
+    return (one.starting or one.turn_ends > now) and one.last_used + (one.linger or LINGER_SECONDS[1]) > now
 
 
 def _linger(one: Resident, demand: Demand) -> float:
@@ -724,10 +846,6 @@ def _linger(one: Resident, demand: Demand) -> float:
 def _spots(one: Resident) -> Place:
     """Where its shards are: accelerators, or main memory if it uses none."""
     return tuple(id for id in one.reserved if id.index >= 0) or tuple(id for id in one.reserved if id.index == HOST)
-
-
-def _all_on(devices: Collection[DeviceId], residents: Iterable[Resident]) -> list[Resident]:
-    return [one for one in residents if is_on(one, devices)] if devices else []
 
 
 def _scarce(shortage: Collection[DeviceId]) -> Cause:

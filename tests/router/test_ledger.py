@@ -214,9 +214,7 @@ def test_stages_say_the_least_of_many_views(seed: int) -> None:
         for id in (*GPU[:2], CPU):
             assert stages.least.free(id) == min(view.free(id) for view in views)
             assert stages.last.free(id) == views[-1].free(id)
-        assert stages.keep_their_promises() == all(
-            row.free >= 0 for view in views for row in view._rows.values() if row.promised
-        )
+        assert stages.keep_their_promises() == all(view.free(id) >= 0 for view in views for id in view.promised)
 
 
 # One memory under two names

@@ -153,8 +153,11 @@ class Exploration:
             for model in fleet.models.values():
                 ours = model.all_open
                 assert len(ours) <= self.most[model.preset.id], "too many are open"
-                assert all(same_load(worker.preset, model.preset) for worker in ours), "two generations admit"
+                presets = [worker.preset for worker in ours if worker.preset is not model.preset]
+                assert all(same_load(preset, model.preset) for preset in presets), "two generations admit"
                 assert sum(not worker.luxury for worker in ours) <= 1, "two needs of one model"
+            if not waiting:
+                return
             answer = question.ask()
             assert starts_too_much(question, answer) == [], "a plan exceeds the margin"
             assert superfluous(question, answer) == [], "a victim is superfluous"
