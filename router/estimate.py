@@ -308,6 +308,13 @@ def estimate(
     )
 
 
+def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool) -> int:
+    """Bytes of main memory, at most, of a worker that has done all it can before its weights: the process itself and
+    its tokenizer, as far as they are part of what was `found`."""
+    most = found.shards[0] if on_host else found.host
+    return min(most, RUNTIME_HOST + facts.vocab_size * TOKENIZER_BYTES)
+
+
 def compute_dtype(facts: Checkpoint, preset: Preset, *, on_host: bool) -> str:
     """The dtype that the model will compute in, as torch names it. float16 becomes float32 on main memory."""
     wanted = facts.dtype if preset.dtype == "auto" else preset.dtype

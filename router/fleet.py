@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router import backoff, planner
+from router import backoff, planner, standby
 from router.backoff import Failure
 from router.calibration import Calibration
 from router.errors import (
@@ -34,8 +34,8 @@ from router.estimate import EstimateError
 from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, shortages
 from router.launchers import Launcher, WorkerLost, WorkerProcess
-from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
-from router.life import Again, Files, Worker, end, live, lost_error, tell, weigh
+from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
+from router.life import Again, Files, Worker, end, live, lost_error, take, tell, weigh
 from router.lifecycle import State
 from router.model import COPY_PAUSE, Model
 from router.planner import Demand, Plan, Policy
@@ -540,7 +540,9 @@ class Fleet:
         return list(self._alive.values())
 
     def _residents(self) -> list[Resident]:
-        return [worker.resident() for worker in self.workers() if worker.state.holds_memory]
+        return [worker.resident() for worker in self.workers() if worker.state.holds_memory] + [
+            worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held
+        ]
 
     def _policy(self) -> Policy:
         return Policy(patience=self.limits.patience, memory=self.limits.memory)
@@ -575,14 +577,20 @@ class Fleet:
                 self.retire(worker, "abandoned", drain=0.0)
         self._mark_surplus()
         queued = [worker for worker in queued if not worker.retired.is_set() and not worker.room.done()]
-        residents = [worker.resident() for worker in workers if worker.state.holds_memory]
+        residents = self._residents()
         self.devices = self._ledger.observe(self.launcher.readings(), residents)
+        standings = [worker.standing for worker in workers if worker.state is State.QUEUED]
+        unseen = sum(each.held for each in standings if not each.is_prepared)
+        devices = standby.cautious(self.devices, unseen)
         by_id = {worker.id: worker for worker in workers}
         waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
         refining = [worker.demand() for worker in queued if worker.refine.is_set()]
-        plan = planner.plan(waiting + refining, residents, self.devices, now, self._policy())
+        plan = planner.plan(waiting + refining, residents, devices, now, self._policy())
         self.last_plan = plan
+        candidates = [worker.candidate() for worker in queued if not worker.refine.is_set()]
+        decision = standby.decide(plan, candidates, residents, devices)
         self._record(plan, by_id, queued)
+        self._stand_by(decision, by_id)
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
@@ -633,8 +641,22 @@ class Fleet:
                     **numbers(worker, self.devices),
                 )
 
+    def _stand_by(self, decision: standby.Decision, by_id: Mapping[int, Worker]) -> None:
+        for id in decision.end:
+            by_id[id].standing.dismissed.set()
+        for id, held in decision.begin.items():
+            worker = by_id[id]
+            if worker.retired.is_set():
+                continue
+            worker.reserved[DeviceId(LOCAL, HOST)] = worker.standing.held = held
+            worker.standing.wanted.set()
+            self.events.append(
+                "plan", worker.preset.id, decision="prepare", worker=worker.id, **numbers(worker, self.devices)
+            )
+
     def _start(self, worker: Worker, start: planner.Start) -> None:
         worker.reserved = dict(start.claim)
+        take(worker)
         worker.place = start.place
         worker.waits_for, worker.ahead, worker.progress = "", 0, None
         was, worker.state, worker.since = worker.state, State.STARTING, self.now()

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,12 +22,13 @@ from router.calibration import Calibration
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
 from router.estimate import Checkpoint, Estimate
 from router.events import EventLog
-from router.launchers import Launcher, Program, WorkerLost, WorkerProcess
-from router.ledger import HOST, SLOTS, Bytes, DeviceId, Reading, Resident, pooled
+from router.launchers import Launcher, Listen, Program, Standby, WorkerLost, WorkerProcess
+from router.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Reading, Resident, pooled
 from router.lifecycle import State, advance
 from router.planner import Demand, Start
 from router.presets import Preset
 from router.stages import Stages
+from router.standby import Candidate, less
 from worker import contract
 
 log = logging.getLogger("router.life")
@@ -101,6 +102,30 @@ class Costs:
     load_seconds: float
 
 
+class Standing:
+    """What a life knows of its standby: a process that prepares itself while the life still waits for room."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        """Bytes of main memory that it is charged with; 0: there is none, or none any more."""
+        self.wanted = asyncio.Event()
+        """The fleet has reserved what it holds: it may begin. There is one in a life at most."""
+        self.dismissed = asyncio.Event()
+        """It must go, or is no longer needed."""
+        self.process: Standby | None = None
+        self.born = asyncio.Event()
+        self.is_prepared = False
+        self.is_taken = False
+        """There is room: it is the worker now, and what it holds is part of what that has reserved."""
+        self.over = asyncio.Event()
+        """There will be none any more, and nothing is left of one that was."""
+
+    @property
+    def is_charged(self) -> bool:
+        """Whether what it holds counts for what its worker is going to need."""
+        return self.held > 0 and not self.dismissed.is_set()
+
+
 class Worker:
     """One life of one worker process, as fleet and planner see it. Times are seconds of the fleet's clock."""
 
@@ -125,6 +150,7 @@ class Worker:
         """Of devices without memory of their own: whose they use."""
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
+        self.standing = Standing()
         self.process: WorkerProcess | None = None
         self.pulse: contract.Pulse | None = None
         self.progress: contract.Progress | None = None
@@ -186,12 +212,16 @@ class Worker:
         """What it measures, by the memory that its devices use."""
         return pooled(self.measured, self.pools)
 
+    @property
+    def on_host(self) -> bool:
+        return all(device.index == HOST for device in self.devices)
+
     def demand(self) -> Demand:
-        """This worker as the planner sees it while QUEUED with its costs known."""
+        """This worker as the planner sees it while QUEUED with its costs known, less what its standby holds."""
         assert self.costs is not None
         estimate = self.costs.estimate
-        on_host = all(device.index == HOST for device in self.devices)
-        return Demand(
+        on_host = self.on_host
+        demand = Demand(
             id=self.id,
             model=self.preset.id,
             shards=estimate.shards,
@@ -203,6 +233,31 @@ class Worker:
             quiet=contract.ENGINES[self.preset.engine].quiet,
             devices=self.devices,
             load_seconds=self.costs.load_seconds,
+        )
+        return less(demand, self.standing.held) if self.standing.is_charged else demand
+
+    def candidate(self) -> Candidate:
+        """This worker as far as standing by goes, while QUEUED with its costs known."""
+        assert self.costs is not None
+        assert self.facts is not None
+        traits = contract.ENGINES[self.preset.engine]
+        may = not (self.luxury or traits.quiet or self.standing.wanted.is_set() or self.standing.over.is_set())
+        runtime = estimates.prepared_bytes(self.facts, self.costs.estimate, on_host=self.on_host) if may else 0
+        return Candidate(demand=self.demand(), runtime=runtime, stands_by=self.standing.is_charged)
+
+    def standby(self) -> Resident:
+        """Its standby as the planner sees it: nobody's victim, as it goes by a law of its own (router/standby.py)."""
+        host = DeviceId(LOCAL, HOST)
+        process = self.standing.process
+        return Resident(
+            id=self.id,
+            model=self.preset.id,
+            reserved={host: self.standing.held},
+            measured=process.measured if process is not None and self.standing.is_prepared else {},
+            starting=not self.standing.is_prepared,
+            leaving=not self.standing.is_charged,
+            retired_at=self.since,
+            pinned=True,
         )
 
     def resident(self) -> Resident:
@@ -318,38 +373,169 @@ async def _live(worker: Worker, world: World) -> None:
     _tell_estimate(worker, world)
     world.changed()
     worker.stages.begin("wait", world.now())
-    start = await _room(worker, world, program)
-    worker.place = start.place
-    command_ = replace(
+    listener = _listener(worker, world)
+    async with _standing_by(worker, world, program, listener):
+        start = await _room(worker, world, program)
+        worker.place = start.place
+        began = world.now()
+        worker.stages.begin("start", began)
+        async with _running(worker, world, program, listener) as process:
+            await _serve(worker, world, process, began)
+
+
+def take(worker: Worker) -> None:
+    """The fleet has given the worker its room: what its standby holds is part of that, or still beside it."""
+    standing, host = worker.standing, DeviceId(LOCAL, HOST)
+    if standing.held:
+        worker.reserved[host] = worker.reserved.get(host, 0) + standing.held
+        if standing.is_charged:
+            standing.held, standing.is_taken = 0, True
+
+
+@contextlib.asynccontextmanager
+async def _standing_by(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[None]:
+    """The block in which a life may have a standby; whatever ends it, nothing is left of one."""
+    task = asyncio.ensure_future(_stand_by(worker, world, program, listener))
+    try:
+        yield
+    finally:
+        worker.standing.dismissed.set()
+        world.changed()
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # retired already: nothing more than that can be wanted
+                await asyncio.wait({task})
+        task.result()
+
+
+async def _stand_by(worker: Worker, world: World, program: Program, listener: Listen) -> None:
+    """Once the fleet has reserved what it takes, have a process that prepares itself, until it is dismissed.
+
+    One that is lost before there is room takes nobody's place and has cost nothing: the life goes on without, unless
+    another one would be lost in the same way.
+    """
+    standing = worker.standing
+    try:
+        if not await _first(standing.wanted, standing.dismissed):
+            return
+        command = replace(options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker))
+        async with world.launcher.prepare(program, command, listener) as standing.process:
+            standing.born.set()
+            await _until_dismissed(worker, world, standing.process)
+    except WorkerLost as lost:
+        if worker.room.done():
+            return  # whoever told it to go hears that
+        if lost.final:
+            worker.room.set_exception(lost)
+        else:
+            log.warning(
+                "%s: preparing ahead of its turn failed (%s); it loads when there is room", worker, lost.message
+            )
+    finally:
+        standing.dismissed.set()
+        held, standing.held = standing.held, 0
+        _give_back(worker, held)
+        standing.over.set()
+        world.changed()
+
+
+async def _first(event: asyncio.Event, other: asyncio.Event) -> bool:
+    """Returns once one of two events has happened: whether `other` has not."""
+    tasks = {asyncio.ensure_future(each.wait()) for each in (event, other)}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return not other.is_set()
+
+
+async def _until_dismissed(worker: Worker, world: World, process: Standby) -> None:
+    """Returns once the standby must go, or its worker is over. Raises WorkerLost while there is no room yet."""
+    standing = worker.standing
+    dismissed = asyncio.ensure_future(standing.dismissed.wait())
+    prepared = asyncio.ensure_future(process.prepared())
+    lost = asyncio.ensure_future(process.lost())
+    try:
+        await asyncio.wait({dismissed, prepared}, return_when=asyncio.FIRST_COMPLETED)
+        if prepared.done() and not dismissed.done():
+            prepared.result()
+            await world.launcher.refresh()  # what it measures is in the readings from now on
+            _settle_standby(worker, process)
+            world.changed()
+        await asyncio.wait({dismissed, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not dismissed.done() and not worker.room.done():
+            raise lost.result()
+        await asyncio.wait({dismissed})
+    finally:
+        for task in (dismissed, prepared, lost):
+            task.cancel()
+        await asyncio.gather(dismissed, prepared, lost, return_exceptions=True)
+
+
+def _settle_standby(worker: Worker, process: Standby) -> None:
+    """It is charged with what it measures, from now on; one that took more than it was given must go."""
+    standing = worker.standing
+    if worker.room.done() or not standing.is_charged:
+        return
+    measured = process.measured.get(DeviceId(LOCAL, HOST), 0)
+    if not 0 < measured <= standing.held:
+        log.warning("%s: prepared, it holds %d MiB, more than it was given", worker, measured >> 20)
+        standing.dismissed.set()
+        return
+    worker.reserved[DeviceId(LOCAL, HOST)] = standing.held = measured
+    standing.is_prepared = True
+
+
+def _give_back(worker: Worker, held: int) -> None:
+    """Nothing is left of a standby that was charged with so many bytes; what its worker itself takes stays reserved."""
+    host = DeviceId(LOCAL, HOST)
+    if held and host in worker.reserved and worker.state < State.STOPPING:
+        worker.reserved[host] -= held
+        if not worker.reserved[host]:
+            del worker.reserved[host]
+
+
+@contextlib.asynccontextmanager
+async def _running(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[WorkerProcess]:
+    """The worker's process, ready, on its place: its standby, if it has one, else a new one."""
+    command = replace(
         options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker)
     )  # the launcher fills in devices, socket and leash
-    began = world.now()
-    worker.stages.begin("start", began)
-    listener = _listener(worker, world)
-    async with world.launcher.serve(program, command_, place_bytes(worker), listener) as process:
-        worker.process = process
-        worker.load_seconds = world.now() - began
-        worker.stages.end(world.now())
-        await world.launcher.refresh()  # readings must be as new as what READY subtracts from them
-        assert worker.costs is not None
+    standing = worker.standing
+    if standing.is_taken and await _first(standing.born, standing.over) and standing.process is not None:
+        yield await standing.process.go(command, place_bytes(worker))
+        return
+    standing.dismissed.set()
+    await standing.over.wait()
+    async with world.launcher.serve(program, command, place_bytes(worker), listener) as process:
+        yield process
+
+
+async def _serve(worker: Worker, world: World, process: WorkerProcess, began: float) -> None:
+    """The worker is ready; returns once it is retired and drained. Raises WorkerLost."""
+    worker.process = process
+    worker.load_seconds = world.now() - began
+    worker.stages.end(world.now())
+    await world.launcher.refresh()  # readings must be as new as what READY subtracts from them
+    assert worker.costs is not None
+    _settle_reservation(worker)
+    world.calibration.record_load(worker.costs.key, worker.load_seconds)
+    _learn_from_load(worker, world)
+    worker.last_used = worker.ready_at = world.now()
+    worker.turn_ends = worker.last_used + world.turn(worker.preset)
+    _enter(worker, world, State.READY)
+    worker.ready.set_result(process)
+    world.changed()
+    try:
+        await _until_over(worker, world, process)
+    finally:
+        _enter(worker, world, State.STOPPING)
+        worker.ended.set()
         _settle_reservation(worker)
-        world.calibration.record_load(worker.costs.key, worker.load_seconds)
-        _learn_from_load(worker, world)
-        worker.last_used = worker.ready_at = world.now()
-        worker.turn_ends = worker.last_used + world.turn(preset)
-        _enter(worker, world, State.READY)
-        worker.ready.set_result(process)
+        _learn(worker, world)
         world.changed()
-        try:
-            await _until_over(worker, world, process)
-        finally:
-            _enter(worker, world, State.STOPPING)
-            worker.ended.set()
-            _settle_reservation(worker)
-            _learn(worker, world)
-            world.changed()
-            if worker.lost is not None:
-                await _requests_end(worker)
+        if worker.lost is not None:
+            await _requests_end(worker)
 
 
 async def _room(worker: Worker, world: World, program: Program) -> Start:
@@ -507,12 +693,14 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
     events.append("state", worker.preset.id, **data, **facts)
 
 
-def _listener(worker: Worker, world: World) -> Any:
+def _listener(worker: Worker, world: World) -> Listen:
     """Keeps what a worker's events say where fleet and faces look for it."""
 
     def listen(event: contract.Event) -> None:
         match event:
-            case contract.Progress():
+            case contract.Progress() if (
+                worker.state is not State.QUEUED
+            ):  # it waits for room, whatever its standby does
                 worker.stages.hear(event.stage, event.done, event.total, world.now())
                 if _is_news(worker, event, world.now()):
                     world.events.append("progress", worker.preset.id, worker=worker.id, **worker.stages.told())
@@ -717,13 +905,9 @@ def model_options(kind: Any, preset: Preset, facts: Checkpoint, snapshot: str, *
 
 def _serve_fields(worker: Worker) -> dict[str, Any]:
     preset = worker.preset
-    names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
-    shares = _estimated(worker)
-    reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
     return {
-        "devices": tuple(names),
         "name": preset.id,
-        "reserved": json.dumps(reserved),
+        **(_place_fields(worker) if worker.place else {}),
         "prefix_caching": preset.prefix_caching,
         "max_input_tokens": preset.max_input_tokens,
         "n_predict": preset.n_predict,
@@ -739,4 +923,12 @@ def _serve_fields(worker: Worker) -> dict[str, Any]:
     }
 
 
-__all__ = ["Again", "Costs", "Files", "Worker", "World", "live", "lost_error", "weigh"]
+def _place_fields(worker: Worker) -> dict[str, Any]:
+    """What is known once there is room."""
+    names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
+    shares = _estimated(worker)
+    reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
+    return {"devices": tuple(names), "reserved": json.dumps(reserved)}
+
+
+__all__ = ["Again", "Costs", "Files", "Worker", "World", "live", "lost_error", "take", "weigh"]

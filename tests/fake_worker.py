@@ -56,7 +56,7 @@ class Behaviour(Answer):
 
     journal: str = ""
     """Path of a file or FIFO to which a line is appended for each thing that happens: `started PID`, `grandchild PID`,
-    `ready`, `request ID PATH`, `done ID`, `cancelled ID`, `stopped`."""
+    `prepared`, `told to go`, `ready`, `request ID PATH`, `done ID`, `cancelled ID`, `stopped`."""
     environ_file: str = ""
     """Path to which its environment is written as JSON."""
     argv_file: str = ""
@@ -79,6 +79,8 @@ class Behaviour(Answer):
     """Writes to its event pipe: no JSON, an unknown event, a line that is too long, a foreign ready; later a second."""
     flood: int = 0
     """Lines to stderr at its start."""
+    prepared_mib: int = 0
+    """What it says that it holds once it is prepared; 0: its resident set."""
     allocate_mib: int = 0
     """Really occupied, from the load on."""
     measured: dict[str, int] = field(default_factory=dict)
@@ -283,7 +285,7 @@ class FakeWorker:
         assert isinstance(self.command, contract.Serve)
         if self.wrong.measured:
             return self.wrong.measured
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        resident = _resident()
         reserved = json.loads(self.command.reserved or "{}")
         return {name: resident if name == "cpu" else reserved.get(name, 0) for name in self.command.devices}
 
@@ -304,6 +306,18 @@ class FakeWorker:
         zeros = [0] * len(command.devices)
         default = {"weights": [64 * MIB for _ in zeros], "context": zeros, "compute": zeros, "runtime": zeros}
         self.tied.say(contract.Estimated(**(default | self.wrong.estimated)))
+
+    def prepare(self, command: contract.Serve) -> contract.Serve:
+        """Returns once it may load."""
+        if not command.prepare:
+            return command
+        self.note("prepared")
+        self.tied.say(contract.Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
+        go = contract.decode_go(self.tied.told())
+        os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
+        self.note("told to go")
+        self.command = dataclasses.replace(command, devices=tuple(go.devices), reserved=go.reserved)
+        return self.command
 
     async def serve(self, command: contract.Serve) -> None:
         """Returns once it is told to stop."""
@@ -459,6 +473,10 @@ class FakeWorker:
         return getattr(self.command, "name", "")
 
 
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _send(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
     head = f"HTTP/1.1 {status} Fake\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
@@ -500,7 +518,7 @@ def main(argv: list[str]) -> None:
     elif isinstance(command, contract.Estimate):
         worker.estimate(command)
     else:
-        asyncio.run(worker.serve(command))
+        asyncio.run(worker.serve(worker.prepare(command)))
 
 
 if __name__ == "__main__":

@@ -139,6 +139,10 @@ class FakeModel:
     """One for each attempt that is to fail, the first first; when used up, attempts succeed."""
     estimate_fails: list[WorkerLost] = field(default_factory=list)
     start_fails: list[WorkerLost] = field(default_factory=list)
+    prepare_seconds: float = 0.1
+    prepared: int = 64 * MIB
+    """Bytes of main memory that it holds before its weights."""
+    prepare_fails: list[WorkerLost] = field(default_factory=list)
     capabilities: tuple[str, ...] = ("chat", "completion")
 
     def on(self, place: Bytes) -> dict[DeviceId, int]:
@@ -180,12 +184,60 @@ class FakeWorker:
             self._lost.set_result(error)
 
 
+class FakeStandby:
+    """A worker process without weights, as far as a fleet can see."""
+
+    def __init__(self, launcher: "FakeLauncher", program: Program, model: FakeModel, listen: Listen):
+        self._launcher = launcher
+        self._program = program
+        self._model = model
+        self._listen = listen
+        self.measured: dict[DeviceId, int] = {}
+        self.told = False
+        self.worker: FakeWorker | None = None
+        """What became of it, once it is ready."""
+        self._prepared: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
+        self.preparing = asyncio.ensure_future(self._prepare())
+
+    async def _prepare(self) -> None:
+        name = self._program.model
+        await self._launcher._take(self._model.prepare_seconds, f"prepare {name}", "")
+        if self._model.prepare_fails:
+            self._launcher._note(f"lost {name}")
+            self._lost.set_result(self._model.prepare_fails.pop(0))
+            return
+        self._launcher._occupy(self._program, {CPU: self._model.prepared})
+        self.measured = {CPU: self._model.prepared}
+        self._launcher._note(f"prepared {name}")
+        self._prepared.set_result(None)
+
+    async def prepared(self) -> None:
+        either: set[asyncio.Future[Any]] = {self._prepared, self._lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            raise self._lost.result()
+
+    async def lost(self) -> WorkerLost:
+        return await asyncio.shield(self._lost)
+
+    async def go(self, command: contract.Serve, place: Bytes) -> FakeWorker:
+        self.told = True
+        await self.prepared()
+        sizes = self._model.on(place)
+        self._launcher._begin(f"start {self._program.model}")
+        self._launcher._occupy(self._program, sizes)
+        self.worker = await self._launcher._load(self._program, self._model, sizes, self._listen)
+        return self.worker
+
+
 class FakeLauncher:
     """A machine of `totals` bytes by device, on which nothing runs and everything takes the time that it says.
 
     `journal` lists what the fleet asked for, in order: `download M`, `estimate M`, `start M`, `stop M`. `timeline` has
     (virtual seconds, entry) with the outcomes as well: `downloaded M`, `estimated M`, `ready M`, `stopped M`, `lost M`
-    (died or failed), `abandoned M` (cancelled before it was ready), `cancelled M` (a download or an estimate).
+    (died or failed), `abandoned M` (cancelled before it was ready), `cancelled M` (a download or an estimate); and, of
+    a standby, `prepare M`, `prepared M`, `dismissed M` (ended without having been told to go).
     """
 
     def __init__(
@@ -295,20 +347,44 @@ class FakeLauncher:
         sizes = model.on(place)
         self._begin(f"start {program.model}")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
-        self._occupied[program.worker] = sizes
         self._listeners[program.worker] = listen
-        self._memory_changed()
+        self._occupy(program, sizes)
         worker = None
         try:
-            listen(contract.Progress(stage="start"))
-            await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
-            self._fail(program, model.start_fails)
-            self._run_out(program, sizes)
-            worker = self._ready(program, model, sizes)
-            listen(worker.ready)
+            worker = await self._load(program, model, sizes, listen)
             yield worker
         finally:
             await uncancelled(self._end(program, model, worker))
+
+    @asynccontextmanager
+    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[FakeStandby]:
+        model = self._model(program)
+        assert program.worker not in self._occupied, f"{program.worker} was started twice"
+        self._note(f"prepare {program.model}")
+        self._listeners[program.worker] = listen
+        self._occupy(program, {})
+        standby = FakeStandby(self, program, model, listen)
+        try:
+            yield standby
+        finally:
+            standby.preparing.cancel()
+            await asyncio.wait({standby.preparing})
+            if not standby.told:
+                self._note(f"dismissed {program.model}")
+            await uncancelled(self._end(program, model, standby.worker))
+
+    async def _load(self, program: Program, model: FakeModel, sizes: dict[DeviceId, int], listen: Listen) -> FakeWorker:
+        listen(contract.Progress(stage="start"))
+        await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
+        self._fail(program, model.start_fails)
+        self._run_out(program, sizes)
+        worker = self._ready(program, model, sizes)
+        listen(worker.ready)
+        return worker
+
+    def _occupy(self, program: Program, sizes: dict[DeviceId, int]) -> None:
+        self._occupied[program.worker] = sizes
+        self._memory_changed()
 
     def _ready(self, program: Program, model: FakeModel, sizes: Bytes) -> FakeWorker:
         names = {device: name for name, device in self._names(sizes).items()}

@@ -26,6 +26,7 @@ ROUTER = [
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.calibration  router.snapshots  router.launchers  router.launchers.environment  router.launchers.guard"
     "  router.launchers.oom  router.launchers.vitals",
+    "router.standby",
     "router.planner  router.checkpoint  router.catalogue  router.remote",
     "router.ledger  router.estimate  router.names",
     "router.presets",
@@ -67,7 +68,7 @@ BORDER = {"worker.contract", "worker.routes"}
 PURE = [
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.ledger", "router.lifecycle",
     "router.backoff", "router.names", "router.planner", "router.presets", "router.settings", "router.stages",
-    "router.values",
+    "router.standby", "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.constraints", "worker.detokenize", "worker.errors", "worker.families", "worker.fields", "worker.generation",
     "worker.sampling", "worker.tools",

@@ -98,6 +98,29 @@ class WorkerProcess(Protocol):
         """Returns once the process has ended by itself, fell silent or stalled. Cancelling stops nothing."""
 
 
+class Standby(Protocol):
+    """A worker process without weights and device, which has prepared itself or is about to."""
+
+    @property
+    def measured(self) -> Bytes:
+        """Bytes of main memory that it holds; nothing before it is prepared."""
+
+    async def prepared(self) -> None:
+        """Returns once it is prepared, however often it is asked; from then on it takes no more memory.
+
+        Raises WorkerLost if it ended, or made no progress.
+        """
+
+    async def lost(self) -> WorkerLost:
+        """Returns once the process has ended. Cancelling stops nothing."""
+
+    async def go(self, command: contract.Serve, place: Bytes) -> WorkerProcess:
+        """Load on the devices of `place`; to be told once. Returns once the worker is ready; raises WorkerLost.
+
+        Of `command` only `reserved` is looked at: the rest the process has from `prepare`.
+        """
+
+
 class Launcher(Protocol):
     """Everything a router does to one machine or more."""
 
@@ -123,7 +146,15 @@ class Launcher(Protocol):
         `listen`, `leashed` and `spawner` are filled in by the launcher.
         """
 
+    def prepare(
+        self, program: Program, command: contract.Serve, listen: Listen
+    ) -> AbstractAsyncContextManager[Standby]:
+        """Run a worker for the length of the block, in two steps: it prepares itself, and loads when told to go.
+
+        Entering returns once the process is there. Leaving is as with `serve`.
+        """
+
 
 __all__ = [
-    "Cause", "DeviceId", "Launcher", "Listen", "Program", "WorkerLost", "WorkerProcess",
+    "Cause", "DeviceId", "Launcher", "Listen", "Program", "Standby", "WorkerLost", "WorkerProcess",
 ]  # fmt: skip

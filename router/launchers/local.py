@@ -32,7 +32,7 @@ from router.launchers.probe import Devices, Probe
 from router.launchers.process import Child, Log, uncancelled
 from router.launchers.record import RunFolder
 from router.launchers.vitals import Verdict, Vitals
-from router.ledger import HOST, Bytes, DeviceId, Reading
+from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
 from worker import contract
 from worker.routes import TOKEN_HEADER
 
@@ -212,30 +212,47 @@ class LocalLauncher:
         self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
     ) -> AsyncIterator["LocalWorker"]:
         names = device_names(place)
+        command = replace(command, devices=model_devices(names))
+        async with self._born(program, command, names, listen) as worker:
+            await self._started(worker)
+            yield worker
+
+    @asynccontextmanager
+    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator["LocalStandby"]:
+        names = device_names({DeviceId(LOCAL, HOST): 0})
+        async with self._born(program, replace(command, prepare=True), names, listen) as worker:
+            yield LocalStandby(worker, self._visible, self._started)
+
+    @asynccontextmanager
+    async def _born(
+        self, program: Program, command: contract.Serve, names: Mapping[str, DeviceId], listen: Listen
+    ) -> AsyncIterator["LocalWorker"]:
+        """A worker that is about to start, for the length of the block; left, all it had is given back."""
         tag = self._folder.tag(program.model, program.worker)
         socket = self._folder.socket(tag)
         token = secrets.token_urlsafe(32)
-        command = replace(
-            command,
-            devices=tuple(name for name in names if name != "cpu") or ("cpu",),
-            listen=f"unix:{socket}",
-        )
+        command = replace(command, listen=f"unix:{socket}")
         began = asyncio.get_running_loop().time()
+        visible = "" if command.prepare else self._visible(names)
+        worker = None
         try:
-            async with self._running(program, command, "serve", tag, token, self._visible(names)) as child:
+            async with self._running(program, command, "serve", tag, token, visible) as child:
                 forked = self.nursery is not None and self.nursery.has(child.pid)
                 worker = LocalWorker(
                     program, command, child, names, socket, token, listen, self._ooms, began=began, forked=forked
                 )
                 try:
-                    await worker.start()
-                    if self.nursery is not None:
-                        self.nursery.warm(worker.ready.modules)
                     yield worker
                 finally:
                     await uncancelled(worker.end())
         finally:
-            await uncancelled(self._probe.settle(list(names.values())))
+            await uncancelled(self._probe.settle(list((worker.names if worker is not None else names).values())))
+
+    async def _started(self, worker: "LocalWorker") -> None:
+        """Returns once it is ready, and the next of its family will be sooner. Raises WorkerLost."""
+        await worker.start()
+        if self.nursery is not None:
+            self.nursery.warm(worker.ready.modules)
 
     async def _ask(
         self, program: Program, command: contract.Command, kind: type[Answer], vitals: Vitals, listen: Listen
@@ -463,7 +480,9 @@ class LocalWorker:
         self._program = program
         self._address = command.listen
         self._child = child
-        self._names = names
+        self.names = names
+        """Its devices, by its own names for them."""
+        self._prepared: asyncio.Future[None] = loop.create_future()
         self._listen = listen
         self._ooms = ooms
         self._loop = loop
@@ -491,6 +510,18 @@ class LocalWorker:
         await self._unless_lost(self._check_health())
         self._serving = True
         self._vitals.serving(self._loop.time())
+
+    async def prepared(self) -> None:
+        """As `Standby.prepared`."""
+        await self._unless_lost(asyncio.shield(self._prepared))
+
+    def go(self, names: Mapping[str, DeviceId], *, reserved: str, visible: str) -> None:
+        """Tell it to load on these devices; what it measured before says nothing about them."""
+        self.names = names
+        self.measured.clear()
+        self._vitals.go(self._loop.time())
+        go = contract.Go(devices=list(model_devices(names)), reserved=reserved, visible=visible)
+        self._child.send(contract.encode_go(go))
 
     async def end(self) -> None:
         """Returns once nothing is sent to it any more and, if it served and lives, it has stopped in good order."""
@@ -541,11 +572,14 @@ class LocalWorker:
                 )
             case contract.Pulse():
                 self._measure(event.measured)
+            case contract.Prepared() if not self._prepared.done():
+                self._measure(event.measured)
+                self._prepared.set_result(None)
         self._vitals.hear(event, self._loop.time())
         self._listen(event)
 
     def _measure(self, measured: Mapping[str, int]) -> None:
-        self.measured.update({self._names[name]: size for name, size in measured.items() if name in self._names})
+        self.measured.update({self.names[name]: size for name, size in measured.items() if name in self.names})
 
     def _judged(self, verdict: Verdict) -> None:
         self._lose(lost_by_verdict(self._program, "serve", verdict, self._child.said))
@@ -558,6 +592,38 @@ class LocalWorker:
     def _lose(self, lost: WorkerLost) -> None:
         if not self._lost.done():
             self._lost.set_result(lost)
+
+
+class LocalStandby:
+    """A worker process of this machine without weights, as `LocalLauncher.prepare` yields it. See `Standby`."""
+
+    def __init__(
+        self,
+        worker: LocalWorker,
+        visible: Callable[[Mapping[str, DeviceId]], str],
+        started: Callable[[LocalWorker], Awaitable[None]],
+    ):
+        """`visible`: CUDA_VISIBLE_DEVICES for devices; `started` returns once a worker that was told to go is ready."""
+        self._worker = worker
+        self._visible = visible
+        self._started = started
+        self.pid = worker.pid
+
+    @property
+    def measured(self) -> Bytes:
+        return self._worker.measured
+
+    async def prepared(self) -> None:
+        await self._worker.prepared()
+
+    async def lost(self) -> WorkerLost:
+        return await self._worker.lost()
+
+    async def go(self, command: contract.Serve, place: Bytes) -> LocalWorker:
+        names = device_names(place)
+        self._worker.go(names, reserved=command.reserved, visible=self._visible(names))
+        await self._started(self._worker)
+        return self._worker
 
 
 class _Watch:
@@ -599,6 +665,11 @@ def device_names(place: Bytes) -> dict[str, DeviceId]:
     names = {f"cuda:{shard}": device for shard, device in enumerate(accelerators)}
     hosts = [device for device in place if device.index == HOST]
     return names | ({"cpu": hosts[0]} if hosts else {})
+
+
+def model_devices(names: Mapping[str, DeviceId]) -> tuple[str, ...]:
+    """Of a worker's devices those of its shards: accelerators, or main memory if it has none."""
+    return tuple(name for name in names if name != "cpu") or ("cpu",)
 
 
 def may_fork(program: Program, verb: Verb) -> bool:

@@ -263,11 +263,15 @@ class Child:
             raise
 
     def send_token(self, token: str) -> None:
-        """The first and only line that it reads; from then on its stdin stands open as long as we live."""
+        """The first line that it reads; from then on its stdin stands open as long as we live."""
+        self.send(token.encode() + b"\n")
+
+    def send(self, line: bytes) -> None:
+        """A line for its stdin, which has room for what little is said there."""
         if self.exited.done():  # its pipes are closed, and their numbers may be somebody else's
             return
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._stdin, token.encode() + b"\n")
+            os.write(self._stdin, line)
 
     @property
     def said(self) -> str:

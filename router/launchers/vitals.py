@@ -21,8 +21,8 @@ class Vitals:
     """What one process has said, judged by `verdict`.
 
     Before `serving` it must show progress, an event that says something new, every `start_timeout` seconds (with
-    `repeats_count`, any event at all). After it, a pulse every `stall_timeout`, and within that time a step whenever
-    something runs.
+    `repeats_count`, any event at all), but for the time in which it stands by. After it, a pulse every
+    `stall_timeout`, and within that time a step whenever something runs.
     """
 
     def __init__(self, now: float, *, start_timeout: float, stall_timeout: float, repeats_count: bool = False):
@@ -32,6 +32,7 @@ class Vitals:
         self._said: dict[type[contract.Event], contract.Event] = {}
         self._stage = ""
         self._serving = False
+        self._stands_by = False
         self._progress_at = now
         self._pulse_at = now
         self._step_at = now
@@ -48,11 +49,18 @@ class Vitals:
         self._said[type(event)] = event
         if isinstance(event, contract.Progress):
             self._stage = f"{event.stage}, {event.done} of {event.total}" if event.total else event.stage
+        if isinstance(event, contract.Prepared):
+            self._stands_by = True
         if isinstance(event, contract.Pulse):
             self._pulse_at = now
             if event.steps != self._steps or not event.running:
                 self._step_at = now
             self._steps, self._running = event.steps, event.running
+
+    def go(self, now: float) -> None:
+        """It was told to go: if it stood by, which is no silence, it does so no longer."""
+        self._stands_by = False
+        self._progress_at = now
 
     def serving(self, now: float) -> None:
         """From now on it is judged by its pulse."""
@@ -66,6 +74,8 @@ class Vitals:
         self._step_at += seconds
 
     def verdict(self, now: float) -> Verdict | None:
+        if self._stands_by:
+            return None
         if not self._serving:
             if now - self._progress_at < self._start_timeout:
                 return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router.launchers import Listen, Program
-from router.launchers.local import LocalLauncher, LocalWorker
+from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker
 from router.launchers.nursery import Nursery
 from router.ledger import Bytes
 from tests.fakes import DEADLINE
@@ -45,6 +45,11 @@ class ForkingLauncher(LocalLauncher):
     ) -> AsyncIterator[LocalWorker]:
         async with super().serve(*self._moved(program, command), place, listen) as worker:
             yield worker
+
+    @asynccontextmanager
+    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
+        async with super().prepare(*self._moved(program, command), listen) as standby:
+            yield standby
 
     async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
         return await super().estimate(*self._moved(program, command))

@@ -17,7 +17,7 @@ from aiohttp import ClientError
 
 from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
 from router.launchers.environment import Verb
-from router.launchers.local import LocalLauncher, LocalWorker, device_names, lost_by_exit
+from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker, device_names, lost_by_exit
 from router.launchers.record import RunFolderError
 from router.ledger import Bytes
 from tests.fakes import (
@@ -622,3 +622,59 @@ def _nothing_is_left_behind() -> Iterator[None]:
     yield
     after = orphans.adopt(whether=before)
     assert after == before, "a launcher gives back what it changed of this process"
+
+
+# Two steps
+
+
+def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextManager[LocalStandby]:
+    return launcher.prepare(program, contract.Serve(snapshot="/", listen="", name=program.model), ignore)
+
+
+GO = contract.Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
+
+
+async def test_a_standby_is_told_its_devices_only_when_it_goes(launcher: LocalLauncher, journal: Journal) -> None:
+    program = fake_program("m", journal=journal.path, prepared_mib=7, measured={"cuda:0": 3})
+    async with prepare(launcher, program) as standby:
+        await standby.prepared()
+        assert standby.measured == {CPU: 7 * MIB}
+        assert f"started {standby.pid}" in journal.lines
+        assert "told to go" not in journal.lines
+        worker = await standby.go(GO, {GPU1: GIB, CPU: GIB})
+        assert worker.pid == standby.pid
+        assert worker.measured == {GPU1: 3}, "of what it held before nothing counts any more"
+        headers = {"Authorization": f"Bearer {worker.token}"}
+        async with worker.session.get(f"{worker.url}/fake/environ", headers=headers) as response:
+            assert (await response.json())["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
+        async with post(worker, PROMPT) as response:
+            assert response.status == 200
+    assert not is_there(worker.pid)
+    assert journal.lines[-1] == "stopped", "in good order, like any worker that served"
+
+
+async def test_a_word_to_go_may_come_before_it_is_prepared(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("m")) as standby:
+        worker = await standby.go(GO, PLACE)
+        assert worker.ready.capabilities
+
+
+async def test_a_standby_that_is_dismissed_leaves_nothing(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("m", grandchild="session")) as standby:
+        await standby.prepared()
+    assert not is_there(standby.pid)
+
+
+async def test_a_standby_that_dies_says_why(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("unusable")) as standby:
+        with pytest.raises(WorkerLost, match="names no architecture") as lost:
+            await standby.prepared()
+        assert lost.value.final
+        with pytest.raises(WorkerLost, match="names no architecture"):
+            await standby.go(GO, PLACE)
+
+
+async def test_preparing_for_ever_is_ended(launcher: LocalLauncher) -> None:
+    async with prepare(launcher, fake_program("deaf", start_timeout=0.2)) as standby:
+        with pytest.raises(WorkerLost, match="made no progress"):
+            await standby.prepared()

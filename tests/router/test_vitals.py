@@ -3,7 +3,7 @@
 import pytest
 
 from router.launchers.vitals import Verdict, Vitals
-from worker.contract import Progress, Pulse
+from worker.contract import Prepared, Progress, Pulse
 
 START, STALL = 10.0, 4.0
 
@@ -92,3 +92,12 @@ def test_time_in_which_nobody_listened_counts_for_nothing() -> None:
     one.excuse(100.0)
     assert one.verdict(104.9) is None
     assert cause(one.verdict(105.0)) == "stalled"
+
+
+def test_standing_by_is_no_silence_and_loading_after_it_is_watched_again() -> None:
+    one = vitals()
+    one.hear(Prepared(measured={"cpu": 1}), 9.0)
+    assert one.verdict(10_000.0) is None
+    one.go(10_000.0)
+    assert one.verdict(10_009.9) is None
+    assert cause(one.verdict(10_010.0)) == "load_timeout"

@@ -12,9 +12,10 @@ from typing import Any
 
 from router.errors import ApiError
 from router.events import Event
-from router.fleet import Limits
+from router.fleet import Fleet, Limits
 from router.launchers import WorkerLost
-from router.ledger import DeviceId
+from router.ledger import DeviceId, Resident
+from router.life import Worker
 from router.lifecycle import State
 from router.presets import Preset, same_load
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
@@ -63,6 +64,8 @@ class Exploration:
         self.most = {name: preset.replicas[1] for name, preset in self.world.presets.items()}
         self.states: dict[int, State] = {}
         self.answers = 0
+        self.prepared = 0
+        """How often a newcomer was prepared while it waited."""
         self.refusals = 0
         self.longest = 0.0
         """Of all waits in a calm world, as a share of what it might have been."""
@@ -78,6 +81,9 @@ class Exploration:
             stop_seconds=pick.uniform(0.0, STOP),
             download_seconds=pick.uniform(0.1, 20.0),
             estimate_seconds=pick.uniform(0.1, 2.0),
+            prepare_seconds=pick.uniform(0.0, 4.0),
+            prepared=pick.choice([GIB // 16, GIB // 4, GIB // 2]),
+            prepare_fails=[self.misfortune() for _ in range(pick.choice([0, 0, 0, 1]) if wild else 0)],
             start_fails=[self.misfortune() for _ in range(pick.choice([0, 0, 0, 1, 2]) if wild else 0)],
             dies_after=pick.choice([None, None, None, pick.uniform(1.0, 60.0)]) if wild else None,
         )
@@ -126,6 +132,9 @@ class Exploration:
             state = State[event.data["state"].upper()]
             assert state >= self.states.get(event.data["worker"], state), "a state went back"
             self.states[event.data["worker"]] = state
+        if event.kind == "plan" and event.data["decision"] == "prepare":
+            self.prepared += 1
+            assert worker_of(fleet, event).state is State.QUEUED
         if event.kind == "plan" and event.data["decision"] == "start":
             self._margins()
         if not self._looking:
@@ -137,7 +146,12 @@ class Exploration:
         fleet = self.world.fleet
         assert fleet.last_plan is not None
         start = fleet.last_plan.start
-        here = [w.resident() for w in fleet.workers() if w.state.holds_memory and w.id not in start]
+        here = [one for one in fleet._residents() if one.id not in start]
+        # a standby is in the driver's figure already; in the ledger, it is what its worker has beside the claim
+        for worker in (worker for worker in fleet.workers() if worker.id in start):
+            claim = start[worker.id].claim
+            held = {id: size - claim.get(id, 0) for id, size in worker.reserved.items() if size > claim.get(id, 0)}
+            here.append(Resident(id=-worker.id, model="", reserved=held, starting=True))
         over = overdrawn(fleet.devices, here, [], [each.claim for each in start.values()])
         assert over == [], f"margin exceeded on {over}"
 
@@ -272,6 +286,10 @@ class Exploration:
         if self.calm:
             assert self.world.launcher.over_commits == []
         assert self._broken == []
+
+
+def worker_of(fleet: Fleet, event: Event) -> Worker:
+    return next(worker for worker in fleet.workers() if worker.id == event.data["worker"])
 
 
 def explore(seed: int) -> Exploration:

@@ -1,0 +1,96 @@
+"""Who gets its process before it gets its room: a newcomer prepares itself while its victims drain and die.
+
+A standby has everything but weights and device. What it holds of main memory is charged to it like any other memory,
+and taken off what its worker still waits for: together they never count for more, nor for less, than the worker alone.
+It is a favour to the first in line, done only with memory that nobody ahead of it lacks, and taken back as soon as
+somebody does. Law: PURE.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from router.ledger import HOST, Device, DeviceId, Resident, View
+from router.planner import Demand, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A demand in the queue, as far as standing by goes."""
+
+    demand: Demand
+    """As it was planned: less what its standby holds."""
+    runtime: int = 0
+    """Bytes of main memory that its process holds before any weights; 0: it is not to be prepared."""
+    stands_by: bool = False
+    """It has a standby that may be taken back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """By demand."""
+
+    begin: Mapping[int, int] = field(default_factory=dict)
+    """These prepare themselves now, and are charged so many bytes of main memory."""
+    end: frozenset[int] = frozenset()
+    """The standbys of these must go."""
+
+
+def less(demand: Demand, held: int) -> Demand:
+    """What a demand still needs whose standby holds so many bytes of main memory."""
+    if not held:
+        return demand
+    if demand.host:
+        return replace(demand, host=max(0, demand.host - held))
+    return replace(demand, shards=tuple(max(0, shard - held) for shard in demand.shards))
+
+
+def cautious(devices: Iterable[Device], unseen: int) -> list[Device]:
+    """The devices as if none of the `unseen` bytes, of main memory, were in the driver's figure yet."""
+    return [replace(each, used=each.used + unseen) if each.id.index == HOST else each for each in devices]
+
+
+def decide(
+    plan: Plan, candidates: Sequence[Candidate], residents: Sequence[Resident], devices: Sequence[Device]
+) -> Decision:
+    """What to do after a plan for these demands, residents and devices."""
+    free = _free(plan, residents, devices)
+    hosts = {each.pool or each.id for each in devices if each.id.index == HOST}
+    begin: dict[int, int] = {}
+    end: set[int] = set()
+    is_scarce = False
+    for candidate in sorted(candidates, key=_place_in_line):
+        demand = candidate.demand
+        wait = plan.waits.get(demand.id)
+        if wait is None:
+            continue
+        if candidate.stands_by:
+            if is_scarce:
+                end.add(demand.id)
+        elif candidate.runtime and wait.cause == "stopping" and not is_scarce and candidate.runtime <= free:
+            begin[demand.id] = candidate.runtime
+        is_scarce = is_scarce or not hosts.isdisjoint(wait.shortage)
+        free -= max(begin.get(demand.id, 0), _on_host(demand, hosts))
+    return Decision(begin, frozenset(end))
+
+
+def _free(plan: Plan, residents: Sequence[Resident], devices: Sequence[Device]) -> int:
+    """Bytes of main memory that nobody has, nor is given by this plan."""
+    view = View(devices, residents)
+    for start in plan.start.values():
+        view.promise(start.claim)
+    return min((view.free(each.pool or each.id) for each in devices if each.id.index == HOST), default=0)
+
+
+def _on_host(demand: Demand, hosts: Collection[DeviceId]) -> int:
+    """Bytes of main memory that it is going to take."""
+    if demand.devices <= set(hosts):
+        return sum(demand.shards)
+    return demand.host
+
+
+def _place_in_line(candidate: Candidate) -> tuple[bool, int, float, int]:
+    demand = candidate.demand
+    return demand.luxury, -demand.priority, demand.since, demand.id
+
+
+__all__ = ["Candidate", "Decision", "cautious", "decide", "less"]
