@@ -8,7 +8,6 @@ error frame and an aborted connection, never a clean end that a client would tak
 import asyncio
 import contextlib
 import fcntl
-import io
 import logging
 import socket
 import struct
@@ -18,7 +17,6 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
 from aiohttp import web
 
 from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
@@ -26,6 +24,7 @@ from router.fleet import Fleet, Lease
 from router.launchers import WorkerProcess
 from router.life import lost_error
 from router.lifecycle import State
+from router.wire import Exchange, NotHttp, WireError
 from worker.routes import (
     IGNORED_FIELDS_HEADER,
     REQUEST_HEADERS,
@@ -48,13 +47,8 @@ BUFFERED = 1 << 20
 """Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
 LONGEST_TAIL = 1 << 20
 """Bytes of an incomplete event that are held back at most."""
-LARGE = 1 << 16
-"""Bytes from which a body goes out in pieces."""
-CROWDED = 0.05
-"""Seconds until a worker is knocked at again whose backlog is full. A unix socket is not connected then (connect(2),
-EAGAIN), which asyncio finds out when it writes: the connection is closed with not a byte sent."""
-KNOCKS = 400
-"""How often at most: a worker that has not taken a connection for so long takes none."""
+ROOM = 1 << 15
+"""Bytes that a connection always takes without waiting: half of what asyncio lets pile up before it says stop."""
 LAST_WORDS = 30.0
 """Seconds that the end of a broken answer may take to leave, if writes have no limit of their own."""
 FATE_KNOWN = 2.0
@@ -140,18 +134,31 @@ class Answer:
         self.response = response
         await self._reach(response.prepare(self.request))
 
+    async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """All of an answer at once. Raises ClientGone like `write`."""
+        self.response = web.Response(status=status, headers={**self.headers, **headers}, body=body)
+        await self._reach(self._say(self.response), len(body))
+
+    async def _say(self, response: web.Response) -> None:
+        await response.prepare(self.request)
+        await response.write_eof()
+
     async def write(self, data: bytes) -> None:
         """Raises ClientGone, after aborting the connection, if the client does not read."""
         assert self.response is not None
-        await self._reach(self.response.write(data))
+        await self._reach(self.response.write(data), len(data))
 
     async def finish(self) -> None:
         """The orderly end of the answer. Raises ClientGone like `write`."""
         assert self.response is not None
         await self._reach(self.response.write_eof())
 
-    async def _reach(self, sending: Coroutine[Any, Any, object]) -> None:
+    async def _reach(self, sending: Coroutine[Any, Any, object], size: int = 0) -> None:
+        """Send `size` bytes and what goes around them."""
         try:
+            if self._has_room(size):  # then nothing waits, and nothing needs to be timed
+                await sending
+                return
             async with asyncio.timeout(self._pace.write_stall or None):
                 await sending
         except TimeoutError:
@@ -160,6 +167,12 @@ class Answer:
             raise ClientGone from None
         except ConnectionError:
             raise ClientGone from None
+
+    def _has_room(self, size: int) -> bool:
+        transport = self.request.transport
+        if transport is None or self.request.protocol.writing_paused:
+            return False
+        return transport.get_write_buffer_size() + size < ROOM
 
     async def events(self, events: bytes) -> None:
         """Forward whole events."""
@@ -300,11 +313,16 @@ class Proxy:
                 waiting.exception()  # whoever left does not hear it
 
     async def _exchange(self, lease: Lease, process: WorkerProcess, answer: Answer) -> None:
-        upstream = await self._send(lease, process, answer)
-        lease.on_abort = upstream.close
+        if lease.aborted is not None:
+            raise lease.aborted
+        route = answer.call.route
+        headers = _onward_headers(answer, process.token)
+        exchange = process.wire.begin(route.method, route.upstream or route.path, headers, answer.call.body)
+        lease.on_abort = exchange.close
         try:
-            await self._relay(upstream, answer)
-        except (aiohttp.ClientError, OSError):
+            await self._head(exchange, lease, answer)
+            await self._relay(exchange, answer)
+        except WireError:
             if answer.finished:
                 return
             if answer.told and lease.aborted is None:
@@ -314,65 +332,69 @@ class Proxy:
             raise await _fate(lease) from None
         finally:
             lease.on_abort = None
-            upstream.close()
+            exchange.close()
 
-    async def _send(self, lease: Lease, process: WorkerProcess, answer: Answer) -> aiohttp.ClientResponse:
-        """The head of the worker's answer. Raises Unanswered if the worker is lost before it."""
-        if lease.aborted is not None:
-            raise lease.aborted
-        call = answer.call
-        sending = asyncio.ensure_future(_enter(process, call, _onward_headers(answer, process.token)))
-        lease.on_abort = sending.cancel
-        upstream: aiohttp.ClientResponse | None = None
+    async def _head(self, exchange: Exchange, lease: Lease, answer: Answer) -> None:
+        """Returns with the head of the worker's answer. Raises Unanswered if the worker is lost before it."""
         try:
-            upstream = await self._patiently(sending, lease, answer)
-            return upstream
-        except asyncio.CancelledError:
-            if lease.aborted is None:
-                raise
-            raise lease.aborted from None
-        except aiohttp.ClientResponseError:
-            raise WorkerCrashed(f"{call.model}: its worker's answer was not HTTP; ask again") from None
-        except (aiohttp.ClientError, OSError):
+            if answer.call.stream:
+                await self._patient_head(exchange, lease, answer)
+            else:
+                await exchange.head()
+        except NotHttp:
+            raise lease.aborted or WorkerCrashed(
+                f"{answer.call.model}: its worker's answer was not HTTP; ask again"
+            ) from None
+        except WireError:
             error = await _fate(lease)
             if isinstance(error, WorkerCrashed):
                 raise Unanswered(error) from None
             raise error from None
-        finally:
-            lease.on_abort = None
-            if upstream is None:
-                sending.add_done_callback(_close)  # it may have come in the very moment that we left
 
-    async def _relay(self, upstream: aiohttp.ClientResponse, answer: Answer) -> None:
-        headers = {name: upstream.headers[name] for name in RESPONSE_HEADERS if name in upstream.headers}
-        if upstream.headers.get("Content-Type", "").startswith(answer.form.headers["Content-Type"]):
-            await self._relay_events(upstream, answer, {**headers, **answer.form.headers})
+    async def _patient_head(self, exchange: Exchange, lease: Lease, answer: Answer) -> None:
+        """As `_patiently`: comments meanwhile."""
+        pause = self._pace.ping if self._pace.ping > 0 else None
+        wait = pause if answer.committed else max(0.0, answer.call.arrived + self._pace.commit - time.monotonic())
+        while not exchange.has_head:
+            try:
+                async with asyncio.timeout(wait):
+                    await exchange.head()
+            except TimeoutError:
+                if not exchange.has_head:
+                    await answer.comment(status_comment(self._fleet, lease))
+                wait = pause
+
+    async def _relay(self, exchange: Exchange, answer: Answer) -> None:
+        theirs = exchange.headers
+        headers = {name: theirs[lower] for name, lower in _PASSED if lower in theirs and _is_fit(theirs[lower])}
+        if theirs.get("content-type", "").startswith(answer.form.headers["Content-Type"]):
+            await self._relay_events(exchange, answer, {**headers, **answer.form.headers})
             return
-        body = await _read_up_to(upstream, BUFFERED)
+        body = await _read_up_to(exchange, BUFFERED)
         answer.first_byte = time.monotonic()
         if answer.committed:  # the worker refused what is a stream to the client by now
-            answer.failed = upstream.status
+            answer.failed = exchange.status
             await answer.write(refusal_frame(answer.call.route.face, body))
             await answer.break_off()
             return
-        if upstream.content.at_eof():
-            headers["Content-Length"] = str(len(body))
-            await answer.commit(upstream.status, headers)
-            await answer.write(body)
-        else:
-            await answer.commit(upstream.status, headers)
-            await answer.write(body)
-            async for chunk in upstream.content.iter_any():
-                await answer.write(chunk)
+        if exchange.at_end:
+            headers.pop("Content-Length", None)  # it is that of the body
+            await answer.say(exchange.status, headers, body)
+            return
+        await answer.commit(exchange.status, headers)
+        await answer.write(body)
+        while chunk := await exchange.read():
+            await answer.write(chunk)
         await answer.finish()
 
-    async def _relay_events(self, upstream: aiohttp.ClientResponse, answer: Answer, headers: dict[str, str]) -> None:
+    async def _relay_events(self, exchange: Exchange, answer: Answer, headers: dict[str, str]) -> None:
         """Forward whole events; hold back what is not one yet."""
         form, tail = answer.form, b""
-        if answer.committed and IGNORED_FIELDS_HEADER in upstream.headers:
-            await answer.comment(f"ignored-fields {upstream.headers[IGNORED_FIELDS_HEADER]}")
-        async for chunk in upstream.content.iter_any():
-            tail += chunk
+        ignored = exchange.headers.get(IGNORED_FIELDS_HEADER.lower(), "")
+        if answer.committed and ignored:
+            await answer.comment(f"ignored-fields {ignored}")
+        while chunk := await exchange.read():
+            tail = tail + chunk if tail else chunk
             if answer.first_byte is None and form.says(tail):
                 answer.first_byte = time.monotonic()  # a comment is no answer yet
             end = tail.rfind(form.end) + len(form.end)
@@ -382,13 +404,16 @@ class Proxy:
                 continue
             events, tail = tail[:end], tail[end:]
             if not answer.committed:
-                await answer.commit(upstream.status, headers)
+                await answer.commit(exchange.status, headers)
             await answer.events(events)
         if not answer.committed:
-            await answer.commit(upstream.status, headers)
+            await answer.commit(exchange.status, headers)
         if tail:
             await answer.write(tail)
         await answer.finish()
+
+
+_PASSED = tuple((name, name.lower()) for name in RESPONSE_HEADERS)
 
 
 def status_comment(fleet: Fleet, lease: Lease) -> str:
@@ -429,39 +454,15 @@ async def _fate(lease: Lease) -> ApiError:
     return lease.aborted or lost_error(lease.worker)
 
 
-async def _enter(process: WorkerProcess, call: Call, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
-    """Send the request; returns with the head of the answer."""
-    knocks = 0
-    while True:
-        try:
-            return await process.session.request(
-                call.route.method,
-                process.url + (call.route.upstream or call.route.path),
-                data=call.body if len(call.body) < LARGE else io.BytesIO(call.body),
-                headers=headers,
-                allow_redirects=False,
-            )
-        except aiohttp.ClientOSError as refused:
-            knocks += 1
-            if knocks == KNOCKS or not isinstance(refused.__cause__, aiohttp.ClientConnectionResetError):
-                raise
-        await asyncio.sleep(CROWDED)
-
-
-def _close(sending: "asyncio.Future[aiohttp.ClientResponse]") -> None:
-    """An answer that nobody waits for any more."""
-    if not sending.cancelled() and sending.exception() is None:
-        sending.result().close()
-
-
-async def _read_up_to(upstream: aiohttp.ClientResponse, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for chunk in upstream.content.iter_any():
-        parts.append(chunk)
-        size += len(chunk)
-        if size >= limit:
-            break
+async def _read_up_to(exchange: Exchange, limit: int) -> bytes:
+    """All of an answer, or at least `limit` bytes."""
+    data = await exchange.read()
+    if exchange.at_end:
+        return data
+    parts, size = [data], len(data)
+    while size < limit and (data := await exchange.read()):
+        parts.append(data)
+        size += len(data)
     return b"".join(parts)
 
 

@@ -19,11 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-from aiohttp import ClientSession
-
 from router.launchers import Listen, Program, WorkerLost
 from router.launchers.process import uncancelled
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
+from router.wire import Wire
 from worker import contract
 
 T = TypeVar("T")
@@ -163,13 +162,12 @@ class FakeWorker:
         self.pid = pid
         self.measured = dict(measured)
         self.ready = ready
-        self.url = "http://worker"
         self.token = f"token-of-{program.worker}"
         self.stopped = False
         self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
 
     @property
-    def session(self) -> ClientSession:
+    def wire(self) -> Wire:
         raise AssertionError("a fake worker has no socket; use fake_worker.py where HTTP is the point")
 
     @property

@@ -32,7 +32,7 @@ ROUTER = [
     "router.presets",
     "router.settings  router.keys  router.log",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
-    "  router.watch",
+    "  router.watch  router.wire",
     "router",
 ]
 WORKER = [

@@ -371,6 +371,7 @@ class Exited:
 
 Event = Progress | Downloaded | Estimated | Prepared | Ready | Request | Pulse | Failed | Warm | Born | Refused | Exited
 _EVENTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
+_FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _EVENTS.values()}
 
 
 def encode(event: Event) -> bytes:
@@ -384,8 +385,9 @@ def decode(line: bytes) -> Event | None:
     try:
         body = json.loads(line)
         kind = _EVENTS[body.pop("event")]
-        known = {field.name for field in dataclasses.fields(kind)}
-        event: Event = kind(**{key: value for key, value in body.items() if key in known})
+        if not body.keys() <= _FIELDS[kind]:  # a later version's, or nobody's
+            body = {key: value for key, value in body.items() if key in _FIELDS[kind]}
+        event: Event = kind(**body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return event

@@ -9,10 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from aiohttp import ClientSession
-
 from router.errors import RouterError
 from router.ledger import Bytes, DeviceId, Reading
+from router.wire import Wire
 from worker import contract
 
 Cause = Literal["crashed", "oom", "load_failed", "load_timeout", "stalled", "download_failed"]
@@ -73,12 +72,8 @@ class WorkerProcess(Protocol):
     """A worker that is ready."""
 
     @property
-    def session(self) -> ClientSession:
-        """Reaches this worker's socket, whatever host a URL names; closed with the worker."""
-
-    @property
-    def url(self) -> str:
-        """Scheme and authority to put before a path."""
+    def wire(self) -> Wire:
+        """Reaches this worker's socket; closed with the worker."""
 
     @property
     def token(self) -> str:

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, UnixConnector
-
 from router.launchers import Cause, Listen, Program, WorkerLost, orphans
 from router.launchers import environment as environments
 from router.launchers import nursery as nurseries
@@ -33,6 +31,7 @@ from router.launchers.process import Child, Log, uncancelled
 from router.launchers.record import RunFolder
 from router.launchers.vitals import Verdict, Vitals
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
+from router.wire import Wire, WireError
 from worker import contract
 from worker.routes import TOKEN_HEADER
 
@@ -43,10 +42,7 @@ Answer = TypeVar("Answer", contract.Downloaded, contract.Estimated)
 
 PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
 """How a worker is started: `-P` keeps the current folder out of its imports."""
-URL = "http://worker"
-"""Any name does: the session reaches nothing but the worker's socket."""
 HEALTH_TIMEOUT = 30.0
-CONNECT_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 5.0
 LOOK_INTERVAL = 1.0
 """Seconds between two looks at a process's vitals."""
@@ -466,17 +462,10 @@ class LocalWorker:
     ):
         """`began`: when it was decided to start it, by the loop's clock."""
         loop = asyncio.get_running_loop()
-        self.url = URL
         self.token = token
         self.pid = child.pid
         self.measured: dict[DeviceId, int] = {}
-        self.session = ClientSession(
-            connector=UnixConnector(str(socket), limit=0),
-            timeout=ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
-            cookie_jar=DummyCookieJar(),
-            trust_env=False,
-            auto_decompress=False,
-        )
+        self.wire = Wire(f"unix:{socket}")
         self._program = program
         self._address = command.listen
         self._child = child
@@ -526,7 +515,7 @@ class LocalWorker:
     async def end(self) -> None:
         """Returns once nothing is sent to it any more and, if it served and lives, it has stopped in good order."""
         self._watch.cancel()
-        await self.session.close()
+        self.wire.close()
         if self._serving and not self._lost.done():
             await self._child.stop(self._program.stop_timeout)
 
@@ -545,13 +534,17 @@ class LocalWorker:
 
     async def _check_health(self) -> None:
         """Ready is what it says; that it hears us is another matter."""
-        timeout = ClientTimeout(total=HEALTH_TIMEOUT, sock_connect=CONNECT_TIMEOUT)
-        headers = {TOKEN_HEADER: f"Bearer {self.token}"}
+        exchange = self.wire.begin("GET", "/health", {TOKEN_HEADER: f"Bearer {self.token}"})
         try:
-            async with self.session.get(f"{URL}/health", headers=headers, timeout=timeout) as response:
-                problem = "" if response.status == 200 else f"its /health answered {response.status}"
-        except (ClientError, TimeoutError) as error:
-            problem = f"its socket does not answer ({type(error).__name__})"
+            async with asyncio.timeout(HEALTH_TIMEOUT):
+                await exchange.head()
+                while await exchange.read():
+                    pass
+            problem = "" if exchange.status == 200 else f"its /health answered {exchange.status}"
+        except (WireError, TimeoutError) as error:
+            problem = f"its socket does not answer ({str(error) or 'no answer in time'})"
+        finally:
+            exchange.close()
         if problem:
             await asyncio.wait({self._lost}, timeout=0.2)  # if it has died, then that is the reason to tell
             raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")

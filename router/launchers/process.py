@@ -14,6 +14,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from router.launchers import orphans
@@ -394,10 +395,14 @@ def _is_sound(event: contract.Event) -> bool:
 
 
 def _has_type(value: object, hint: Any) -> bool:
-    """For the types that events are made of: int, float, str, and lists and dictionaries of them."""
-    kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind is float:
+    """For the types that events are made of: int, float, str, lists and dictionaries of them, and alternatives."""
+    if hint is float:
         return isinstance(value, int | float)
+    if isinstance(hint, type) and not get_args(hint):
+        return isinstance(value, hint)
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_has_type(value, part) for part in parts)
     if not isinstance(value, kind):
         return False
     if isinstance(value, list):

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from router.launchers.local import LocalLauncher
 from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
+from tests.processes.asking import asked
 from tests.processes.forking import ForkingLauncher
 from worker import contract
 
@@ -49,9 +50,8 @@ async def serve(launcher: LocalLauncher, program: Any, plan: dict[str, Any]) -> 
     async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
         say("ready")
         if "request" in plan:
-            url, headers = f"{worker.url}/v1/chat/completions", {"Authorization": f"Bearer {worker.token}"}
-            async with worker.session.post(url, json=plan["request"], headers=headers) as response:
-                await response.content.readany()
+            async with asked(worker, "/v1/chat/completions", plan["request"]) as exchange:
+                await exchange.read()
                 say("answering")
                 await worker.lost()
         elif plan.get("leave"):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientError
 
 from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
 from router.launchers.environment import Verb
 from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker, device_names, lost_by_exit
 from router.launchers.record import RunFolderError
 from router.ledger import Bytes
+from router.wire import Exchange, WireError
 from tests.fakes import (
     CPU,
     DEADLINE,
@@ -34,6 +34,7 @@ from tests.fakes import (
     fake_program,
     fake_snapshot,
 )  # fmt: skip
+from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher
 from worker import contract
 
@@ -103,9 +104,8 @@ def serve(
     return launcher.serve(program, contract.Serve(snapshot="/", listen="", name=program.model), place, listen)
 
 
-def post(worker: LocalWorker, body: dict[str, Any], *, token: str = "") -> Any:
-    headers = {"Authorization": f"Bearer {token or worker.token}", "X-Request-Id": "r"}
-    return worker.session.post(f"{worker.url}/v1/chat/completions", json=body, headers=headers)
+def post(worker: LocalWorker, body: dict[str, Any], *, token: str = "") -> AbstractAsyncContextManager[Exchange]:
+    return asked(worker, "/v1/chat/completions", body, token=token)
 
 
 async def lost_at_start(launcher: LocalLauncher, program: Program) -> WorkerLost:
@@ -127,9 +127,9 @@ async def test_a_ready_worker_answers_on_its_socket(launcher: LocalLauncher, fol
         assert worker.ready.capabilities == ["chat", "completion", "embedding"]
         async with post(worker, PROMPT) as response:
             assert response.status == 200
-            assert (await response.json())["choices"][0]["message"]["content"] == "one two three four "
+            assert json.loads(await everything(response))["choices"][0]["message"]["content"] == "one two three four "
         assert modes(folder) == {"lock": 0o600, "json": 0o600, "sock": 0o700, "run": 0o700}
-    assert worker.session.closed
+    assert worker.wire.closed
     assert not is_there(worker.pid)
 
 
@@ -146,10 +146,9 @@ async def test_no_secret_reaches_a_worker_and_no_token_its_command_line(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     file = tmp_path / "argv"
-    async with serve(launcher, fake_program("m", argv_file=str(file))) as worker:
-        headers = {"Authorization": f"Bearer {worker.token}"}
-        async with worker.session.get(f"{worker.url}/fake/environ", headers=headers) as response:
-            text = await response.text()
+    program = fake_program("m", argv_file=str(file))
+    async with serve(launcher, program) as worker, asked(worker, "/fake/environ") as response:
+        text = (await everything(response)).decode()
     assert "planted" not in text
     assert "hf_given" not in text
     assert worker.token not in text + file.read_text()
@@ -171,10 +170,8 @@ async def test_a_place_is_told_by_uuid_and_a_measurement_comes_back_by_device(la
     place = {GPU1: GIB, GPU0: GIB, CPU: GIB}
     async with serve(launcher, program, place=place) as worker:
         assert worker.measured == {GPU1: 1, GPU0: 2, CPU: 3}
-        async with worker.session.get(
-            f"{worker.url}/fake/environ", headers={"Authorization": f"Bearer {worker.token}"}
-        ) as response:
-            env = await response.json()
+        async with asked(worker, "/fake/environ") as response:
+            env = json.loads(await everything(response))
     assert env["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1,GPU-fake-0"
     assert list(device_names(place)) == ["cuda:0", "cuda:1", "cpu"]
 
@@ -295,8 +292,8 @@ async def test_a_worker_that_is_killed_is_lost_and_gets_no_goodbye(launcher: Loc
 async def test_its_death_breaks_the_answer_that_it_was_giving(launcher: LocalLauncher) -> None:
     async with serve(launcher, fake_program("dies-mid-stream")) as worker:
         async with post(worker, PROMPT | {"stream": True}) as response:
-            with pytest.raises(ClientError):
-                await response.read()
+            with pytest.raises(WireError):
+                await everything(response)
         assert (await worker.lost()).exit == -9
 
 
@@ -361,7 +358,7 @@ async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
             lost = await worker.lost()
             assert (lost.cause, lost.exit) == ("stalled", None)
             assert lost.message.startswith(f"m: the worker {says} for 1 s")
-            with pytest.raises(ClientError):
+            with pytest.raises(WireError):
                 await asking
         assert not is_there(worker.pid)
 
@@ -373,7 +370,7 @@ async def test_a_wedged_worker_is_killed(launcher: LocalLauncher) -> None:
 
 async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
     async with post(worker, body) as response:
-        return bytes(await response.read())
+        return bytes(await everything(response))
 
 
 @pytest.mark.slow

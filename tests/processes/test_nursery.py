@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientError
 
 from router.launchers import Program, WorkerLost, orphans
 from router.launchers.local import LocalLauncher, LocalWorker, may_fork
 from router.launchers.nursery import Nursery, NurseryRefused
 from router.launchers.process import Child, Log, uncancelled
+from router.wire import Broken
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
+from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
 from worker import contract
 
@@ -289,12 +290,11 @@ async def test_an_answer_breaks_with_the_nursery(launcher: ForkingLauncher) -> N
     nursery = await launcher.warmed()
     async with serving(launcher, hang_after=1) as worker:
         body = {"messages": [{"role": "user", "content": "a b"}], "stream": True}
-        headers = {"Authorization": f"Bearer {worker.token}"}
-        async with worker.session.post(f"{worker.url}/v1/chat/completions", json=body, headers=headers) as response:
-            await response.content.readany()
+        async with asked(worker, "/v1/chat/completions", body) as exchange:
+            await exchange.read()
             os.kill(nursery.pid, signal.SIGKILL)
-            with pytest.raises(ClientError):
-                await response.read()
+            with pytest.raises(Broken):
+                await everything(exchange)
 
 
 async def test_an_estimate_by_fork_is_what_the_worker_says(launcher: ForkingLauncher, tmp_path: Path) -> None:

@@ -120,6 +120,20 @@ async def test_what_is_no_event_is_skipped() -> None:
         assert said.empty()
 
 
+async def test_every_event_is_heard_whatever_may_be_left_out_of_it() -> None:
+    events: list[contract.Event] = [
+        contract.Request(id="plain"),
+        contract.Request(id="kept", ttft=1, keep_alive=5.0),
+        contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4]]),
+    ]
+    wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
+    lines = [wrong, *(contract.encode(event).strip() for event in events)]
+    async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, said):
+        assert [await said.get() for _ in events] == events
+        await child.exited
+        assert said.empty()
+
+
 async def test_a_line_as_long_as_allowed_is_heard() -> None:
     code = (
         "import os\n"

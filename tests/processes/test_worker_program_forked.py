@@ -1,5 +1,6 @@
 """The worker program, forked by the real nursery: it loads, answers, measures and fails as an executed one does."""
 
+import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from router.launchers import Program, WorkerLost
 from router.launchers.local import LocalWorker
 from tests import tiny
 from tests.fakes import CPU, GIB, FixedDevices
+from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
 from worker import contract
 from worker.contract import Exit
@@ -38,10 +40,9 @@ async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fo
 
 async def answer(worker: LocalWorker) -> list[int]:
     body = {"prompt": "One model", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    headers = {"Authorization": f"Bearer {worker.token}"}
-    async with worker.session.post(f"{worker.url}/v1/completions", json=body, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        told: Any = await response.json()
+    async with asked(worker, "/v1/completions", body) as exchange:
+        told: Any = json.loads(await everything(exchange))
+        assert exchange.status == 200, told
         return [told["choices"][0]["text"], told["usage"]]
 
 

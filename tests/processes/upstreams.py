@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientSession, DummyCookieJar, UnixConnector, web
+from aiohttp import web
 
 from router.access import Access
 from router.app import App
@@ -23,6 +23,7 @@ from router.presets import Loaded, Preset
 from router.proxy import Pace, Proxy
 from router.settings import Settings
 from router.site import Site
+from router.wire import Wire
 from tests.fakes import GIB, FakeLauncher, FakeModel, FakeWorker
 from tests.schedules.worlds import FakeFiles
 from worker import contract
@@ -64,10 +65,10 @@ Answering = Callable[[Upstream], Awaitable[None]]
 class SocketWorker:
     """A fake worker with a socket."""
 
-    def __init__(self, worker: FakeWorker, session: ClientSession):
+    def __init__(self, worker: FakeWorker, wire: Wire):
         self._worker = worker
-        self.session = session
-        self.url, self.token, self.pid, self.ready = "http://worker", worker.token, worker.pid, worker.ready
+        self.wire = wire
+        self.token, self.pid, self.ready = worker.token, worker.pid, worker.ready
 
     @property
     def measured(self) -> Bytes:
@@ -85,15 +86,15 @@ class SocketLauncher(FakeLauncher):
         self._socket = socket
 
     @asynccontextmanager
-    async def serve(  # type: ignore[override]  # yields a worker that has a session
+    async def serve(  # type: ignore[override]  # yields a worker that has a wire
         self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
     ) -> AsyncIterator[WorkerProcess]:
         async with FakeLauncher.serve(self, program, command, place, listen) as worker:
-            connector = UnixConnector(str(self._socket), limit=0)
-            async with ClientSession(
-                connector=connector, cookie_jar=DummyCookieJar(), auto_decompress=False
-            ) as session:
-                yield SocketWorker(worker, session)
+            wire = Wire(f"unix:{self._socket}")
+            try:
+                yield SocketWorker(worker, wire)
+            finally:
+                wire.close()
 
 
 class World:
