@@ -641,9 +641,8 @@ async def test_a_standby_is_told_its_devices_only_when_it_goes(launcher: LocalLa
         worker = await standby.go(GO, {GPU1: GIB, CPU: GIB})
         assert worker.pid == standby.pid
         assert worker.measured == {GPU1: 3}, "of what it held before nothing counts any more"
-        headers = {"Authorization": f"Bearer {worker.token}"}
-        async with worker.session.get(f"{worker.url}/fake/environ", headers=headers) as response:
-            assert (await response.json())["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
+        async with asked(worker, "/fake/environ") as response:
+            assert (json.loads(await everything(response)))["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
         async with post(worker, PROMPT) as response:
             assert response.status == 200
     assert not is_there(worker.pid)
