@@ -31,6 +31,7 @@ from router.errors import (
 )  # fmt: skip
 from router.faces import admin, llama_server, lmi, ollama
 from router.metrics import CONTENT_TYPE, Metrics
+from router.openapi import document
 from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
 from router.site import Site, flag
@@ -75,6 +76,8 @@ class App:
         self._proxy = proxy
         self._metrics = metrics
         self._buffered = 0
+        self._document = b""
+        """The API's description, once somebody has asked for it."""
         self._streams: set[asyncio.Task[Any]] = set()
 
     def build(self) -> web.Application:
@@ -109,6 +112,7 @@ class App:
             "streams_lookup": self._streams_lookup,
             "disabled": self._disabled,
             "not_offered": self._not_offered,
+            "openapi": self._openapi,
         }
         for route in ROUTES:
             path = route.path.replace(
@@ -351,6 +355,11 @@ class App:
 
     async def _streams_lookup(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json([])  # no stream outlives its connection
+
+    async def _openapi(self, request: web.Request, key: Key) -> web.StreamResponse:
+        if not self._document:
+            self._document = await asyncio.to_thread(lambda: orjson.dumps(document()))
+        return web.Response(body=self._document, content_type="application/json", charset="utf-8")
 
     async def _disabled(self, request: web.Request, key: Key) -> web.StreamResponse:
         raise Forbidden(f"{request.path} is disabled: this server fetches and runs nothing", reason="feature_disabled")

@@ -8,26 +8,13 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import orjson
 
+from worker.bodies import ROLES
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields, Json, parse_setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-FIELDS = frozenset({
-    "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
-    "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "logit_bias",
-    "seed", "stop", "n", "stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "response_format", "json_schema", "grammar", "reasoning_effort", "reasoning_format",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-    "chat_template_kwargs", "verbosity", "add_generation_prompt", "continue_final_message", "ignore_eos", "min_tokens",
-    "return_progress", "timings_per_token", "adapters", "lora", "sse_ping_interval",
-})  # fmt: skip
-"""What a chat body may state; whoever only renders its prompt passes over the rest."""
-
 _MODALITIES = {
     "image_url": "images",
     "image": "images",
@@ -180,8 +167,8 @@ def _required(fields: Fields) -> list[Any]:
 
 def _variables(fields: Fields, template: Template) -> Json:
     variables = dict(fields.mapping("chat_template_kwargs") or {})
-    effort = fields.choice("reasoning_effort", EFFORTS)
-    verbosity = fields.choice("verbosity", ("low", "medium", "high"))
+    effort = fields.choice("reasoning_effort")
+    verbosity = fields.choice("verbosity")
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
         if effort == "none":

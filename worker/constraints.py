@@ -8,14 +8,13 @@ from typing import Any
 
 import orjson
 
+from worker.bodies import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 from worker.errors import InvalidValue, UnsupportedField
 from worker.fields import Fields
 from worker.generation import Grammar
 
-MAX_CHOICES = 1024
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
 """Between the parts of JSON, and as much at a time: a model that loops must not fill its context with blanks."""
-_FORMATS = ("text", "json_object", "json_schema")
 
 
 def read(fields: Fields) -> Grammar | None:
@@ -46,18 +45,18 @@ def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
 
 
 def _response_format(fields: Fields, name: str) -> Grammar | None:
-    value = fields.mapping(name)
-    if value is None:
+    if fields.mapping(name) is None:
         return None
-    within = Fields(value, path=f"{name}.")
-    kind = within.choice("type", _FORMATS)
+    within = fields.within(name, RESPONSE_FORMAT)
+    kind = within.choice("type")
     if kind is None:
-        raise InvalidValue(f"{name}.type must be one of {', '.join(_FORMATS)}", param=f"{name}.type")
+        known = ", ".join(RESPONSE_FORMAT["type"]["enum"])
+        raise InvalidValue(f"{name}.type must be one of {known}", param=f"{name}.type")
     if kind == "text":
         return None
     if kind == "json_object":
         return of_schema(_or(within.take("schema"), {"type": "object"}), name)
-    described = Fields(within.mapping("json_schema") or {}, path=f"{name}.json_schema.")
+    described = within.within("json_schema", DESCRIBED)
     strict = described.flag("strict") or False
     # what no grammar can say is an error where it was promised, and passed over where it was only wished for
     return of_schema(_or(described.take("schema"), within.take("schema")), f"{name}.json_schema", lenient=not strict)
@@ -80,9 +79,11 @@ def _choice(fields: Fields, name: str) -> Grammar | None:
     choices = fields.sequence(name)
     if choices is None:
         return None
-    if not 0 < len(choices) <= MAX_CHOICES or not all(isinstance(each, str) and each for each in choices):
+    if not 0 < len(choices) <= MAX_GUIDED_CHOICES or not all(isinstance(each, str) and each for each in choices):
         where = fields.path + name
-        raise InvalidValue(f"{where} must be an array of 1 to {MAX_CHOICES} strings, none of them empty", param=where)
+        raise InvalidValue(
+            f"{where} must be an array of 1 to {MAX_GUIDED_CHOICES} strings, none of them empty", param=where
+        )
     return Grammar("choice", orjson.dumps(choices).decode(), fields.path + name)
 
 
@@ -91,13 +92,12 @@ def _json_object(fields: Fields, name: str) -> Grammar | None:
 
 
 def _structured_outputs(fields: Fields, name: str) -> Grammar | None:
-    value = fields.mapping(name)
-    if value is None:
+    if fields.mapping(name) is None:
         return None
-    within = Fields(value, path=f"{name}.")
+    within = fields.within(name, STRUCTURED)
     stated = [grammar for each, reader in _STRUCTURED.items() if (grammar := reader(within, each)) is not None]
     for each in _TUNING:
-        within.refuse(each, [False], f"{name}.{each} is not supported; leave it out")
+        within.refuse(each, f"{name}.{each} is not supported; leave it out")
     unknown = within.settle(strict=False)
     if unknown:
         raise UnsupportedField(

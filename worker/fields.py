@@ -3,62 +3,15 @@
 Law: PURE, values only. Messages name a field and its range, never its value: bodies are not echoed.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
 
+from worker.bodies import NEUTRAL, NO_OPS, Body, Schema, allows, bounds, kinds
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 
 Json = dict[str, Any]
-
-NO_OPS = frozenset({
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "moderation", "id_slot", "cache_prompt", "n_keep",
-})  # fmt: skip
-"""Nothing here depends on them, so any value is as good as none."""
-
-
-def _is_one_of(*neutral: Any) -> Callable[[Any], bool]:
-    return lambda value: type(value) is not bool and value in neutral
-
-
-def _is_off(value: Any) -> bool:
-    return type(value) in (int, float) and value <= 0
-
-
-def _is_anything(value: Any) -> bool:
-    """For fields that only tune a step whose switch, another field, is refused unless it is off."""
-    return True
-
-
-_NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
-    "audio": _is_one_of(),
-    "modalities": lambda value: value in ([], ["text"]),
-    "web_search_options": _is_one_of(),
-    "prediction": _is_one_of(),
-    "store": lambda value: value is False,
-    "functions": lambda value: value == [],
-    "function_call": _is_one_of("none", "auto"),
-    "mirostat": _is_one_of(0),
-    "mirostat_tau": _is_anything,
-    "mirostat_eta": _is_anything,
-    "xtc_probability": _is_one_of(0),
-    "xtc_threshold": _is_anything,
-    "dry_multiplier": _is_one_of(0),
-    "dry_base": _is_anything,
-    "dry_allowed_length": _is_anything,
-    "dry_penalty_last_n": _is_anything,
-    "dry_sequence_breakers": _is_anything,
-    "dynatemp_range": _is_one_of(0),
-    "dynatemp_exponent": _is_anything,
-    "typical_p": _is_one_of(1),
-    "typ_p": _is_one_of(1),
-    "top_n_sigma": _is_off,
-    "samplers": lambda value: value in ([], ""),
-    "t_max_predict_ms": _is_off,
-}
-"""Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""
 
 
 def parse(body: bytes) -> Json:
@@ -90,71 +43,104 @@ class Fields:
     A boolean is no number and a numeric string is none either; `40.0` is an integer, as JSON knows only numbers.
     """
 
-    def __init__(self, body: Mapping[str, Any], *, path: str = ""):
-        """`path`: what stands before a field's name in messages, `stream_options.` say."""
+    def __init__(self, body: Mapping[str, Any], table: Body | None = None, *, path: str = ""):
+        """`table`: the fields that may be read, with their types and ranges, and all that must be before `settle`;
+        None: any, and readers are told what they take. `path`: what stands before a field's name in messages,
+        `stream_options.` say."""
         self._body = body
+        self._table = table
         self.path = path
         self.known: set[str] = set()
         """Names that somebody has asked for."""
         self._unused: list[str] = []
 
+    def within(self, name: str, table: Body) -> "Fields":
+        """The fields of the object that field `name` holds; of an empty one if it holds none."""
+        return Fields(self.mapping(name) or {}, table, path=f"{self.path}{name}.")
+
     def take(self, *names: str) -> Any:
         """The value of the first of `names` that is neither absent nor null; all of them count as known."""
+        assert self._table is None or self._table.keys() >= set(names), f"{names} are in no table of this call's fields"
         self.known.update(names)
         return next((value for name in names if (value := self._body.get(name)) is not None), None)
 
-    def number(self, name: str, low: float, high: float) -> float | None:
+    def _stated(self, name: str, kind: str) -> Schema:
+        """The schema of a field of this kind; where there is no table, one that says nothing."""
+        schema = self._table[name] if self._table is not None else {"type": kind}
+        assert kind in kinds(schema), f"{name} is stated to be one of {kinds(schema)}, and read as {kind}"
+        return schema
+
+    def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
+        """Within the bounds of the table, or where there is none `low` and `high`."""
         value = self.take(name)
+        stated = self._stated(name, "number")
+        least, most = bounds(stated)
+        low, high = least if low is None else low, most if high is None else high
+        assert low is not None
+        assert high is not None
         if value is not None and (type(value) not in (int, float) or not low <= value <= high):
             raise InvalidValue(
                 f"{self.path}{name} must be a number between {low:g} and {high:g}", param=self.path + name
             )
         return None if value is None else float(value)
 
-    def integer(self, name: str, low: int, high: int | None = None) -> int | None:
+    def integer(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
+        """Within the bounds of the table, or where there is none `low` and `high`; `high` may be lower than the
+        table's, where only the model knows."""
         value = self.take(name)
+        stated = self._stated(name, "integer")
+        least, most = bounds(stated)
+        lowest, highest = least if low is None else low, most if high is None else high
+        assert lowest is not None
         if value is None:
             return None
         whole = to_integer(value)
-        if whole is None or whole < low or (high is not None and whole > high):
-            bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
-            raise InvalidValue(f"{self.path}{name} must be an integer {bounds}", param=self.path + name)
+        if whole is None or whole < lowest or (highest is not None and whole > highest):
+            within = f"of at least {lowest}" if highest is None else f"between {lowest} and {highest}"
+            raise InvalidValue(f"{self.path}{name} must be an integer {within}", param=self.path + name)
         return whole
 
     def flag(self, name: str) -> bool | None:
         value = self.take(name)
+        self._stated(name, "boolean")
         if value is not None and type(value) is not bool:
             raise InvalidValue(f"{self.path}{name} must be true or false", param=self.path + name)
         return value
 
     def text(self, name: str) -> str | None:
         value = self.take(name)
+        self._stated(name, "string")
         if value is not None and not isinstance(value, str):
             raise InvalidValue(f"{self.path}{name} must be a string", param=self.path + name)
         return value
 
-    def choice(self, name: str, allowed: Collection[str]) -> str | None:
+    def choice(self, name: str, allowed: Collection[str] = ()) -> str | None:
+        """One of the table's, or where there is none of `allowed`."""
         value = self.text(name)
+        allowed = allowed or [each for each in self._stated(name, "string")["enum"] if each is not None]
         if value is not None and value not in allowed:
             raise InvalidValue(f"{self.path}{name} must be one of {', '.join(allowed)}", param=self.path + name)
         return value
 
     def mapping(self, name: str) -> Json | None:
         value = self.take(name)
+        self._stated(name, "object")
         if value is not None and not isinstance(value, dict):
             raise InvalidValue(f"{self.path}{name} must be an object", param=self.path + name)
         return value
 
     def sequence(self, name: str) -> list[Any] | None:
         value = self.take(name)
+        self._stated(name, "array")
         if value is not None and not isinstance(value, list):
             raise InvalidValue(f"{self.path}{name} must be an array", param=self.path + name)
         return value
 
-    def refuse(self, name: str, neutral: Sequence[Any], message: str) -> None:
-        """Raise UnsupportedField with `message` unless the field is absent, null or one of the `neutral` values."""
+    def refuse(self, name: str, message: str) -> None:
+        """Raise UnsupportedField with `message` unless the field is absent, null or of a value that the table takes."""
         value = self.take(name)
-        if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+        assert self._table is not None, "only a table says what makes no difference"
+        if value is not None and not allows(self._table[name], value):
             raise UnsupportedField(message, param=self.path + name)
 
     def skip(self, names: Collection[str]) -> None:
@@ -171,14 +157,16 @@ class Fields:
         Raises UnsupportedField for a field that means something nobody here can do, and, if `strict`, UnknownField for
         one that nobody knows.
         """
+        left = () if self._table is None else self._table.keys() - self.known
+        assert not left, f"{sorted(left)} are in the table of this call's fields, and nobody reads them"
         unknown = []
         for name, value in self._body.items():
             if value is None or name in self.known or name in NO_OPS:
                 continue
-            is_neutral = _NEUTRAL.get(name)
-            if is_neutral is None:
+            neutral = NEUTRAL.get(name)
+            if neutral is None:
                 unknown.append(name)
-            elif not is_neutral(value):
+            elif not allows(neutral, value):
                 raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
         if strict and unknown:
             raise UnknownField(

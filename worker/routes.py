@@ -1,7 +1,7 @@
 """Every face's paths: who answers them, where the model's name stands, what they need, how their errors look.
 
-One table, read by the router (to find the model and to forward) and by the worker (to bind handlers).
-Law: standard library only; both sides import this module.
+One table, read by the router (to find the model, to forward, and to describe the API) and by the worker (to bind
+handlers). Law: standard library only; both sides import this module.
 """
 
 import json
@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
+
+from worker import bodies
+from worker.bodies import NEUTRAL, NO_OPS, Body, described
 
 
 class Face(Enum):
@@ -142,6 +145,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/router/events", _A, "events", False, Plane.ADMIN),
     Route("POST", "/router/reload", _A, "reload", False, Plane.ADMIN),
     Route("GET", "/", _A, "index", False, Plane.PUBLIC),
+    Route("GET", "/openapi.json", _A, "openapi", False),
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
@@ -162,8 +166,109 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
+BODIES: Mapping[str, tuple[Body, ...]] = {
+    "chat": (bodies.CHAT,),
+    "completions": (bodies.COMPLETIONS,),
+    "embeddings": (bodies.EMBEDDINGS,),
+    "completion": (bodies.COMPLETION,),
+    "embedding": (bodies.EMBEDDING,),
+    "rerank": (bodies.RERANK,),
+    "chat_input_tokens": (bodies.CHAT_TOKENS,),
+    "responses": (bodies.RESPONSES,),
+    "responses_input_tokens": (bodies.RESPONSES,),
+    "invocations": (bodies.INVOCATIONS, bodies.CHAT, bodies.COMPLETIONS),
+    "ericllm_generate": (bodies.ERICLLM,),
+    "messages": (bodies.ANTHROPIC,),
+    "count_tokens": (bodies.COUNT_TOKENS,),
+    "ollama_chat": (bodies.OLLAMA_CHAT,),
+    "ollama_generate": (bodies.OLLAMA_GENERATE,),
+    "ollama_embed": (bodies.OLLAMA_EMBED,),
+    "ollama_embeddings": (bodies.OLLAMA_EMBEDDINGS,),
+    "ollama_show": (bodies.OLLAMA_SHOW,),
+    "tokenize": (bodies.TOKENIZE,),
+    "detokenize": (bodies.DETOKENIZE,),
+    "apply_template": (bodies.TEMPLATE,),
+    "load": (bodies.NAMED,),
+    "unload": (bodies.NAMED,),
+}
+"""What a route's body may say, by the name of the route: one of these. Calls that are not here look at no body."""
+
+FLAGS = ("autoload", "wait", "force", "snapshot", "fail_on_no_slot")
+"""Parameters of a query that are true, 1, false or 0."""
+_CHOSEN = ("model", "model_name")
+QUERIES: Mapping[str, tuple[str, ...]] = {
+    "health": ("model",),
+    "metrics": ("model",),
+    "props": ("model", "autoload"),
+    "slots": ("model", "fail_on_no_slot"),
+    "models": ("reload",),
+    "models_sse": ("snapshot",),
+    "load": ("wait",),
+    "unload": ("wait", "force"),
+    "plan": _CHOSEN,
+}
+"""The parameters that a route reads of its query, by the name of the route; see `query`."""
+
+
+def query(route: Route) -> tuple[str, ...]:
+    """The parameters that `route` reads of its query; others are passed over."""
+    return (*_CHOSEN, "autoload") if route.worker else QUERIES.get(route.name, ())
+
+
+def body_schema(route: Route) -> Mapping[str, Any] | None:
+    """The JSON Schema of `route`'s body; None if it looks at none."""
+    if route.name not in BODIES:
+        return None
+    further = {**NEUTRAL, **NO_OPS} if route.worker else {}
+    every = [described({**further, **body}) for body in BODIES[route.name]]
+    return every[0] if len(every) == 1 else {"anyOf": every}
+
+
 FACES: Mapping[str, Face] = {route.path: route.face for route in ROUTES}
 """By path: for errors about a path whose method is wrong, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One row of what may go wrong: a status, the type that says it to programs, and the reasons for it."""
+
+    status: int
+    type: str
+    reasons: tuple[str, ...]
+    further: tuple[str, ...] = ()
+    """Members that its error object has besides."""
+
+
+ERRORS: tuple[Trouble, ...] = (
+    Trouble(
+        400,
+        "invalid_request_error",
+        (
+            "invalid_json", "invalid_value", "unsupported_parameter", "unknown_parameter", "model_missing",
+            "model_conflict", "model_not_loaded", "already_running", "not_running",
+        ),
+    ),
+    Trouble(400, "exceed_context_size_error", ("context_length_exceeded",), ("n_prompt_tokens", "n_ctx")),
+    Trouble(401, "authentication_error", ("invalid_api_key",)),
+    Trouble(
+        403,
+        "permission_error",
+        ("admin_required", "host_not_allowed", "origin_not_allowed", "feature_disabled"),
+    ),
+    Trouble(404, "not_found_error", ("model_not_found", "not_found")),
+    Trouble(405, "not_found_error", ("method",)),
+    Trouble(408, "invalid_request_error", ("body_timeout",)),
+    Trouble(409, "conflict_error", ("in_use", "duplicate")),
+    Trouble(413, "invalid_request_error", ("too_large",)),
+    Trouble(415, "invalid_request_error", ("encoding",)),
+    Trouble(429, "rate_limit_error", ("queue_full", "key_concurrency")),
+    Trouble(500, "server_error", ("internal", "load_failed", "preset_invalid"), ("errors",)),
+    Trouble(501, "not_supported_error", ("unsupported_by_model", "not_offered")),
+    Trouble(502, "server_error", ("worker_crashed",)),
+    Trouble(503, "unavailable_error", ("starting", "draining", "queue_timeout", "load_backoff", "no_slot")),
+    Trouble(504, "timeout_error", ("request_timeout", "stalled")),
+    Trouble(507, "insufficient_memory_error", ("does_not_fit",), ("devices",)),
+)  # fmt: skip
 
 
 def error_body(

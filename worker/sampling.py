@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker.bodies import MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields, Json, parse_setting, to_integer
 from worker.generation import Sampling
-
-MAX_STOPS = 16
-MAX_BIASES = 1024
-_LARGEST = 2**31 - 1
-_SEEDS = (-(2**63), 2**63 - 1)
 
 _PRESET_KEYS = {
     "temp": "temperature",
@@ -51,7 +47,7 @@ def defaults(preset: str, checkpoint: Mapping[str, Any]) -> Defaults:
     unknown = sorted(set(values) - set(_PRESET_KEYS))
     if unknown:
         raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {', '.join(_PRESET_KEYS)}", Exit.USAGE)
-    fields = Fields({_PRESET_KEYS[key]: value for key, value in values.items()})
+    fields = Fields({_PRESET_KEYS[key]: value for key, value in values.items()}, SAMPLING)
     try:
         return Defaults({**_of_checkpoint(checkpoint), **_tuning(fields)}, _stop(fields) or ())
     except InvalidValue as error:
@@ -63,7 +59,7 @@ def _of_checkpoint(config: Mapping[str, Any]) -> Json:
     tuning: Json = {}
     for key in _CHECKPOINT_KEYS:
         try:
-            tuning.update(_tuning(Fields({key: config.get(key)})))
+            tuning.update(_tuning(Fields({key: config.get(key)}, TUNING)))
         except InvalidValue:
             continue
     if config.get("do_sample") is False:
@@ -80,13 +76,13 @@ def read(
     `logprobs`: how many alternatives to report, as each dialect spells that in its own way; `seed`: where the request
     has none. A request's seed of -1 asks for another one each time, as in llama-server.
     """
-    stated = fields.integer("seed", *_SEEDS)
+    stated = fields.integer("seed")
     stop = _stop(fields)
     sampling = Sampling(
         **{**defaults.tuning, **_tuning(fields)},
         logit_bias=_logit_bias(fields.take("logit_bias"), vocab_size),
         seed=seed if stated is None else None if stated == -1 else stated,
-        min_tokens=fields.integer("min_tokens", 0) or 0,
+        min_tokens=fields.integer("min_tokens") or 0,
         ignore_eos=fields.flag("ignore_eos") or False,
         logprobs=logprobs,
     )
@@ -95,24 +91,24 @@ def read(
 
 def _tuning(fields: Fields) -> Json:
     """The knobs that `fields` state, by their name in Sampling."""
-    top_k = fields.integer("top_k", -1, _LARGEST)
-    top_p = fields.number("top_p", 0, 1)
-    penalty = fields.number("repetition_penalty", 0.01, 100)
-    same = fields.number("repeat_penalty", 0.01, 100)
+    top_k = fields.integer("top_k")
+    top_p = fields.number("top_p")
+    penalty = fields.number("repetition_penalty")
+    same = fields.number("repeat_penalty")
     if penalty is not None and same is not None and penalty != same:
         raise InvalidValue(
             "repetition_penalty and repeat_penalty mean the same but differ; state one", param="repeat_penalty"
         )
     stated = {
-        "temperature": fields.number("temperature", 0, 100),
+        "temperature": fields.number("temperature"),
         "top_k": None if top_k is None else max(top_k, 0),
         # nothing reaches a probability of 0, but the likeliest token alone reaches any tiny one
         "top_p": None if top_p is None else max(top_p, 1e-6),
-        "min_p": fields.number("min_p", 0, 1),
+        "min_p": fields.number("min_p"),
         "repetition_penalty": same if penalty is None else penalty,
-        "repeat_last_n": fields.integer("repeat_last_n", -1, _LARGEST),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repeat_last_n": fields.integer("repeat_last_n"),
+        "presence_penalty": fields.number("presence_penalty"),
+        "frequency_penalty": fields.number("frequency_penalty"),
     }
     return {name: value for name, value in stated.items() if value is not None}
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import orjson
 
+from worker.bodies import MAX_TOOLS
 from worker.constraints import WHITESPACE
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.families import Family, Written
 from worker.fields import Fields, Json
 from worker.generation import Grammar
-
-MAX_TOOLS = 512
 
 
 @dataclass(frozen=True, slots=True)

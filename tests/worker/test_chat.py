@@ -6,6 +6,7 @@ import pytest
 
 from tests.worker import serving
 from worker import chat
+from worker.bodies import CONVERSATION, ROLES
 from worker.chat import Template
 from worker.contract import Exit
 from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
@@ -21,7 +22,7 @@ def template(text: str = SHOWING, variables: str = "") -> Template:
 
 def prompt(body: dict[str, Any], made: Template | None = None) -> str:
     made = made or template()
-    return made.render(chat.read(Fields(body), made))
+    return made.render(chat.read(Fields(body, CONVERSATION), made))
 
 
 def said(*messages: Any, **further: Any) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def test_the_presets_template_stands_before_the_tokenizers() -> None:
     assert prompt(said(USER)) == "[user:hi][go]"
 
 
-@pytest.mark.parametrize("role", chat.ROLES)
+@pytest.mark.parametrize("role", ROLES)
 def test_every_role_of_the_api_is_taken(role: str) -> None:
     shown = "system" if role == "developer" else role
     assert prompt(said({"role": role, "content": "x"})) == f"[{shown}:x][go]"
@@ -166,7 +167,7 @@ def test_a_variable_cannot_take_a_name_that_means_something_else(name: str) -> N
 
 
 def ignored(body: dict[str, Any], text: str) -> tuple[str, tuple[str, ...]]:
-    made, fields = template(text), Fields(body)
+    made, fields = template(text), Fields(body, CONVERSATION)
     rendered = made.render(chat.read(fields, made))
     return rendered, fields.settle(strict=False)
 
@@ -252,7 +253,7 @@ def test_a_tool_is_a_named_function(tools: Any) -> None:
     assert str(caught.value.param).startswith("tools")
 
 
-def test_a_chat_reads_only_fields_that_are_listed_as_its_own() -> None:
-    fields = Fields(said(USER))
+def test_a_chat_reads_just_the_fields_that_are_listed_as_its_own() -> None:
+    fields = Fields(said(USER), CONVERSATION)
     chat.read(fields, template())
-    assert fields.known <= chat.FIELDS
+    assert fields.known == CONVERSATION.keys()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from worker.bodies import GRAMMAR
 from worker.constraints import read
 from worker.errors import InvalidValue, RequestError
 from worker.fields import Fields
@@ -54,7 +55,7 @@ ANY_OBJECT = '{"type":"object"}'
     ],
 )
 def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | None) -> None:
-    fields = Fields(body)
+    fields = Fields(body, GRAMMAR)
     assert read(fields) == expected
     assert fields.settle(strict=True) == ()
 
@@ -97,13 +98,13 @@ def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | 
 )
 def test_what_is_no_grammar_is_refused_by_name(body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read(Fields(body))
+        read(Fields(body, GRAMMAR))
     assert (caught.value.param, caught.value.reason) == (param, reason)
 
 
 def test_an_error_of_a_compiler_can_name_the_field_it_came_from() -> None:
-    found = read(Fields({"structured_outputs": {"regex": "("}}))
+    found = read(Fields({"structured_outputs": {"regex": "("}}, GRAMMAR))
     assert found is not None
     assert found.field == "structured_outputs.regex"
     with pytest.raises(InvalidValue, match="response_format and guided_json"):
-        read(Fields({"response_format": {"type": "json_object"}, "guided_json": {}}))
+        read(Fields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from worker import fields
+from worker import bodies, fields
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.fields import Fields
 
@@ -90,7 +90,7 @@ def test_null_is_absent(body: dict[str, Any]) -> None:
     assert read.choice("x", ["a"]) is None
     assert read.mapping("x") is None
     assert read.sequence("x") is None
-    read.refuse("x", [], "never")
+    Fields(body, {"x": bodies.one_of([])}).refuse("x", "never")
 
 
 def test_a_choice_names_what_is_allowed_and_not_what_was_sent() -> None:
@@ -106,7 +106,7 @@ def test_a_nested_field_is_named_with_its_path() -> None:
 
 
 def test_no_ops_and_nulls_are_accepted_in_silence() -> None:
-    body = dict.fromkeys(fields.NO_OPS, "anything") | {"store": False, "frobnicate": None}
+    body = dict.fromkeys(bodies.NO_OPS, "anything") | {"store": False, "frobnicate": None}
     assert Fields(body).settle(strict=True) == ()
 
 
@@ -114,6 +114,30 @@ def test_what_nobody_knows_is_reported_in_the_order_of_the_body() -> None:
     read = Fields({"b": 1, "known": 2, "a": 3})
     read.take("known")
     assert read.settle(strict=False) == ("b", "a")
+
+
+def test_a_range_is_the_tables() -> None:
+    table: bodies.Body = {"x": bodies.integer(1, 10), "y": bodies.number(0, 2), "z": bodies.choice(["a"])}
+    assert Fields({"x": 10, "y": 2, "z": "a"}, table).integer("x") == 10
+    for name, reader, value in (("x", "integer", 11), ("y", "number", 2.1), ("z", "choice", "b")):
+        with pytest.raises(InvalidValue) as caught:
+            getattr(Fields({name: value}, table), reader)(name)
+        assert caught.value.param == name
+
+
+def test_a_field_that_is_in_no_table_cannot_be_read() -> None:
+    with pytest.raises(AssertionError, match="odd"):
+        Fields({"odd": 1}, {"x": bodies.flag()}).take("odd")
+
+
+def test_a_field_of_the_table_that_nobody_reads_is_found() -> None:
+    with pytest.raises(AssertionError, match="x"):
+        Fields({}, {"x": bodies.flag()}).settle(strict=False)
+
+
+def test_a_field_is_read_as_what_the_table_says_it_is() -> None:
+    with pytest.raises(AssertionError, match="boolean"):
+        Fields({"x": 1}, {"x": bodies.flag()}).integer("x", 1)
 
 
 def test_what_was_read_without_effect_is_reported_too() -> None:

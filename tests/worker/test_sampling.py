@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from worker import sampling
+from worker.bodies import SAMPLING
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields
@@ -13,11 +14,11 @@ from worker.sampling import Defaults
 
 
 def read(body: dict[str, Any], defaults: Defaults | None = None, seed: int | None = None) -> Sampling:
-    return sampling.read(Fields(body), defaults or Defaults(), vocab_size=100, logprobs=None, seed=seed)[0]
+    return sampling.read(Fields(body, SAMPLING), defaults or Defaults(), vocab_size=100, logprobs=None, seed=seed)[0]
 
 
 def stop(body: dict[str, Any], defaults: Defaults | None = None) -> tuple[str, ...]:
-    return sampling.read(Fields(body), defaults or Defaults(), vocab_size=100, logprobs=None, seed=None)[1]
+    return sampling.read(Fields(body, SAMPLING), defaults or Defaults(), vocab_size=100, logprobs=None, seed=None)[1]
 
 
 def test_an_empty_request_samples_as_the_api_says() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from worker import families, sampling
+from worker.bodies import MAX_TEXTS
 from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LONG_TEXT = 64 * 1024
 """Characters from which a text is tokenized in a thread: about 10 ms of the loop's time below that."""
-MAX_PROMPTS = 2048
-"""In one request, as at OpenAI."""
 DEFAULT_PING_INTERVAL = 15.0
 
 
@@ -240,8 +239,8 @@ async def read_texts(
     and ContextExceeded for more than `longest` (None: the context) token ids."""
     value = fields.take(name)
     items = value if isinstance(value, list) and value and not _is_number(value[0]) else [value]
-    if len(items) > MAX_PROMPTS:
-        raise InvalidValue(f"{name} must have at most {MAX_PROMPTS} entries", param=name)
+    if len(items) > MAX_TEXTS:
+        raise InvalidValue(f"{name} must have at most {MAX_TEXTS} entries", param=name)
     if all(isinstance(item, str) for item in items):
         prompts = await model.encode([prefix + item for item in items] if prefix else items)
         if not all(prompts):
@@ -260,7 +259,7 @@ async def read_texts(
 
 def read_ping_interval(fields: Fields) -> float | None:
     """Seconds of `sse_ping_interval`; -1 is off."""
-    interval = fields.number("sse_ping_interval", -1, 86400)
+    interval = fields.number("sse_ping_interval")
     if interval is None:
         return DEFAULT_PING_INTERVAL
     if interval != -1 and interval < 0.01:

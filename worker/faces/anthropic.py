@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from worker.bodies import ANTHROPIC, COUNT_TOKENS, MAX_STOPS, OUTPUT, THINKING, TOOL_CHOICE_OF_MESSAGES
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
@@ -16,16 +17,14 @@ from worker.replies import Totals
 
 _MAX_TOKENS = 4096
 """Where a request says nothing; Anthropic's own clients always say it."""
-_MAX_STOPS = 16
 _NOT_YET: Json = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
-_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 async def messages(body: Json, model: Model) -> Call:
     """One message of the assistant; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, ANTHROPIC)
     asked = _read(fields, model)
-    asked["max_tokens"] = fields.integer("max_tokens", 1) or _MAX_TOKENS
+    asked["max_tokens"] = fields.integer("max_tokens") or _MAX_TOKENS
     for name in ("temperature", "top_p", "top_k", "stream", "sse_ping_interval"):
         asked[name] = fields.take(name)
     asked["stop"] = _stops(fields)
@@ -43,9 +42,9 @@ async def messages(body: Json, model: Model) -> Call:
 
 async def count_tokens(body: Json, model: Model) -> Result:
     """Tokens of the prompt that these messages make; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, COUNT_TOKENS)
     asked = _read(fields, model)
-    fields.skip(("max_tokens", "temperature", "top_p", "top_k", "stream", "stop_sequences"))
+    fields.skip(COUNT_TOKENS)
     ignored = fields.settle(strict=model.options.strict_fields)
     tokens = await count(asked, model)
     return Result(body={"input_tokens": tokens}, ignored=ignored, prompt_tokens=tokens)
@@ -57,7 +56,7 @@ async def count_tokens(body: Json, model: Model) -> Result:
 def _read(fields: Fields, model: Model) -> Json:
     """What decides the prompt, and how the answer may be, as fields of a chat completion."""
     for name in ("mcp_servers", "container", "context_management"):
-        fields.refuse(name, [[], {}, ""], f"{name} is not supported: nothing runs here but the model; leave it out")
+        fields.refuse(name, f"{name} is not supported: nothing runs here but the model; leave it out")
     fields.skip(("cache_control",))  # what prompts share is found without being told
     asked: Json = {"model": fields.text("model"), "messages": _system(fields)}
     for index, message in enumerate(fields.sequence("messages") or ()):
@@ -177,11 +176,10 @@ def _tool(where: str, tool: Any) -> Json:
 
 
 def _tool_choice(fields: Fields) -> Json:
-    choice = fields.mapping("tool_choice")
-    if choice is None:
+    if fields.mapping("tool_choice") is None:
         return {}
-    within = Fields(choice, path="tool_choice.")
-    kind = within.choice("type", ("auto", "any", "tool", "none"))
+    within = fields.within("tool_choice", TOOL_CHOICE_OF_MESSAGES)
+    kind = within.choice("type")
     name = within.text("name")
     if kind is None or (kind == "tool" and name is None):
         raise InvalidValue("tool_choice must have a type: auto, any, none, or tool with a name", param="tool_choice")
@@ -194,14 +192,13 @@ def _tool_choice(fields: Fields) -> Json:
 
 def _thinking(fields: Fields, model: Model) -> Json:
     """Whether the model shall think, for templates that have a switch. A budget is nothing that can be kept."""
-    stated = fields.mapping("thinking")
-    if stated is None:
+    if fields.mapping("thinking") is None:
         return {}
-    within = Fields(stated, path="thinking.")
-    kind = within.choice("type", ("enabled", "disabled", "adaptive"))
+    within = fields.within("thinking", THINKING)
+    kind = within.choice("type")
     if kind is None:
         raise InvalidValue("thinking.type must be enabled, disabled or adaptive", param="thinking.type")
-    if within.integer("budget_tokens", 1) is not None:
+    if within.integer("budget_tokens") is not None:
         fields.mark_unused("thinking.budget_tokens")
     has_switch = model.template.mentions("enable_thinking")
     thinks = model.family is not None and model.family.thinks
@@ -212,9 +209,9 @@ def _thinking(fields: Fields, model: Model) -> Json:
 
 def _output(fields: Fields) -> Json:
     """What the answer is held to, and how hard the model shall think."""
-    config = Fields(fields.mapping("output_config") or {}, path="output_config.")
+    config = fields.within("output_config", OUTPUT)
     asked: Json = {}
-    effort = config.choice("effort", _EFFORTS)
+    effort = config.choice("effort")
     if effort is not None:
         asked["reasoning_effort"] = "xhigh" if effort == "max" else effort
     for owner, name in ((config, "format"), (fields, "output_format")):
@@ -231,9 +228,9 @@ def _output(fields: Fields) -> Json:
 
 def _stops(fields: Fields) -> list[str] | None:
     stops = fields.sequence("stop_sequences")
-    if stops and (len(stops) > _MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops)):
+    if stops and (len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops)):
         raise InvalidValue(
-            f"stop_sequences must be up to {_MAX_STOPS} strings, none of them empty", param="stop_sequences"
+            f"stop_sequences must be up to {MAX_STOPS} strings, none of them empty", param="stop_sequences"
         )
     return stops
 

@@ -8,8 +8,9 @@ from math import hypot
 from operator import mul
 from typing import Any
 
+from worker.bodies import EMBEDDING, EMBEDDINGS, MAX_TEXTS, RERANK
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
-from worker.faces import MAX_PROMPTS, Model, Result, read_texts
+from worker.faces import Model, Result, read_texts
 from worker.fields import Fields, Json
 from worker.generation import Encoding, Text
 
@@ -26,10 +27,10 @@ async def embeddings(body: Json, model: Model) -> Result:
     cut what is too long instead of refusing it.
     """
     model.require("embedding")
-    fields = Fields(body)
+    fields = Fields(body, EMBEDDINGS)
     name = fields.text("model") or model.options.name
-    is_base64 = fields.choice("encoding_format", ("float", "base64")) == "base64"
-    dimensions = fields.integer("dimensions", 1)
+    is_base64 = fields.choice("encoding_format") == "base64"
+    dimensions = fields.integer("dimensions")
     texts = await _read_inputs(fields, ("input",), model)
     ignored = fields.settle(strict=model.options.strict_fields)
     vectors = await model.engine.embed(texts)
@@ -45,9 +46,9 @@ async def embeddings(body: Json, model: Model) -> Result:
 async def native(body: Json, model: Model) -> Result:
     """llama-server: a list of vectors per input, one, or without pooling one for each token; raises RequestError."""
     model.require("embedding")
-    fields = Fields(body)
+    fields = Fields(body, EMBEDDING)
     fields.text("model")
-    norm = fields.integer("embd_normalize", -1, 1 << 20)
+    norm = fields.integer("embd_normalize")
     texts = await _read_inputs(fields, ("input", "content"), model)
     ignored = fields.settle(strict=model.options.strict_fields)
     if _encoding(model).is_pooled:
@@ -62,11 +63,11 @@ async def rerank(body: Json, model: Model) -> Result:
     """Documents by how well they fit a query, the best first: by a cross-encoder's score, else by the cosine between
     vectors; raises RequestError. Cancelling drops the work."""
     model.require("rerank")
-    fields = Fields(body)
+    fields = Fields(body, RERANK)
     name = fields.text("model") or model.options.name
     query = fields.text("query")
     documents = _read_documents(fields)
-    most = fields.integer("top_n", 1)
+    most = fields.integer("top_n")
     shows = fields.flag("return_documents") or False
     cuts = _read_truncate(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
@@ -94,7 +95,8 @@ async def _read_inputs(fields: Fields, names: tuple[str, ...], model: Model) -> 
     stay as they are. Raises InvalidValue or ContextExceeded naming the field."""
     encoding = _encoding(model)
     prompt, cuts = _read_prompt(fields, encoding), _read_truncate(fields)
-    name = next((name for name in names if fields.take(name) is not None), names[0])
+    stated = [name for name in names if fields.take(name) is not None]
+    name = stated[0] if stated else names[0]
     rows, texts = await read_texts(fields, name, model, prefix=prompt, longest=MOST_IDS if cuts else None)
     written = [text for text in texts if text is not None]
     if written:
@@ -177,8 +179,8 @@ def _read_documents(fields: Fields) -> list[str]:
     listed = fields.sequence("documents")
     if not listed:
         raise InvalidValue("documents must be an array of at least one string or object with text", param="documents")
-    if len(listed) > MAX_PROMPTS:
-        raise InvalidValue(f"documents must have at most {MAX_PROMPTS} entries", param="documents")
+    if len(listed) > MAX_TEXTS:
+        raise InvalidValue(f"documents must have at most {MAX_TEXTS} entries", param="documents")
     texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in listed]
     for index, text in enumerate(texts):
         if not isinstance(text, str):

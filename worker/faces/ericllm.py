@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterable
 
+from worker.bodies import ERICLLM
 from worker.faces import Call, Model
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
@@ -14,10 +15,10 @@ _SAME = (*_DEFAULTS, "min_p", "stop", "n", "seed", "model")
 
 async def generate(body: Json, model: Model) -> Call:
     """A text completion of one prompt; raises RequestError."""
-    fields = Fields(body)
-    fields.refuse("top_a", [0, 0.0], "top_a is not supported; leave it out")
-    fields.refuse("filters", [[]], "filters are not supported; use a grammar with POST /v1/completions")
-    fields.refuse("skip_special_tokens", [True], "skip_special_tokens must be true: special tokens are not shown")
+    fields = Fields(body, ERICLLM)
+    fields.refuse("top_a", "top_a is not supported; leave it out")
+    fields.refuse("filters", "filters are not supported; use a grammar with POST /v1/completions")
+    fields.refuse("skip_special_tokens", "skip_special_tokens must be true: special tokens are not shown")
     asked: Json = {name: fields.take(name) for name in _SAME}
     asked |= {name: value for name, value in _DEFAULTS.items() if asked[name] is None}
     asked["repetition_penalty"] = fields.take("token_repetition_penalty")

@@ -5,30 +5,25 @@ from dataclasses import asdict
 from typing import Any
 
 from worker import chat, constraints, sampling
+from worker.bodies import COMPLETION, DETOKENIZE, TEMPLATE, TOKENIZE
 from worker.errors import InvalidValue
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json, to_integer
 from worker.generation import Generation, Sampling
 from worker.native import NativeReply
 
-_MOST_CHOICES = 128
-
 
 async def completion(body: Json, model: Model) -> Call:
     """Text that goes on from a prompt, or from each of several; raises RequestError."""
     model.require("completion")
-    fields = Fields(body)
-    alternatives = fields.integer("n_probs", 0, model.options.max_logprobs)
-    fields.refuse(
-        "post_sampling_probs", [False], "post_sampling_probs is not supported: leave it out for those of the model"
-    )
-    fields.refuse("n_indent", [0], "n_indent is not supported; leave it out")
-    fields.refuse("response_fields", [[]], "response_fields is not supported; leave it out for all of them")
-    fields.refuse("return_tokens_only", [False], "return_tokens_only is not supported; leave it out")
+    fields = Fields(body, COMPLETION)
+    alternatives = fields.integer("n_probs", high=model.options.max_logprobs)
+    fields.refuse("post_sampling_probs", "post_sampling_probs is not supported: leave it out for those of the model")
+    fields.refuse("n_indent", "n_indent is not supported; leave it out")
+    fields.refuse("response_fields", "response_fields is not supported; leave it out for all of them")
+    fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
     for adapters in ("lora", "adapters"):
-        fields.refuse(
-            adapters, [[], ""], f"{adapters}: adapters are not supported yet; merge yours into a snapshot of its own"
-        )
+        fields.refuse(adapters, f"{adapters}: adapters are not supported yet; merge yours into a snapshot of its own")
     options = model.options
     picked, stop = sampling.read(
         fields,
@@ -44,7 +39,7 @@ async def completion(body: Json, model: Model) -> Call:
     has_progress = _of_stream(fields, "return_progress", stream)
     max_tokens = _n_predict(fields, options.n_predict)
     has_timings = _of_stream(fields, "timings_per_token", stream)
-    n = fields.integer("n", 1, _MOST_CHOICES) or 1
+    n = fields.integer("n") or 1
     ping_interval = read_ping_interval(fields)
     prompts, texts = await read_texts(fields, "prompt", model)
     ignored = fields.settle(strict=options.strict_fields)
@@ -78,7 +73,7 @@ async def completion(body: Json, model: Model) -> Call:
 
 def _n_predict(fields: Fields, default: int) -> int | None:
     """New tokens at most; -1 is all that fits, 0 only reads the prompt."""
-    stated, same = fields.integer("n_predict", -1), fields.integer("max_tokens", -1)
+    stated, same = fields.integer("n_predict"), fields.integer("max_tokens")
     if stated is not None and same is not None and stated != same:
         raise InvalidValue("n_predict and max_tokens mean the same but differ; state one", param="max_tokens")
     tokens = same if stated is None else stated
@@ -104,7 +99,7 @@ def _settings(picked: Sampling, max_tokens: int | None, stop: tuple[str, ...], *
 
 async def tokenize(body: Json, model: Model) -> Result:
     """`content` as token ids, with their pieces if `with_pieces`; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, TOKENIZE)
     fields.text("model")
     content = fields.text("content")
     if content is None:
@@ -120,7 +115,7 @@ async def tokenize(body: Json, model: Model) -> Result:
 
 async def detokenize(body: Json, model: Model) -> Result:
     """The text of `tokens`, special ones included; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, DETOKENIZE)
     fields.text("model")
     listed = fields.sequence("tokens")
     if listed is None:
@@ -134,9 +129,9 @@ async def detokenize(body: Json, model: Model) -> Result:
 
 async def apply_template(body: Json, model: Model) -> Result:
     """The prompt that a chat with this body would start from; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, TEMPLATE)
     conversation = chat.read(fields, model.template)
-    fields.skip(chat.FIELDS)
+    fields.skip(TEMPLATE)
     ignored = fields.settle(strict=model.options.strict_fields)
     return Result(body={"prompt": await model.render(conversation)}, ignored=ignored)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from worker.bodies import INVOCATIONS, PARAMETERS
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, openai
 from worker.faces.openai import Chat, understand_text
@@ -38,9 +39,9 @@ async def invocations(body: Json, model: Model) -> Call:
                 param="stream",
             )
         return await (openai.chat if "messages" in body else openai.completions)(body, model)
-    fields = Fields(body)
+    fields = Fields(body, INVOCATIONS)
     name, stream = fields.text("model"), fields.flag("stream") or False
-    fields.refuse("adapters", ["", []], "adapters are not supported yet; merge yours into a snapshot of its own")
+    fields.refuse("adapters", "adapters are not supported yet; merge yours into a snapshot of its own")
     inputs = fields.take("inputs")
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -62,13 +63,13 @@ async def invocations(body: Json, model: Model) -> Call:
 
 def _parameters(fields: Fields, model: Model) -> tuple[Json, dict[str, bool]]:
     """Fields of a text completion, and what the answer shall hold."""
-    within = Fields(fields.mapping("parameters") or {}, path="parameters.")
-    within.refuse("num_beams", [1], "parameters.num_beams is not supported above 1; leave it out")
-    within.refuse("typical_p", [1, 1.0], "parameters.typical_p is not supported; leave it out")
+    within = fields.within("parameters", PARAMETERS)
+    within.refuse("num_beams", "parameters.num_beams is not supported above 1; leave it out")
+    within.refuse("typical_p", "parameters.typical_p is not supported; leave it out")
     asked: Json = {name: within.take(name) for name in _SAME}
     if not within.flag("do_sample"):
         asked["temperature"] = 0.0
-    asked["max_tokens"] = within.integer("max_new_tokens", 1) or _NEW_TOKENS
+    asked["max_tokens"] = within.integer("max_new_tokens") or _NEW_TOKENS
     asked["stop"] = within.take("stop_sequences", "stop")
     asked["ignore_eos"] = within.flag("ignore_eos_token")
     settings = {"has_details": within.flag("details") or False, "is_full": within.flag("return_full_text") or False}

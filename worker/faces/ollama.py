@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from worker import routes
+from worker.bodies import OF_LOADS, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OPTIONS
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces import embeddings as vectors
@@ -25,11 +26,6 @@ _SAMPLING = (
     "frequency_penalty", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta",
 )  # fmt: skip
 """Options that OpenAI's bodies have by the same name."""
-_OF_LOADS = (
-    "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
-    "use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline",
-)  # fmt: skip
-"""Options of how a model is loaded, which presets state here, and some that do nothing."""
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ns|us|µs|ms|s|m|h)")
 _IMPOSSIBLE = -9999.0
@@ -39,7 +35,7 @@ _THINKING = ("low", "medium", "high")
 
 async def chat(body: Json, model: Model) -> Call | Result:
     """One message of the assistant; without messages, the model is loaded. Raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, OLLAMA_CHAT)
     asked, room, keep_alive = _read(fields, model)
     messages = fields.sequence("messages") or []
     asked["messages"] = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
@@ -55,13 +51,13 @@ async def chat(body: Json, model: Model) -> Call | Result:
 async def generate(body: Json, model: Model) -> Call | Result:
     """A text that answers a prompt, or with `raw` goes on from it; without a prompt, the model is loaded. Raises
     RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, OLLAMA_GENERATE)
     asked, room, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
-    fields.refuse("images", [[]], "images: this model takes text; leave them out")
-    fields.refuse("context", [[]], "context is not supported; send the conversation to /api/chat")
-    fields.refuse("template", [""], "template is not supported; set chat-template in the model's preset")
-    fields.refuse("suffix", [""], "suffix is not supported here; use POST /v1/completions")
+    fields.refuse("images", "images: this model takes text; leave them out")
+    fields.refuse("context", "context is not supported; send the conversation to /api/chat")
+    fields.refuse("template", "template is not supported; set chat-template in the model's preset")
+    fields.refuse("suffix", "suffix is not supported here; use POST /v1/completions")
     if not prompt:
         return _loaded(fields, model, asked, keep_alive, {"response": ""})
     logprobs = _logprobs(fields)
@@ -82,7 +78,7 @@ async def generate(body: Json, model: Model) -> Call | Result:
 async def embed(body: Json, model: Model) -> Result:
     """A vector for each text; raises RequestError."""
     began = time.monotonic()
-    fields = Fields(body)
+    fields = Fields(body, OLLAMA_EMBED)
     name, keep_alive = _named(fields, model), _keep_alive(fields)
     _options(fields, model)
     texts = fields.take("input")
@@ -105,7 +101,7 @@ async def embed(body: Json, model: Model) -> Result:
 
 async def embeddings(body: Json, model: Model) -> Result:
     """The older call: one text, one vector; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, OLLAMA_EMBEDDINGS)
     _named(fields, model)
     keep_alive = _keep_alive(fields)
     _options(fields, model)
@@ -133,24 +129,25 @@ def _read(fields: Fields, model: Model) -> tuple[Json, int | None, float | None]
 
 
 def _named(fields: Fields, model: Model) -> str:
-    return fields.text("model") or fields.text("name") or model.options.name
+    model_name, older = fields.text("model"), fields.text("name")
+    return model_name or older or model.options.name
 
 
 def _options(fields: Fields, model: Model) -> tuple[Json, int | None]:
-    within = Fields(fields.mapping("options") or {}, path="options.")
+    within = fields.within("options", OPTIONS)
     asked: Json = {name: within.take(name) for name in _SAMPLING}
     asked["stop"] = within.take("stop")
-    within.refuse("tfs_z", [1, 1.0], "options.tfs_z is not supported; leave it out")
-    most = within.integer("num_predict", -2)
+    within.refuse("tfs_z", "options.tfs_z is not supported; leave it out")
+    most = within.integer("num_predict")
     asked["max_tokens"] = -1 if most is not None and most < 0 else most
-    room = within.integer("num_ctx", 1)
+    room = within.integer("num_ctx")
     if room is not None and room > model.engine.ctx_size:
         raise InvalidValue(
             f"options.num_ctx is above this model's context of {model.engine.ctx_size} tokens; raise ctx-size in the"
             " preset",
             param="options.num_ctx",
         )
-    for name in _OF_LOADS:
+    for name in OF_LOADS:
         if within.take(name) is not None:
             fields.mark_unused(within.path + name)
     for name in within.settle(strict=model.options.strict_fields):
@@ -188,8 +185,8 @@ def _think(fields: Fields, model: Model) -> Json:
 
 
 def _logprobs(fields: Fields) -> Json:
-    wanted = fields.flag("logprobs")
-    return {"logprobs": wanted, "top_logprobs": fields.take("top_logprobs") if wanted else None}
+    wanted, alternatives = fields.flag("logprobs"), fields.take("top_logprobs")
+    return {"logprobs": wanted, "top_logprobs": alternatives if wanted else None}
 
 
 def _keep_alive(fields: Fields) -> float | None:

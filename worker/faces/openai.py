@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from worker import chat as chats
 from worker import constraints, sampling, tools
+from worker.bodies import CHAT, CHAT_TOKENS, COMPLETIONS, STREAM_OPTIONS, TEXT
 from worker.errors import InvalidValue
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family
@@ -14,8 +15,6 @@ from worker.fields import Fields, Json
 from worker.generation import Generation, Grammar, Sampling
 from worker.parts import Manner, Reading, shown, written
 from worker.replies import ChatReply, TextReply
-
-MAX_CHOICES = 128
 
 
 async def chat(body: Json, model: Model) -> Call:
@@ -52,13 +51,13 @@ class Chat:
 async def understand(body: Json, model: Model, *, id: str) -> Chat:
     """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError."""
     model.require("completion")
-    fields = Fields(body)
+    fields = Fields(body, CHAT)
     conversation = chats.read(fields, model.template)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separates = _separates(fields, model)
     _refuse_unbuilt(fields)
     has_logprobs = fields.flag("logprobs") or False
-    top = fields.integer("top_logprobs", 0, model.options.max_logprobs)
+    top = fields.integer("top_logprobs", high=model.options.max_logprobs)
     if top and not has_logprobs:
         raise InvalidValue("top_logprobs needs logprobs: true", param="top_logprobs")
     common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
@@ -83,8 +82,8 @@ async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
     """The body of a text completion, as another face has translated it: nothing in the answer is told apart. Raises
     RequestError."""
     model.require("completion")
-    fields = Fields(body)
-    logprobs = fields.integer("logprobs", 0, model.options.max_logprobs)
+    fields = Fields(body, TEXT)
+    logprobs = fields.integer("logprobs", high=model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     common.check_max_tokens()
     prompts, _ = await read_texts(fields, "prompt", model)
@@ -97,8 +96,8 @@ async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
 
 async def input_tokens(body: Json, model: Model) -> Result:
     """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
-    fields = Fields(body)
-    fields.skip(chats.FIELDS)
+    fields = Fields(body, CHAT_TOKENS)
+    fields.skip(CHAT_TOKENS)
     ignored = fields.settle(strict=model.options.strict_fields)
     tokens = await count(body, model)
     told = {"object": "response.input_tokens", "input_tokens": tokens}
@@ -108,7 +107,7 @@ async def input_tokens(body: Json, model: Model) -> Result:
 async def count(body: Json, model: Model) -> int:
     """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
     model.require("completion")
-    fields = Fields(body)
+    fields = Fields(body, CHAT_TOKENS)
     conversation = chats.read(fields, model.template)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     _, tokens = await _tokens(conversation, tooling, model)
@@ -127,13 +126,13 @@ async def _tokens(conversation: chats.Conversation, tooling: tools.Tooling, mode
 async def completions(body: Json, model: Model) -> Call:
     """A text completion of one or more prompts; raises RequestError."""
     model.require("completion")
-    fields = Fields(body)
+    fields = Fields(body, COMPLETIONS)
     _refuse_unbuilt(fields)
     suffix = fields.text("suffix")
     echo = fields.flag("echo") or False
     if suffix and echo:
         raise InvalidValue("suffix and echo exclude each other; state one", param="echo")
-    logprobs = fields.integer("logprobs", 0, model.options.max_logprobs)
+    logprobs = fields.integer("logprobs", high=model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     is_only_echo = echo and common.max_tokens == 0
     if not is_only_echo:
@@ -248,14 +247,14 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         seed=options.seed if options.seed >= 0 else None,
     )
     stream = fields.flag("stream") or False
-    stream_options = Fields(fields.mapping("stream_options") or {}, path="stream_options.")
+    stream_options = fields.within("stream_options", STREAM_OPTIONS)
     return _Common(
         model=fields.text("model") or options.name,
         max_tokens=_max_tokens(fields, options.n_predict),
         sampling=picked,
         grammar=constraints.read(fields),
         stop=stop,
-        n=fields.integer("n", 1, MAX_CHOICES) or 1,
+        n=fields.integer("n") or 1,
         stream=stream,
         include_usage=stream_options.flag("include_usage") or False,
         has_progress=_only_streamed(fields, "return_progress", stream),
@@ -273,7 +272,7 @@ def _only_streamed(fields: Fields, name: str, stream: bool) -> bool:
 
 
 def _best_of(fields: Fields, common: _Common) -> int:
-    best_of = fields.integer("best_of", 1, MAX_CHOICES) or common.n
+    best_of = fields.integer("best_of") or common.n
     if best_of < common.n:
         raise InvalidValue("best_of must be at least n", param="best_of")
     if best_of > common.n and common.stream:
@@ -283,8 +282,8 @@ def _best_of(fields: Fields, common: _Common) -> int:
 
 def _max_tokens(fields: Fields, default: int) -> int | None:
     """New tokens at most; None for -1, llama-server's word for all that fits."""
-    stated = fields.integer("max_tokens", -1)
-    newer = fields.integer("max_completion_tokens", -1)
+    stated = fields.integer("max_tokens")
+    newer = fields.integer("max_completion_tokens")
     if stated is not None and newer is not None and stated != newer:
         raise InvalidValue(
             "max_tokens and max_completion_tokens mean the same but differ; state one", param="max_completion_tokens"
@@ -298,14 +297,12 @@ def _max_tokens(fields: Fields, default: int) -> int | None:
 def _refuse_unbuilt(fields: Fields) -> None:
     """Raise UnsupportedField for what changes the answer and is not built yet, unless its value changes nothing."""
     for name in ("adapters", "lora"):
-        fields.refuse(
-            name, ["", [], {}], f"{name}: adapters are not supported yet; merge yours into a snapshot of its own"
-        )
+        fields.refuse(name, f"{name}: adapters are not supported yet; merge yours into a snapshot of its own")
 
 
 def _separates(fields: Fields, model: Model) -> bool:
     """Whether thoughts are told apart from content: `reasoning_format`, in llama-server's words."""
-    stated = fields.choice("reasoning_format", ("none", "auto", "deepseek"))
+    stated = fields.choice("reasoning_format")
     if stated == "deepseek" and (model.family is None or not model.family.thinks):
         fields.mark_unused("reasoning_format")
     return stated != "none"

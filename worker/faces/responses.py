@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from worker.bodies import REASONING, RESPONSE_TEXT, RESPONSES
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
@@ -23,7 +24,7 @@ _INCLUDED = ("reasoning.encrypted_content",)
 
 async def responses(body: Json, model: Model) -> Call:
     """One response; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, RESPONSES)
     asked, echoed = _read(fields, model)
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"resp_{uuid.uuid4().hex}"
@@ -39,7 +40,7 @@ async def responses(body: Json, model: Model) -> Call:
 
 async def input_tokens(body: Json, model: Model) -> Result:
     """Tokens of the prompt that this input makes; raises RequestError."""
-    fields = Fields(body)
+    fields = Fields(body, RESPONSES)
     asked, _ = _read(fields, model)
     ignored = fields.settle(strict=model.options.strict_fields)
     tokens = await count(asked, model)
@@ -52,13 +53,13 @@ async def input_tokens(body: Json, model: Model) -> Result:
 
 def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     """The fields of a chat completion, and what a response says again of its request."""
-    fields.refuse("previous_response_id", [""], f"previous_response_id is not supported: {_STATELESS}")
-    fields.refuse("conversation", [], f"conversation is not supported: {_STATELESS}")
-    fields.refuse("store", [False], f"store is not supported: {_STATELESS}; leave store out or send false")
-    fields.refuse("background", [False], "background is not supported: an answer ends with its connection; use stream")
-    fields.refuse("truncation", ["disabled"], 'truncation must be "disabled": no input is cut')
-    fields.refuse("prompt", [], "prompt is not supported: no prompts are kept here; use instructions and input")
-    fields.refuse("top_logprobs", [0], "top_logprobs is not supported here; use POST /v1/chat/completions")
+    fields.refuse("previous_response_id", f"previous_response_id is not supported: {_STATELESS}")
+    fields.refuse("conversation", f"conversation is not supported: {_STATELESS}")
+    fields.refuse("store", f"store is not supported: {_STATELESS}; leave store out or send false")
+    fields.refuse("background", "background is not supported: an answer ends with its connection; use stream")
+    fields.refuse("truncation", 'truncation must be "disabled": no input is cut')
+    fields.refuse("prompt", "prompt is not supported: no prompts are kept here; use instructions and input")
+    fields.refuse("top_logprobs", "top_logprobs is not supported here; use POST /v1/chat/completions")
     for name in fields.sequence("include") or ():
         if name not in _INCLUDED:
             raise UnsupportedField(f"include: only {_INCLUDED[0]} may stand there", param="include")
@@ -67,26 +68,26 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     asked: Json = {
         "model": fields.text("model"),
         "messages": [*([{"role": "system", "content": instructions}] if instructions else []), *_input(fields)],
-        "max_tokens": fields.integer("max_output_tokens", 1),
+        "max_tokens": fields.integer("max_output_tokens"),
         "tools": tools,
         "tool_choice": choice,
     }
     for name in ("temperature", "top_p", "parallel_tool_calls", "stream", "sse_ping_interval"):
         asked[name] = fields.take(name)
-    reasoning = Fields(fields.mapping("reasoning") or {}, path="reasoning.")
-    asked["reasoning_effort"] = reasoning.text("effort")
+    reasoning = fields.within("reasoning", REASONING)
+    asked["reasoning_effort"] = reasoning.choice("effort")
     for name in ("summary", "generate_summary"):
         if reasoning.take(name) is not None:
             fields.mark_unused(reasoning.path + name)  # thoughts come as they are
     fields.mapping("stream_options")  # obfuscation, of which there is none
-    text = Fields(fields.mapping("text") or {}, path="text.")
-    asked["verbosity"] = text.take("verbosity")
+    text = fields.within("text", RESPONSE_TEXT)
+    asked["verbosity"] = text.choice("verbosity")
     form = text.mapping("format")
     asked["response_format"] = _format(form)
     echoed = {
         "instructions": instructions,
         "max_output_tokens": asked["max_tokens"],
-        "metadata": fields.take("metadata") or {},
+        "metadata": fields.mapping("metadata") or {},
         "parallel_tool_calls": asked["parallel_tool_calls"] is not False,
         "reasoning": {"effort": asked["reasoning_effort"], "summary": None},
         "text": {"format": form or {"type": "text"}},

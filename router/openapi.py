@@ -1,0 +1,270 @@
+"""The API in OpenAPI's words, made of the tables that it is served by. Law: PURE.
+
+Paths, bodies and errors are those of `worker.routes`, answers those of `router.answers`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from router import __version__
+from router.answers import ANSWERS, ANY_OBJECT, COMPONENTS, COUNT, TEXT, Answer, Schema, const, enum, maybe, ref, shape
+from worker.routes import ERRORS, FLAGS, ROUTES, Face, Loads, Plane, Route, body_schema, query, stream
+
+_FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
+_PARAMETERS: Mapping[str, str] = {
+    "model": "Id or alias of a model.",
+    "model_name": "The same as model.",
+    "autoload": "Whether a model that is not loaded is loaded for this request.",
+    "reload": "Not empty: presets, folders and caches are read again before.",
+    "wait": "Answer once it is done.",
+    "force": "Do not wait for running requests.",
+    "snapshot": "Begin with the state of every model.",
+    "fail_on_no_slot": "503 where no slot is free.",
+}
+_FACES: Mapping[Face, tuple[str, str]] = {
+    Face.OPENAI: ("OpenAI", "Error"),
+    Face.LLAMA_SERVER: ("llama-server", "Error"),
+    Face.RESPONSES: ("OpenAI responses", "Error"),
+    Face.ADMIN: ("router", "Error"),
+    Face.ANTHROPIC: ("Anthropic", "AnthropicError"),
+    Face.OLLAMA: ("Ollama", "OllamaError"),
+    Face.LMI: ("LMI", "LmiError"),
+    Face.ERICLLM: ("EricLLM", "EricLlmError"),
+}
+"""The tag of each dialect and the component that its errors are."""
+_ANYWHERE = (400, 401, 403, 500)
+_BODY = (408, 413, 415, 429)
+_WORKER = (404, 408, 413, 415, 429, 501, 502, 503, 504, 507)
+_OWN: Mapping[str, tuple[int, ...]] = {
+    "model": (404,),
+    "load": (404, 501, 502, 503, 504, 507),
+    "unload": (404,),
+    "health": (404,),
+    "metrics": (404,),
+    "props": (404, 501, 502, 503, 504, 507),
+    "slots": (404, 503),
+    "plan": (404, 503, 507),
+    "ollama_show": (404,),
+}
+"""Statuses of calls that the router answers itself, by the name of the route, besides those of all."""
+_WORDS: Mapping[int, str] = {
+    400: "The request cannot be understood or is not supported.",
+    401: "No key, or one that nobody knows.",
+    403: "This key, host or origin may not do that, or nobody may.",
+    404: "There is no such model for this key.",
+    408: "The body did not arrive in time.",
+    409: "It is in use, or there already.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    429: "Too many requests wait.",
+    500: "It failed here, or loading the model did.",
+    501: "This model or this server cannot do that.",
+    502: "The worker was lost before it answered.",
+    503: "Not now.",
+    504: "It took too long.",
+    507: "The model does not fit, even alone.",
+}
+
+
+def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
+    """The description of `routes`, all below `prefix`, as OpenAPI 3.1 has it."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Fleet router",
+            "version": __version__,
+            "description": "One address for many language models, in several dialects. HEAD works where GET does; "
+            "every answer has X-Request-Id.",
+            "license": {"name": "MIT", "identifier": "MIT"},
+        },
+        "servers": [{"url": prefix or "/"}],
+        "security": [{}, {"bearer": []}, {"header": []}],
+        "tags": [{"name": name} for name in dict.fromkeys(tag for tag, _ in _FACES.values())],
+        "paths": paths,
+        "components": {
+            "schemas": {**COMPONENTS, **_errors(), **_bodies(routes)},
+            "responses": {
+                f"{error}{status}": _error(status, error)
+                for error in dict.fromkeys(error for _, error in _FACES.values())
+                for status in _WORDS
+            },
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+    }
+
+
+def statuses(route: Route) -> tuple[int, ...]:
+    """The statuses of errors that `route` may answer with."""
+    if route.name == "disabled":
+        return (400, 401, 403)
+    if route.name == "not_offered":
+        return (400, 401, 403, 501)
+    found = {*_ANYWHERE, *(_WORKER if route.worker else _OWN.get(route.name, ()))}
+    if body_schema(route) is not None:
+        found |= set(_BODY)
+    if route.plane is Plane.PUBLIC:
+        found -= {401}
+    return tuple(sorted(found))
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    answer = ANSWERS.get(route.name, Answer())
+    tag, error = _FACES[route.face]
+    operation: dict[str, Any] = {
+        "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", route.path)]),
+        "tags": [tag],
+        "summary": answer.about or _refusal(route),
+        "responses": {
+            **_success(route, answer),
+            **{str(status): {"$ref": f"#/components/responses/{error}{status}"} for status in statuses(route)},
+            **{str(status): _json(schema, _WORDS[status]) for status, schema in answer.further.items()},
+        },
+    }
+    if route.worker:
+        operation["description"] = _LOADS[route.loads]
+    parameters = [*_in_path(route), *_in_query(route), *_in_header(answer)]
+    if parameters:
+        operation["parameters"] = parameters
+    body = body_schema(route)
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(_named(route))}}}
+    if route.plane is Plane.PUBLIC:
+        operation["security"] = []
+    return operation
+
+
+_LOADS: Mapping[Loads, str] = {
+    Loads.FOLLOWS: "Loads the model if it is not loaded, unless its preset, the router or autoload=false says no.",
+    Loads.ON_DEMAND: "Loads the model only with autoload=true.",
+    Loads.NEVER: "Never loads a model, unless with autoload=true.",
+}
+
+
+def _refusal(route: Route) -> str:
+    return f"Not offered; use {route.instead}." if route.instead else "Disabled: this server fetches and runs nothing."
+
+
+def _success(route: Route, answer: Answer) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if answer.body is not None:
+        content[answer.media] = {"schema": answer.body}
+    elif route.name in ANSWERS and answer.frame is None:
+        content[answer.media] = {"schema": TEXT}
+    if answer.frame is not None and (route.streams or answer.body is None):
+        manner = stream(route.face)
+        media = manner.headers["Content-Type"]
+        # OpenAPI has no words for the frames of a stream: the extension says what each of them holds
+        content[media] = {"schema": {"type": "string", "description": _streamed(media)}, "x-frame": answer.frame}
+    if not content:
+        return {}
+    headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
+    if route.worker:
+        headers["X-Router-Model"] = {"schema": TEXT, "description": "The model's id.", "required": True}
+        headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields that made no difference."}
+    return {"200": {"description": answer.about, "headers": headers, "content": content}}
+
+
+def _streamed(media: str) -> str:
+    if media == "text/event-stream":
+        return (
+            "Server-sent events; each one's data is one line of JSON, lines that begin with a colon are comments. A "
+            "stream that fails ends with an error object in an event and a broken connection. Chats and text "
+            "completions of OpenAI's dialect end with the data [DONE]."
+        )
+    return "A line of JSON each; a stream that fails ends with a line that says so and a broken connection."
+
+
+def _json(schema: Schema, about: str) -> dict[str, Any]:
+    return {"description": about, "content": {"application/json": {"schema": schema}}}
+
+
+def _error(status: int, component: str) -> dict[str, Any]:
+    headers = {"X-Should-Retry": {"schema": enum("true", "false"), "required": True}}
+    if status in (429, 503):
+        headers["Retry-After"] = {"schema": {"type": "integer", "minimum": 1, "maximum": 60}, "required": True}
+    if status == 401:
+        headers["WWW-Authenticate"] = {"schema": TEXT, "required": True}
+    return {**_json(ref(component), _WORDS[status]), "headers": headers}
+
+
+def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
+    """What requests may say, by the names of their routes."""
+    found = {_named(route): body_schema(route) for route in routes}
+    return {name: schema for name, schema in found.items() if schema is not None}
+
+
+def _named(route: Route) -> str:
+    return "".join(word.capitalize() for word in route.name.split("_")) + "Request"
+
+
+def _in_path(route: Route) -> list[dict[str, Any]]:
+    if "{id}" not in route.path:
+        return []
+    about = "Id or alias of a model; its slashes and colons may be percent-encoded."
+    return [
+        {
+            "name": "id",
+            "in": "path",
+            "required": True,
+            "description": about,
+            "schema": {"type": "string", "minLength": 1},
+        }
+    ]
+
+
+def _in_query(route: Route) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "description": _PARAMETERS[name],
+            "schema": _FLAG if name in FLAGS else {"type": "string"},
+        }
+        for name in query(route)
+    ]
+
+
+def _in_header(answer: Answer) -> list[dict[str, Any]]:
+    if answer.frame is None or answer.body is not None:
+        return []
+    about = "The last event that was seen: those after it come first."
+    return [{"name": "Last-Event-ID", "in": "header", "description": about, "schema": TEXT}]
+
+
+def _errors() -> dict[str, Schema]:
+    """The error bodies of all dialects."""
+    further = {"n_prompt_tokens": COUNT, "n_ctx": COUNT, "devices": ANY_OBJECT, "errors": {"type": "array"}}
+    rows = [
+        shape(
+            {
+                "code": const(row.status),
+                "message": TEXT,
+                "type": const(row.type),
+                "param": maybe(TEXT),
+                "reason": enum(*row.reasons),
+            },
+            {name: further[name] for name in row.further},
+        )
+        for row in ERRORS
+    ]
+    types = sorted({row.type for row in ERRORS if row.status < 500} | {"overloaded_error", "api_error"})
+    return {
+        "Error": shape({"error": {"anyOf": rows}}),
+        "AnthropicError": shape(
+            {
+                "type": const("error"),
+                "error": shape({"type": enum(*types), "message": TEXT}),
+                "request_id": TEXT,
+            }
+        ),
+        "OllamaError": shape({"error": TEXT}),
+        "LmiError": shape({"code": {"type": "integer"}, "type": TEXT, "message": TEXT}),
+        "EricLlmError": shape({"detail": TEXT}),
+    }

@@ -1,0 +1,846 @@
+"""What a request's body may say: for every call its fields, each with the values that it takes, as JSON Schema.
+
+The readers in `worker.fields` take their types and ranges from here and know no field that is not, and the description
+of the API is written from the same tables: neither can say what the other does not.
+
+Law: standard library only; the router reads this through `worker.routes`. A field whose schema has no null must be
+there; everywhere else null is as good as absent.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+Schema = Mapping[str, Any]
+Body = Mapping[str, Schema]
+"""Fields by name."""
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_TOOLS = 512
+MAX_TEXTS = 2048
+"""Prompts, inputs or documents of one request, as many as at OpenAI."""
+MAX_GUIDED_CHOICES = 1024
+_LARGEST = 2**31 - 1
+_LONG = 2**63
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+VERBOSITIES = ("low", "medium", "high")
+FORMATS = ("text", "json_object", "json_schema")
+
+ANYTHING: Schema = {}
+
+
+def _or_null(schema: Schema) -> Schema:
+    if "type" in schema:
+        kinds = [schema["type"]] if isinstance(schema["type"], str) else list(schema["type"])
+        return {**schema, "type": [*kinds, "null"]}
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def integer(low: int | None = None, high: int | None = None, about: str = "") -> Schema:
+    return _or_null({"type": "integer", **_bounds(low, high), **_about(about)})
+
+
+def number(low: float, high: float, about: str = "") -> Schema:
+    return _or_null({"type": "number", **_bounds(low, high), **_about(about)})
+
+
+def flag(about: str = "") -> Schema:
+    return _or_null({"type": "boolean", **_about(about)})
+
+
+def text(about: str = "") -> Schema:
+    return _or_null({"type": "string", **_about(about)})
+
+
+def choice(values: Collection[str], about: str = "") -> Schema:
+    return {"enum": [*values, None], "type": ["string", "null"], **_about(about)}
+
+
+def array(items: Schema, *, most: int | None = None, least: int | None = None, about: str = "") -> Schema:
+    return _or_null({"type": "array", "items": items, **_sizes(least, most), **_about(about)})
+
+
+def record(
+    fields: Body,
+    about: str = "",
+) -> Schema:
+    """An object; the fields that must be there are those whose schema has no null."""
+    return _or_null({**described(fields), **_about(about)})
+
+
+def one_of(values: Collection[Any], about: str = "") -> Schema:
+    """Exactly these values, or nothing: a field that means something nobody here can do."""
+    return {"enum": [None, *values], **_about(about)}
+
+
+def required(schema: Schema) -> Schema:
+    """The same, which must be there."""
+    kinds = [kind for kind in schema["type"] if kind != "null"]
+    values = {"enum": [value for value in schema["enum"] if value is not None]} if "enum" in schema else {}
+    return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds, **values}
+
+
+def described(fields: Body) -> Schema:
+    """The JSON Schema of an object with these fields; what else it holds is anybody's."""
+    needed = [name for name, schema in fields.items() if not allows_null(schema)]
+    return {"type": "object", "properties": dict(fields), **({"required": needed} if needed else {})}
+
+
+def allows_null(schema: Schema) -> bool:
+    if "anyOf" in schema:
+        return any(map(allows_null, schema["anyOf"]))
+    if "enum" in schema:
+        return None in schema["enum"]
+    if "not" in schema and not schema["not"]:
+        return True  # nothing may stand there, so it may be left out
+    return "type" not in schema or "null" in schema["type"]
+
+
+def allows(schema: Schema, value: Any) -> bool:
+    """Whether `value` is one that a schema of `NEUTRAL` or of `one_of` takes: booleans are no numbers."""
+    if "enum" in schema:
+        return any(_same(value, each) for each in schema["enum"])
+    if "maximum" in schema:
+        return type(value) in (int, float) and bool(value <= schema["maximum"])
+    return True
+
+
+def kinds(schema: Schema) -> set[str]:
+    """The types of the values that it takes, as far as it names them."""
+    named = schema.get("type", ())
+    own = {named} if isinstance(named, str) else set(named)
+    return own.union(*(kinds(each) for each in schema.get("anyOf", ())))
+
+
+def bounds(schema: Schema) -> tuple[float | None, float | None]:
+    """The least and the largest number that it takes; None: no bound."""
+    if "anyOf" not in schema:
+        numbers = [value for value in (schema.get("const"), *schema.get("enum", ())) if type(value) in (int, float)]
+        return (min(numbers), max(numbers)) if numbers else (schema.get("minimum"), schema.get("maximum"))
+    each = [bounds(one) for one in schema["anyOf"] if one.get("type") != "null"]
+    lows, highs = [low for low, _ in each if low is not None], [high for _, high in each]
+    return min(lows, default=None), None if None in highs else max(high for high in highs if high is not None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) in (int, float) and type(other) in (int, float):
+        return bool(one == other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _bounds(low: float | None, high: float | None) -> dict[str, float]:
+    stated = {"minimum": low, "maximum": high}
+    return {name: value for name, value in stated.items() if value is not None}
+
+
+def _sizes(least: int | None, most: int | None) -> dict[str, int]:
+    stated = {"minItems": least, "maxItems": most}
+    return {name: value for name, value in stated.items() if value is not None}
+
+
+def _about(text: str) -> dict[str, str]:
+    return {"description": text} if text else {}
+
+
+# Fields of all calls
+
+NO_OPS: Body = {
+    name: {"description": "Makes no difference here."}
+    for name in (
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "moderation", "id_slot", "cache_prompt", "n_keep",
+    )
+}  # fmt: skip
+"""Nothing here depends on them, so any value is as good as none."""
+
+_OFF = "Not supported: only the value that makes no difference is taken."
+_TUNES = "Makes no difference: what it tunes is off."
+NEUTRAL: Body = {
+    "audio": one_of([], _OFF),
+    "modalities": one_of([[], ["text"]], _OFF),
+    "web_search_options": one_of([], _OFF),
+    "prediction": one_of([], _OFF),
+    "store": one_of([False], _OFF),
+    "functions": one_of([[]], _OFF),
+    "function_call": one_of(["none", "auto"], _OFF),
+    "mirostat": one_of([0], _OFF),
+    "mirostat_tau": {"description": _TUNES},
+    "mirostat_eta": {"description": _TUNES},
+    "xtc_probability": one_of([0], _OFF),
+    "xtc_threshold": {"description": _TUNES},
+    "dry_multiplier": one_of([0], _OFF),
+    "dry_base": {"description": _TUNES},
+    "dry_allowed_length": {"description": _TUNES},
+    "dry_penalty_last_n": {"description": _TUNES},
+    "dry_sequence_breakers": {"description": _TUNES},
+    "dynatemp_range": one_of([0], _OFF),
+    "dynatemp_exponent": {"description": _TUNES},
+    "typical_p": one_of([1], _OFF),
+    "typ_p": one_of([1], _OFF),
+    "top_n_sigma": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "samplers": one_of([[], ""], _OFF),
+    "t_max_predict_ms": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+}
+"""Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""
+
+# Sampling
+
+_WORD: Schema = {"type": "string", "minLength": 1}
+_STOP: Schema = {
+    "anyOf": [_WORD, {"type": "array", "items": _WORD, "maxItems": MAX_STOPS}, {"type": "null"}],
+    "description": "Strings at which the text ends; none of them is part of it.",
+}
+_BIAS: Schema = {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]}
+_LOGIT_BIAS: Schema = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": _BIAS,
+            "maxProperties": MAX_BIASES,
+        },
+        {
+            "type": "array",
+            "items": {
+                "type": "array",
+                "prefixItems": [{"type": "integer", "minimum": 0}, _BIAS],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+            "maxItems": MAX_BIASES,
+        },
+        {"type": "null"},
+    ],
+    "description": "Biases by token id; false bans a token.",
+}
+TUNING: Body = {
+    "temperature": number(0, 100, "0 takes the likeliest token."),
+    "top_k": integer(-1, _LARGEST, "0 and -1 are off."),
+    "top_p": number(0, 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0.01, 100),
+    "repeat_penalty": number(0.01, 100, "The same as repetition_penalty."),
+    "repeat_last_n": integer(-1, _LARGEST, "Tokens that repetition_penalty looks back at; -1 is all."),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+}
+SAMPLING: Body = {
+    **TUNING,
+    "stop": _STOP,
+    "seed": integer(-_LONG, _LONG - 1, "-1 asks for another one each time."),
+    "logit_bias": _LOGIT_BIAS,
+    "min_tokens": integer(0),
+    "ignore_eos": flag(),
+}
+
+# What holds an answer
+
+_SCHEMA: Schema = {
+    "anyOf": [
+        {"type": "object"},
+        {"type": "string", "contentMediaType": "application/json"},
+        {"type": "null"},
+    ],
+    "description": "A JSON schema, or one as a string.",
+}
+_CHOICES: Schema = array(_WORD, least=1, most=MAX_GUIDED_CHOICES)
+DESCRIBED: Body = {"strict": flag(), "schema": _SCHEMA}
+RESPONSE_FORMAT: Body = {
+    "type": required(choice(FORMATS)),
+    "schema": _SCHEMA,
+    "json_schema": record(DESCRIBED),
+}
+"""`schema` and `json_schema` are read only for the types that have one."""
+STRUCTURED: Body = {
+    "json": _SCHEMA,
+    "json_object": flag(),
+    "regex": text(),
+    "choice": _CHOICES,
+    "grammar": text(),
+    "disable_fallback": one_of([False]),
+    "disable_any_whitespace": one_of([False]),
+    "disable_additional_properties": one_of([False]),
+}
+GRAMMAR: Body = {
+    "response_format": _or_null(
+        {
+            "anyOf": [
+                {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+                described({"type": {"const": "json_object"}, "schema": _SCHEMA}),
+                {
+                    **described({k: v for k, v in RESPONSE_FORMAT.items() if k != "type"}),
+                    "properties": {**RESPONSE_FORMAT, "type": {"const": "json_schema"}},
+                    "required": ["type"],
+                },
+            ]
+        }
+    ),
+    "json_schema": _SCHEMA,
+    "grammar": text("GBNF."),
+    "guided_json": _SCHEMA,
+    "guided_regex": text(),
+    "guided_choice": _CHOICES,
+    "guided_grammar": text("GBNF."),
+    "structured_outputs": record(STRUCTURED, "Exactly one of json, json_object, regex, choice and grammar."),
+}
+
+# OpenAI
+
+STREAM_OPTIONS: Body = {"include_usage": flag()}
+PING: Schema = {
+    "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 86400}, {"const": -1}, {"type": "null"}],
+    "description": "Seconds of silence in a stream before a comment; -1 is never.",
+}
+MODEL: Schema = text("Id or alias; needed where several models are configured and none is the default.")
+MAX_TOKENS: Schema = {
+    "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
+    "description": "New tokens at most; -1 is all that fits.",
+}
+_ZERO_TOO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
+ADAPTERS: Schema = one_of(["", [], {}], "Adapters are not supported.")
+_TEXTS: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_TEXTS},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "minItems": 1,
+            "maxItems": MAX_TEXTS,
+        },
+    ],
+    "description": "A text, several, token ids, or several arrays of them.",
+}
+COMMON: Body = {
+    "model": MODEL,
+    **SAMPLING,
+    **GRAMMAR,
+    "max_tokens": MAX_TOKENS,
+    "max_completion_tokens": MAX_TOKENS,
+    "n": integer(1, MAX_CHOICES),
+    "stream": flag(),
+    "stream_options": record(STREAM_OPTIONS),
+    "return_progress": flag("Chunks tell how far the prompt is."),
+    "timings_per_token": flag("Every chunk has timings."),
+    "sse_ping_interval": PING,
+}
+_FUNCTION: Schema = described(
+    {
+        "name": required(text()),
+        "description": ANYTHING,
+        "parameters": {"description": "A JSON schema, an object; read where calls are held to it."},
+        "strict": ANYTHING,
+    }
+)
+TOOLS: Schema = array(
+    {**described({"type": {"const": "function"}, "function": _FUNCTION}), "required": ["type", "function"]},
+    most=MAX_TOOLS,
+)
+TOOL_CHOICE: Schema = {
+    "anyOf": [
+        {"enum": [None, "none", "auto", "required"]},
+        {
+            **described({"type": {"const": "function"}, "function": described({"name": required(text())})}),
+            "required": ["type", "function"],
+        },
+    ]
+}
+PARTS: tuple[Schema, ...] = (
+    {**described({"type": {"const": "text"}, "text": required(text())}), "required": ["type", "text"]},
+    {**described({"type": {"const": "refusal"}, "refusal": required(text())}), "required": ["type", "refusal"]},
+)
+"""What the content of a message may be made of."""
+CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(PARTS)}}]}
+_CALL: Schema = described(
+    {
+        "id": ANYTHING,
+        "type": ANYTHING,
+        "function": described(
+            {
+                "name": required(text()),
+                "arguments": {"anyOf": [{"type": ["string", "null", "object"]}, {"enum": [0, False, []]}]},
+            }
+        ),
+    }
+)
+_MESSAGE: Body = {
+    "role": required(choice(ROLES)),
+    "content": {"anyOf": [CONTENT, {"type": "null"}]},
+    "name": text(),
+    "tool_call_id": text(),
+    "reasoning_content": text(),
+    "audio": one_of([]),
+    "function_call": one_of([]),
+}
+MESSAGE: Schema = {
+    "anyOf": [
+        {**described({**_MESSAGE, "content": CONTENT}), "required": ["role", "content"]},
+        {
+            **described({**_MESSAGE, "reasoning_content": required(text())}),
+            "required": ["role", "reasoning_content"],
+        },
+        {
+            **described({**_MESSAGE, "role": {"const": "assistant"}, "tool_calls": required(array(_CALL, least=1))}),
+            "required": ["role", "tool_calls"],
+        },
+    ],
+}
+MESSAGES: Schema = required(array(MESSAGE, least=1))
+CONVERSATION: Body = {
+    "messages": MESSAGES,
+    "tools": TOOLS,
+    "chat_template_kwargs": _or_null({"type": "object", "description": "Variables of the chat template."}),
+    "reasoning_effort": choice(EFFORTS, "none: the model does not think, where its template has a switch."),
+    "verbosity": choice(VERBOSITIES),
+    "add_generation_prompt": flag(),
+    "continue_final_message": flag(),
+}
+"""What makes the prompt of a chat."""
+TOOLING: Body = {"tool_choice": TOOL_CHOICE, "parallel_tool_calls": flag()}
+CHAT: Body = {
+    **COMMON,
+    **CONVERSATION,
+    **TOOLING,
+    "logprobs": flag(),
+    "top_logprobs": integer(0, None, "At most the model's max-logprobs."),
+    "reasoning_format": choice(("none", "auto", "deepseek")),
+    "adapters": ADAPTERS,
+    "lora": ADAPTERS,
+}
+
+
+def _unread(body: Body, *read: Body) -> Body:
+    """`body` for a call that reads only the fields of `read` of it: whatever else it has is passed over."""
+    looked_at = {name for each in read for name in each}
+    return {name: schema if name in looked_at else ANYTHING for name, schema in body.items()}
+
+
+CHAT_TOKENS = _unread(CHAT, CONVERSATION, TOOLING)
+TEMPLATE = _unread(CHAT, CONVERSATION)
+TEXT: Body = {**COMMON, "prompt": _TEXTS, "logprobs": integer(0, None, "At most the model's max-logprobs.")}
+"""A text completion as other dialects ask for one."""
+COMPLETIONS: Body = {
+    **TEXT,
+    "max_tokens": _ZERO_TOO,
+    "max_completion_tokens": _ZERO_TOO,
+    "suffix": text("What follows the gap, for models that can fill one in."),
+    "echo": flag(),
+    "best_of": integer(1, MAX_CHOICES),
+    "adapters": ADAPTERS,
+    "lora": ADAPTERS,
+}
+_TRUNCATE: Schema = {
+    "anyOf": [{"type": ["boolean", "null"]}, {"type": "string", "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"}],
+    "description": "Cut what is too long instead of refusing it.",
+}
+_PROMPT_NAME: Schema = text("One of the model's own instructions, to put before each text.")
+EMBEDDINGS: Body = {
+    "model": MODEL,
+    "input": _TEXTS,
+    "encoding_format": choice(("float", "base64")),
+    "dimensions": integer(1),
+    "prompt_name": _PROMPT_NAME,
+    "truncate": _TRUNCATE,
+}
+EMBEDDING: Body = {
+    "model": MODEL,
+    "input": {**_TEXTS, "anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+    "content": {**_TEXTS, "anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+    "embd_normalize": integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
+    "prompt_name": _PROMPT_NAME,
+    "truncate": _TRUNCATE,
+}
+RERANK: Body = {
+    "model": MODEL,
+    "query": _WORD,
+    "documents": required(
+        array({"anyOf": [{"type": "string"}, described({"text": required(text())})]}, least=1, most=MAX_TEXTS)
+    ),
+    "top_n": integer(1),
+    "return_documents": flag(),
+    "truncate": _TRUNCATE,
+}
+
+# Responses
+
+_STATELESS = "Nothing is kept between requests."
+_TEXT_KINDS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_RESPONSE_TEXT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {
+                        **described({"type": {"enum": list(_TEXT_KINDS)}, "text": required(text())}),
+                        "required": ["type", "text"],
+                    },
+                    PARTS[1],
+                ]
+            },
+        },
+    ]
+}
+_ITEM: Schema = {
+    "anyOf": [
+        {
+            **described(
+                {"type": {"enum": ["message", "", None]}, "role": required(choice(ROLES)), "content": _RESPONSE_TEXT}
+            ),
+            "required": ["role", "content"],
+        },
+        {
+            **described(
+                {
+                    "type": {"const": "function_call"},
+                    "call_id": required(text()),
+                    "name": required(text()),
+                    "arguments": required(text()),
+                }
+            ),
+            "required": ["type", "call_id", "name", "arguments"],
+        },
+        {
+            **described({"type": {"const": "function_call_output"}, "call_id": text(), "output": _RESPONSE_TEXT}),
+            "required": ["type", "output"],
+        },
+        {
+            **described({"type": {"const": "reasoning"}}),
+            "required": ["type"],
+        },
+    ]
+}
+REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
+RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": _or_null({"type": "object"})}
+RESPONSES: Body = {
+    "model": MODEL,
+    "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]},
+    "instructions": text(),
+    "max_output_tokens": integer(1),
+    "temperature": TUNING["temperature"],
+    "top_p": TUNING["top_p"],
+    "tools": array(
+        {
+            **described({"type": {"const": "function"}, "name": required(text())}),
+            "required": ["type", "name"],
+        },
+        most=MAX_TOOLS,
+    ),
+    "tool_choice": {
+        "anyOf": [
+            {"enum": [None, "none", "auto", "required"]},
+            {
+                **described({"type": {"const": "function"}, "name": required(text())}),
+                "required": ["type", "name"],
+            },
+        ]
+    },
+    "parallel_tool_calls": flag(),
+    "text": record(RESPONSE_TEXT),
+    "reasoning": record(REASONING),
+    "stream": flag(),
+    "stream_options": _or_null({"type": "object"}),
+    "sse_ping_interval": PING,
+    "include": array({"const": "reasoning.encrypted_content"}),
+    "metadata": _or_null({"type": "object"}),
+    "previous_response_id": one_of([""], _STATELESS),
+    "conversation": one_of([], _STATELESS),
+    "store": one_of([False], _STATELESS),
+    "background": one_of([False]),
+    "truncation": one_of(["disabled"]),
+    "prompt": one_of([]),
+    "top_logprobs": one_of([0]),
+}
+
+# Anthropic
+
+_BLOCK_TEXT: Schema = PARTS[0]
+_BLOCK_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK_TEXT}]}
+_BLOCKS: tuple[Schema, ...] = (
+    _BLOCK_TEXT,
+    {
+        **described(
+            {
+                "type": {"const": "tool_result"},
+                "tool_use_id": required(text()),
+                "content": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"enum": [None, False, 0, {}]}]},
+                "is_error": ANYTHING,
+            }
+        ),
+        "required": ["type", "tool_use_id"],
+    },
+)
+_ANSWER_BLOCKS: tuple[Schema, ...] = (
+    _BLOCK_TEXT,
+    {
+        **described(
+            {
+                "type": {"const": "tool_use"},
+                "id": required(text()),
+                "name": required(text()),
+                "input": {"type": "object"},
+            }
+        ),
+        "required": ["type", "id", "name", "input"],
+    },
+    {
+        **described({"type": {"const": "thinking"}, "thinking": required(text())}),
+        "required": ["type", "thinking"],
+    },
+    {**described({"type": {"const": "redacted_thinking"}}), "required": ["type"]},
+)
+
+
+def _said(role: str, blocks: Collection[Schema]) -> Schema:
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+    return {**described({"role": {"const": role}, "content": content}), "required": ["role", "content"]}
+
+
+TOOL_CHOICE_OF_MESSAGES: Body = {
+    "type": required(choice(("auto", "any", "tool", "none"))),
+    "name": text(),
+    "disable_parallel_tool_use": flag(),
+}
+THINKING: Body = {
+    "type": required(choice(("enabled", "disabled", "adaptive"))),
+    "budget_tokens": integer(1),
+}
+_FORMAT: Schema = {
+    **described({"type": {"const": "json_schema"}, "schema": {"type": "object"}}),
+    "required": ["type", "schema"],
+}
+OUTPUT: Body = {
+    "effort": choice(("low", "medium", "high", "xhigh", "max")),
+    "format": _or_null(_FORMAT),
+}
+PROMPT_OF_MESSAGES: Body = {
+    "model": MODEL,
+    "messages": required(
+        array(
+            {
+                "anyOf": [
+                    _said("user", _BLOCKS),
+                    _said("assistant", _ANSWER_BLOCKS),
+                    _said("system", [_BLOCK_TEXT]),
+                ]
+            },
+            least=1,
+        )
+    ),
+    "system": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"type": "null"}]},
+    "tools": array(
+        described(
+            {
+                "type": {"anyOf": [{"const": "custom"}, {"not": {"type": "string"}}]},
+                "name": required(text()),
+                "input_schema": {"type": "object"},
+                "description": ANYTHING,
+                "strict": ANYTHING,
+            }
+        ),
+        most=MAX_TOOLS,
+    ),
+    "tool_choice": record(TOOL_CHOICE_OF_MESSAGES),
+    "thinking": record(THINKING),
+    "output_config": record(OUTPUT),
+    "output_format": _or_null(_FORMAT),
+    "mcp_servers": one_of([[], {}, ""]),
+    "container": one_of([[], {}, ""]),
+    "context_management": one_of([[], {}, ""]),
+    "cache_control": {"description": "Makes no difference: what prompts share is found without being told."},
+}
+ANTHROPIC: Body = {
+    **PROMPT_OF_MESSAGES,
+    "max_tokens": integer(1),
+    "temperature": TUNING["temperature"],
+    "top_p": TUNING["top_p"],
+    "top_k": TUNING["top_k"],
+    "stop_sequences": array(_WORD, most=MAX_STOPS),
+    "stream": flag(),
+    "sse_ping_interval": PING,
+}
+COUNT_TOKENS = _unread(
+    {name: schema for name, schema in ANTHROPIC.items() if name != "sse_ping_interval"}, PROMPT_OF_MESSAGES
+)
+
+# Ollama
+
+_DURATION = r"^-?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
+KEEP_ALIVE: Schema = {
+    "anyOf": [{"type": ["number", "null"]}, {"type": "string", "pattern": _DURATION}],
+    "description": "Seconds that the model stays when idle, or a duration such as 5m; below 0 is for ever.",
+}
+OF_LOADS = (
+    "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
+    "use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline",
+)  # fmt: skip
+"""Options of how a model is loaded, which presets state here, and some that do nothing."""
+OPTIONS: Body = {
+    **{name: schema for name, schema in TUNING.items() if name != "repetition_penalty"},
+    "seed": SAMPLING["seed"],
+    "stop": _STOP,
+    **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
+    "tfs_z": one_of([1]),
+    "num_predict": {"anyOf": [{"type": "integer", "minimum": 1}, {"enum": [-1, -2, None]}]},
+    "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
+    **{name: {"description": "Presets state this; it is reported as ignored."} for name in OF_LOADS},
+}
+_NAMES: Body = {"model": MODEL, "name": text("What older clients call the model.")}
+OLLAMA: Body = {
+    **_NAMES,
+    "options": record(OPTIONS),
+    "stream": flag("true unless stated."),
+    "sse_ping_interval": PING,
+    "format": {"anyOf": [{"enum": [None, "", "json"]}, {"type": "object"}], "description": "json, or a JSON schema."},
+    "think": {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high"]}]},
+    "keep_alive": KEEP_ALIVE,
+    "logprobs": flag(),
+    "top_logprobs": {"description": "Alternatives for each token; read where logprobs is true."},
+}
+_OLLAMA_MESSAGE: Schema = {
+    "anyOf": [
+        {
+            **described(
+                {
+                    "role": required(choice(ROLES)),
+                    "content": CONTENT,
+                    "thinking": text(),
+                    "tool_name": text(),
+                    "tool_call_id": text(),
+                    "images": {"enum": [None, [], "", 0, False, {}]},
+                }
+            ),
+            "required": ["role", "content"],
+        },
+        {
+            **described(
+                {
+                    "role": {"const": "assistant"},
+                    "tool_calls": required(array(_CALL, least=1)),
+                    "content": {"anyOf": [CONTENT, {"type": "null"}]},
+                    "images": {"enum": [None, [], "", 0, False, {}]},
+                }
+            ),
+            "required": ["role", "tool_calls"],
+        },
+    ]
+}
+OLLAMA_CHAT: Body = {**OLLAMA, "messages": array(_OLLAMA_MESSAGE), "tools": TOOLS}
+OLLAMA_GENERATE: Body = {
+    **OLLAMA,
+    "prompt": text("None: the model is loaded, or with keep_alive 0 unloaded."),
+    "system": text(),
+    "raw": flag(),
+    "images": one_of([[]]),
+    "context": one_of([[]]),
+    "template": one_of([""]),
+    "suffix": one_of([""]),
+}
+OLLAMA_EMBED: Body = {
+    **_NAMES,
+    "keep_alive": KEEP_ALIVE,
+    "options": record(OPTIONS),
+    "input": {"anyOf": [*_TEXTS["anyOf"], {"enum": [None, []]}]},
+    "truncate": flag("true unless stated."),
+    "dimensions": integer(1),
+}
+OLLAMA_EMBEDDINGS: Body = {
+    **_NAMES,
+    "keep_alive": KEEP_ALIVE,
+    "options": record(OPTIONS),
+    "prompt": text(),
+}
+OLLAMA_SHOW: Body = {
+    "model": text(),
+    "name": text(),
+}
+
+# llama-server
+
+COMPLETION: Body = {
+    "model": MODEL,
+    **SAMPLING,
+    **GRAMMAR,
+    "prompt": _TEXTS,
+    "n_predict": _ZERO_TOO,
+    "max_tokens": _ZERO_TOO,
+    "n_probs": integer(0, None, "At most the model's max-logprobs."),
+    "n": integer(1, MAX_CHOICES),
+    "stream": flag(),
+    "return_tokens": flag(),
+    "return_progress": flag("Chunks tell how far the prompt is."),
+    "timings_per_token": flag("Every chunk has timings."),
+    "sse_ping_interval": PING,
+    "post_sampling_probs": one_of([False]),
+    "n_indent": one_of([0]),
+    "response_fields": one_of([[]]),
+    "return_tokens_only": one_of([False]),
+    "lora": one_of([[], ""], "Adapters are not supported."),
+    "adapters": one_of([[], ""], "Adapters are not supported."),
+}
+TOKENIZE: Body = {
+    "model": MODEL,
+    "content": required(text()),
+    "add_special": flag(),
+    "parse_special": flag("true unless stated."),
+    "with_pieces": flag(),
+}
+DETOKENIZE: Body = {"model": MODEL, "tokens": required(array({"type": "integer", "minimum": 0}))}
+
+# LMI and EricLLM
+
+PARAMETERS: Body = {
+    **{
+        name: TUNING[name]
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+        )
+    },
+    "seed": SAMPLING["seed"],
+    "do_sample": flag(),
+    "max_new_tokens": integer(1, None, "30 unless stated."),
+    "stop_sequences": _STOP,
+    "stop": _STOP,
+    "ignore_eos_token": flag(),
+    "details": flag(),
+    "return_full_text": flag(),
+    "num_beams": one_of([1]),
+    "typical_p": one_of([1]),
+}  # fmt: skip
+INVOCATIONS: Body = {
+    "model": MODEL,
+    "inputs": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
+    "parameters": record(PARAMETERS),
+    "stream": flag(),
+    "adapters": one_of(["", []], "Adapters are not supported."),
+}
+ERICLLM: Body = {
+    "model": MODEL,
+    "prompt": text(),
+    "max_tokens": MAX_TOKENS,
+    "temperature": TUNING["temperature"],
+    "top_k": TUNING["top_k"],
+    "top_p": TUNING["top_p"],
+    "min_p": TUNING["min_p"],
+    "stop": _STOP,
+    "n": integer(1, MAX_CHOICES),
+    "seed": SAMPLING["seed"],
+    "token_repetition_penalty": TUNING["repetition_penalty"],
+    "top_a": one_of([0]),
+    "filters": one_of([[]]),
+    "skip_special_tokens": one_of([True]),
+}
+
+# What the router itself answers
+
+NAMED: Body = {
+    "model": {"type": "string", "minLength": 1},
+    "extra_args": {"not": {}, "description": "Not supported: settings stand in the model's preset."},
+}
+NOTHING: Body = {}
+"""A call whose body, if it has one, is not looked at."""
