@@ -35,7 +35,7 @@ from router.openapi import document
 from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
 from router.site import Site, flag
-from worker.routes import FACES, ROUTES, Face, Loads, Plane, Route, error_body
+from worker.routes import FACES, FLAGS, ROUTES, Face, Loads, Plane, Route, error_body, query
 
 log = logging.getLogger("router.app")
 access_log = logging.getLogger("router.access")
@@ -227,6 +227,9 @@ class App:
             request[_ROUTE] = route
             plane = Plane.ADMIN if request.query.get("reload") and route.name == "models" else route.plane
             key = self._site.access.authorize(request, plane, route.name)
+            asked = _asked(request)
+            for name in FLAGS:
+                flag(asked, name)  # a parameter that a call knows is checked whether or not it comes to matter
             return await work(request, key)
 
         return handle
@@ -289,12 +292,12 @@ class App:
                 named = seen.name
             if named is not None and not isinstance(named, str):
                 raise BadRequest("model must be a string", param="model")
-            query = request.query
+            asked = _asked(request)
             if route.face is Face.OLLAMA and named is not None:
                 named = ollama.known(self._site, key, named)
-            id, _ = self._site.choose(key, path=request.match_info.get("id"), body=named, query=query)
+            id, _ = self._site.choose(key, path=request.match_info.get("id"), body=named, query=asked)
             request[_MODEL] = id
-            autoload = flag(query, "autoload")
+            autoload = flag(asked, "autoload")
             if autoload is None and route.loads is not Loads.FOLLOWS:
                 autoload = False
             preset = self._site.fleet.model(id).preset
@@ -321,19 +324,19 @@ class App:
     # Answers of the router itself
 
     async def _models(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.models(self._site, key, request.query))
+        return _json(await llama_server.models(self._site, key, _asked(request)))
 
     async def _model(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.model(self._site, key, request.match_info["id"]))
 
     async def _load(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.load(self._site, key, await self._object(request), request.query))
+        return _json(await llama_server.load(self._site, key, await self._object(request), _asked(request)))
 
     async def _unload(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.unload(self._site, key, await self._object(request), request.query))
+        return _json(await llama_server.unload(self._site, key, await self._object(request), _asked(request)))
 
     async def _health(self, request: web.Request, key: Key) -> web.StreamResponse:
-        status, body = llama_server.health(self._site, key, request.query)
+        status, body = llama_server.health(self._site, key, _asked(request))
         return _json(body, status=status, headers=None if status == 200 else COME_BACK)
 
     async def _ready(self, request: web.Request, key: Key) -> web.StreamResponse:
@@ -341,17 +344,17 @@ class App:
         return _json(body, status=status, headers=None if status == 200 else COME_BACK)
 
     async def _render_metrics(self, request: web.Request, key: Key) -> web.StreamResponse:
-        name = request.query.get("model")
+        name = _asked(request).get("model")
         if not name and key.models:
             raise Forbidden("this key may see some models only; name one with ?model=")
         id = self._site.model(key, name).preset.id if name else None
         return web.Response(body=self._metrics.render(id), headers={"Content-Type": CONTENT_TYPE})
 
     async def _props(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.props(self._site, key, request.query))
+        return _json(await llama_server.props(self._site, key, _asked(request)))
 
     async def _slots(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.slots(self._site, key, request.query))
+        return _json(await llama_server.slots(self._site, key, _asked(request)))
 
     async def _streams_lookup(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json([])  # no stream outlives its connection
@@ -372,7 +375,7 @@ class App:
         return _json(admin.state(self._site))
 
     async def _plan(self, request: web.Request, key: Key) -> web.StreamResponse:
-        id, _ = self._site.choose(key, path=None, body=None, query=request.query)
+        id, _ = self._site.choose(key, path=None, body=None, query=_asked(request))
         return _json(await admin.plan(self._site, id))
 
     async def _reload(self, request: web.Request, key: Key) -> web.StreamResponse:
@@ -395,7 +398,7 @@ class App:
         return _json(await ollama.show(self._site, key, await self._object(request)))
 
     async def _models_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
-        snapshot = bool(flag(request.query, "snapshot"))
+        snapshot = bool(flag(_asked(request), "snapshot"))
         frames = llama_server.sse(self._site, key, _last_event_id(request), snapshot=snapshot)
         return await self._stream(request, frames)
 
@@ -451,6 +454,12 @@ def peek(body: bytes) -> Peek:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def _asked(request: web.Request) -> Mapping[str, str]:
+    """What the query says, as far as the table knows its call to read it."""
+    known = query(request[_ROUTE])
+    return {name: request.query[name] for name in known if name in request.query}
 
 
 def _changes_state(request: web.Request) -> bool:

@@ -1,0 +1,111 @@
+"""The description of the API: valid, whole, and made of the tables that requests are served by."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import openapi_spec_validator
+import pytest
+
+from router.answers import ANSWERS
+from router.errors import ApiError
+from router.openapi import document, statuses
+from worker.errors import RequestError
+from worker.routes import BODIES, ERRORS, ROUTES, Face, Loads, error_body, query
+
+DOCUMENT = document()
+
+
+def tree(root: type[Any]) -> Iterator[type[Any]]:
+    for kind in root.__subclasses__():
+        yield kind
+        yield from tree(kind)
+
+
+KINDS = [*tree(ApiError), *tree(RequestError)]
+"""All errors that have a status."""
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (each for name, each in value.items() if name == "$ref")
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+@pytest.mark.slow
+def test_it_is_valid_openapi() -> None:
+    openapi_spec_validator.validate(DOCUMENT)
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert described == {(route.method, route.path) for route in ROUTES}
+    names = [each["operationId"] for methods in DOCUMENT["paths"].values() for each in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", sorted({route.name for route in ROUTES} - {"not_offered", "disabled"}))
+def test_every_call_says_what_it_answers(name: str) -> None:
+    """A new route is described in router.answers, and where it reads a body or a query in worker.routes."""
+    assert name in ANSWERS, f"say in router.answers what {name} answers"
+    assert ANSWERS[name].about
+    for route in ROUTES:
+        if route.name == name and route.worker:
+            assert name in BODIES, f"say in worker.routes which body {name} reads"
+            assert ANSWERS[name].body is not None
+            assert (ANSWERS[name].frame is not None) == route.streams
+
+
+def test_nothing_is_described_that_is_no_route() -> None:
+    names = {route.name for route in ROUTES}
+    assert ANSWERS.keys() <= names
+    assert BODIES.keys() <= names
+
+
+def test_what_is_not_offered_says_so_and_promises_nothing() -> None:
+    for route in ROUTES:
+        if route.name == "not_offered":
+            operation = DOCUMENT["paths"][route.path][route.method.lower()]
+            assert set(operation["responses"]) == {"400", "401", "403", "501"}
+            assert route.instead in operation["summary"]
+
+
+def test_every_reference_leads_somewhere() -> None:
+    for reference in set(references(DOCUMENT)):
+        found: Any = DOCUMENT
+        for step in reference.removeprefix("#/").split("/"):
+            found = found[step]
+
+
+def test_every_error_is_a_row_of_the_table() -> None:
+    rows = {(row.status, row.type, reason) for row in ERRORS for reason in row.reasons}
+    assert [kind for kind in KINDS if (kind.status, kind.type, kind.reason) not in rows] == []
+
+
+@pytest.mark.parametrize("face", Face)
+def test_the_errors_of_each_dialect_are_as_described(face: Face) -> None:
+    for kind in KINDS:
+        check_error(face, kind)
+
+
+def check_error(face: Face, kind: Any) -> None:
+    told = error_body(face, status=kind.status, type=kind.type, reason=kind.reason, message="m", request_id="r")
+    route = max((route for route in ROUTES if route.face is face), key=lambda route: len(statuses(route)))
+    for status in statuses(route):
+        if status == kind.status:
+            named = DOCUMENT["paths"][route.path][route.method.lower()]["responses"][str(status)]["$ref"]
+            content = DOCUMENT["components"]["responses"][named.rpartition("/")[2]]["content"]
+            schema = {**content["application/json"]["schema"], "components": DOCUMENT["components"]}
+            jsonschema.Draft202012Validator(schema).validate(told)
+
+
+def test_a_call_that_loads_says_so_and_takes_autoload() -> None:
+    for route in ROUTES:
+        if route.worker:
+            operation = DOCUMENT["paths"][route.path][route.method.lower()]
+            assert operation["description"].startswith("Loads" if route.loads is not Loads.NEVER else "Never")
+            assert "autoload" in query(route)
+            assert {"404", "429", "502", "503", "504", "507"} <= set(operation["responses"])
