@@ -101,7 +101,7 @@ def _begin_forked(words: list[str]) -> NoReturn:
     """What a child of the nursery does: all that an executed worker does, with its imports done."""
     from worker.engine import memory
 
-    memory.forked()
+    memory.inheritance.take()
     main(words)
 
 
@@ -186,11 +186,6 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     laps = Laps(began)
     laps.over("imports")
 
-    def progress(event: contract.Progress) -> None:
-        if event.stage == "weights" and event.done == event.total:
-            laps.over("read")
-        tied.say(event)
-
     if command.prepare and not tied.leashed:
         raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", contract.Exit.USAGE)
     prepared = TransformersEngine.prepare(command, over=laps.over)
@@ -200,7 +195,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         laps.over("standby")
     # By hand a line each second would only hide the others.
     pulse: Callable[[contract.Pulse], None] = tied.say if tied.leashed else lambda _: None
-    engine = TransformersEngine.load(command, prepared, progress=progress, pulse=pulse, over=laps.over)
+    engine = TransformersEngine.load(command, prepared, progress=tied.say, pulse=pulse, over=laps.over)
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
     laps.over("server")
@@ -219,14 +214,24 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
             seconds=laps.seconds,
-            modules=[name for name in sys.modules if contract.is_warmable(name)],
+            modules=_family_modules(),
         )
     )
     await told.wait()
+    if server.is_idle and not fatal.done():  # somebody waits for our memory, and nobody for an answer
+        server.leave()
+        return
     await server.close()
     await engine.close()
     if fatal.done():
         raise fatal.result()
+
+
+def _family_modules() -> list[str]:
+    """Code of the model's family, so that a nursery may have it, too."""
+    from worker import contract
+
+    return [name for name in tuple(sys.modules) if name.startswith("transformers.") and contract.is_warmable(name)]
 
 
 def _go(command: "contract.Serve", tied: leash.Leash) -> "contract.Serve":

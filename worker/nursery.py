@@ -110,6 +110,8 @@ class Nursery:
         # What is there now is there for good: no collection of a child looks at it, and so copies its pages.
         gc.collect()
         gc.freeze()
+        if (memory := sys.modules.get("worker.engine.memory")) is not None:
+            memory.inheritance.survey()
         self._tied.say(contract.Warm(modules=[name for name in wanted if name in sys.modules]))
 
     def _fork(self, id: int, descriptors: Sequence[int]) -> None:

@@ -212,6 +212,7 @@ class Server:
         self._announce = announce
         self._write_stall = write_stall
         self._running: set[Deltas] = set()
+        self._requests = 0
         self._is_closing = False
         self._usual_seconds = 1.0
         """How long a request takes, for Retry-After."""
@@ -251,6 +252,15 @@ class Server:
         for deltas in self._running:
             deltas.fail(_draining())
         await self._runner.cleanup()
+        self.leave()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits for an answer, so that there is nothing to end in good order."""
+        return self._requests == 0
+
+    def leave(self) -> None:
+        """Take the socket's name away; for a process that ends."""
         kind, _, path = self._listen.partition(":")
         if kind == "unix":
             with contextlib.suppress(OSError):
@@ -369,6 +379,7 @@ class Server:
 
         async def live(request: web.Request) -> web.StreamResponse:
             exchange = _Exchange(request, self._write_stall)
+            self._requests += 1
             try:
                 response = await work(exchange)
                 if exchange.is_broken:
@@ -384,6 +395,7 @@ class Server:
                 exchange.outcome = "error"
                 return self._refusal(request, _known(exchange, error))
             finally:
+                self._requests -= 1
                 self._usual_seconds += 0.1 * (time.monotonic() - exchange.began - self._usual_seconds)
                 self._announce(exchange.to_event())
 

@@ -24,7 +24,7 @@ FIRST_READ_TIMEOUT = 15.0
 LOST_AFTER = 5
 """Looks without an answer after which nothing is known any more."""
 SETTLE_INTERVAL = 0.1
-SETTLE_INTERVAL_HOST = 0.01
+SETTLE_INTERVAL_HOST = 0.0
 """The kernel gives a process's main memory back before its parent can see that it has ended; only a driver is late."""
 SETTLE_TIMEOUT = 5.0
 SETTLE_BYTES = 256 << 20
@@ -96,7 +96,7 @@ class Probe:
 
     async def settle(self, devices: Collection[DeviceId]) -> None:
         """Returns once two readings of `devices`, `SETTLE_INTERVAL` apart, agree, or after `SETTLE_TIMEOUT`; then the
-        worse of the last two stands, until the next one. Main memory alone is looked at in shorter intervals."""
+        worse of the last two stands, until the next one. Main memory alone is looked at twice at once."""
         interval = SETTLE_INTERVAL_HOST if all(device.index == HOST for device in devices) else SETTLE_INTERVAL
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_TIMEOUT

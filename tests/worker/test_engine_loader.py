@@ -3,6 +3,7 @@
 import asyncio
 import json
 import mmap
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,40 @@ def test_weights_on_the_cpu_are_the_mapped_file_itself(folder: Path) -> None:
         assert any(low <= parameter.data_ptr() < high for low, high in ranges), f"{name} was copied"
     assert stages == sorted(stages)
     assert stages[-1] == (folder / "model.safetensors").stat().st_size
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that are mapped into this process, and in memory."""
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    ours = [area for area in areas if str(path) in area]
+    return sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in ours)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path) -> None:
+    """So that no first request waits for a disk, and what is measured then is what the model takes."""
+    path = tmp_path / "model.safetensors"
+    save_file({"big": torch.zeros(33 << 18), "small": torch.zeros(8)}, path)
+    if not is_cached:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened, told = weights.WeightFile(path), list[int]()
+    assert resident(path) == 0
+    with weights.ReadAhead([opened]) as ahead:
+        ahead.finish(told.append)
+    assert resident(path) >= path.stat().st_size
+    assert told == sorted(told)
+    assert told[-1] == path.stat().st_size
+
+
+def test_what_is_only_copied_from_is_never_all_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"big": torch.zeros(33 << 18)}, path)
+    opened = weights.WeightFile(path)
+    with weights.ReadAhead([opened], {opened}) as ahead:
+        ahead.finish(lambda done: None)
+    assert resident(path) == 0
 
 
 async def test_shards_of_an_index_say_the_same(folder: Path) -> None:

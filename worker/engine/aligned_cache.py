@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 
 from worker.engine.alignment import Move, Swap
 from worker.engine.kept import LayerShape, Shape
+from worker.engine.memory import claim
 
 
 @dataclass(slots=True)
@@ -149,7 +150,7 @@ class AlignedCache:
         self._cross = [self._cross_layer(shape.crossed) for shape in shapes if shape.crossed is not None]
         self.cache: Cache = EncoderDecoderCache(own, Cache(layers=[*self._cross])) if self._cross else own
         largest = max((each[0].nbytes for each in self._all()), default=0)
-        self._scratch = torch.empty(largest, dtype=torch.uint8, device=device).zero_()
+        self._scratch = claim(largest, dtype=torch.uint8, device=device)
         """Room for one row of one buffer: what moves within a slot may overlap itself."""
 
     @property
@@ -164,8 +165,7 @@ class AlignedCache:
         return [*self._timed, *self._across, *(each for pair in self._states for each in pair)]
 
     def _empty(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
-        # empty, then zeroed: zeros() alone leaves the pages to be claimed by the first write
-        return torch.empty(self._slots, *size, dtype=dtype, device=self._device).zero_()
+        return claim(self._slots, *size, dtype=dtype, device=self._device)
 
     def _pair(self, shapes: tuple[Shape, Shape]) -> list[torch.Tensor]:
         return [self._empty(each.size[0], self._width, each.size[1], dtype=each.dtype) for each in shapes]

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker.engine.kv_cache import BLOCK_TOKENS, Table, home_stride
-from worker.engine.memory import upload
+from worker.engine.memory import claim, upload
 from worker.engine.scheduler import Batch, Segment
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
@@ -63,8 +63,7 @@ class Pool:
         self.slots = blocks * BLOCK_TOKENS
         self.stride = home_stride(rows, blocks) * BLOCK_TOKENS
         """Slots from one home to the next."""
-        # empty, then zeroed: zeros() alone leaves the pages to be claimed by the first write
-        self._store = torch.empty(layers, 2, self.slots, kv_heads, head_dim, dtype=dtype, device=device).zero_()
+        self._store = claim(layers, 2, self.slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.keys = [layer[0] for layer in self._store]
         self.values = [layer[1] for layer in self._store]
 

@@ -37,15 +37,16 @@ def load(
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Callable[[contract.Progress], None],
+    over: Callable[[str], None] = lambda stage: None,
 ) -> Loaded:
     """An embedder or a cross-encoder, as the loader finds it to be. Changes `tokenizer` to what the snapshot's files
-    say of it. Raises StartError."""
+    say of it. `over` as for `loader.load_model`. Raises StartError."""
     snapshot, scores = Path(options.snapshot), loader.is_cross_encoder(options, config)
     if scores and options.pooling not in ("", "rank"):
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else layout.read(snapshot, options.pooling)
     implementation = None if options.attention == "auto" else options.attention
-    loaded = loader.load_model(options, config, implementation, progress)
+    loaded = loader.load_model(options, config, implementation, progress, over)
     stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
     encoder, encoding = make(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))

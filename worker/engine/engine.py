@@ -49,9 +49,6 @@ from worker.generation import Delta, Generation, Occupancy, Sampling, Text, Toke
 
 log = logging.getLogger(__name__)
 
-_SMALL = 64 << 20
-"""Bytes of weights that a step on the CPU reads in milliseconds."""
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -137,8 +134,8 @@ class TransformersEngine:
     ) -> "TransformersEngine":
         """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
         warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
-        tokenizer, build, warmup). `prepared` for the same options, but for what `contract.Go` changes; None: that is
-        done now. Raises StartError.
+        tokenizer, read, build, warmup; some go hand in hand, and end several times). `prepared` for the same options,
+        but for what `contract.Go` changes; None: that is done now. Raises StartError.
         """
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
@@ -160,7 +157,8 @@ class TransformersEngine:
         over: Callable[[str], None],
     ) -> "TransformersEngine":
         attention.register()
-        loaded = loader.load_model(options, config, backends.implementation(options.attention, config), progress)
+        implementation = backends.implementation(options.attention, config)
+        loaded = loader.load_model(options, config, implementation, progress, over)
         ctx_size = context_size(options, architectures.positions(config))
         rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
         try:
@@ -171,8 +169,9 @@ class TransformersEngine:
             backends.prove(backend, config, ctx_size)
             runner: Runner = backend
             over("build")
+            # On the CPU no kernel is chosen and no buffer grows: the first request would only compute the same again.
             progress(contract.Progress(stage="warmup", total=chunk))
-            if loaded.device.type != "cpu" or _weight_bytes(loaded.model) <= _SMALL:
+            if loaded.device.type != "cpu":
                 warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
             if isinstance(backend, PackedRunner) and loaded.device.type == "cuda" and not options.enforce_eager:
                 runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
@@ -208,7 +207,7 @@ class TransformersEngine:
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None],
     ) -> "TransformersEngine":
-        loaded = encoders.load(options, config, tokenizer, progress)
+        loaded = encoders.load(options, config, tokenizer, progress, over)
         over("build")
         ctx_size = context_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))
@@ -440,27 +439,20 @@ def warm_up(
     progress: Callable[[contract.Progress], None],
 ) -> None:
     """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
-    the beginning of the context, and of all.
-
-    Buffers reach their size, kernels are chosen, and `pace` learns what a token costs. On the CPU one short chunk and
-    one step show that the model runs at all: there are no kernels to choose, and the first requests teach the pace.
+    the beginning of the context, and of all, twice. Buffers reach their size, kernels are chosen, and `pace` learns
+    what a token costs.
     """
-    on_cpu = not torch.cuda.is_available()
     size = min(chunk, 16)
     while True:
         _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
         progress(contract.Progress(stage="warmup", done=size, total=chunk))
-        if size == chunk or on_cpu:
+        if size == chunk:
             break
         size = min(2 * size, chunk)
     batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
-    for _ in range(1 if on_cpu else 2):
+    for _ in range(2):
         _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
-
-
-def _weight_bytes(model: Any) -> int:
-    return sum(int(each.nbytes) for each in model.parameters())
 
 
 def record(

@@ -198,11 +198,18 @@ def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) 
     return stored
 
 
-def load_model(options: contract.ModelOptions, config: Any, attention: str | None, report: Report) -> Loaded:
+def load_model(
+    options: contract.ModelOptions,
+    config: Any,
+    attention: str | None,
+    report: Report,
+    over: Callable[[str], None] = lambda stage: None,
+) -> Loaded:
     """The model of `config` with its weights, in evaluation mode; `attention` by transformers' name, None: its default.
 
-    Progress counts bytes of weights. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY
-    where memory ran out.
+    Progress counts bytes of weights; `over` is told of the ends of `read` and `build`, of each several times, as they
+    go hand in hand. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY where memory ran
+    out.
     """
     device = device_of(options)
     embeds = is_embedder(options, config)
@@ -216,7 +223,7 @@ def load_model(options: contract.ModelOptions, config: Any, attention: str | Non
             elif getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
-                model, dtype = _stored(cls, options, config, device, embeds, report)
+                model, dtype = _stored(cls, options, config, device, embeds, report, over)
         if attention is not None:
             model.set_attn_implementation(attention)
         return Loaded(model.eval().requires_grad_(False), model.config, device, dtype, embeds)
@@ -300,30 +307,41 @@ def _from_snapshot(options: contract.ModelOptions, reference: str) -> Any:
 
 
 def _stored(
-    cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, embeds: bool, report: Report
+    cls: Any,
+    options: contract.ModelOptions,
+    config: Any,
+    device: torch.device,
+    embeds: bool,
+    report: Report,
+    over: Callable[[str], None],
 ) -> tuple[Any, torch.dtype]:
     """Views of the mapped files where the type allows; else converted tensor by tensor, so that memory holds each
-    weight once."""
+    weight once. Returns once all is in memory: a step that waits for a disk would look like one that hangs."""
     opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
     stored = getattr(config, "dtype", None) or next((file.floating for file in opened if file.floating), None)
     dtype = resolve_dtype(options.dtype, stored, device)
-    total, done = sum(file.size for file in opened), 0
+    # Of a model in another type memory holds each weight once: never all pages that it is converted from.
+    converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
+    converted = 0
+    with weights.ReadAhead(opened, converts) as ahead:
 
-    def count(read: int) -> None:
-        nonlocal done
-        done += read
-        report(contract.Progress(stage="weights", done=min(done, total), total=total))
+        def told(done: int) -> None:
+            report(contract.Progress(stage="weights", done=done, total=ahead.total))
 
-    tensors: dict[str, torch.Tensor] = {}
-    for file in opened:
-        converts = any(view.is_floating_point() and view.dtype != dtype for _, view in file.tensors())
-        if converts and not _keeps_float32(cls):
-            tensors.update(file.converted(dtype, count))
-        else:
-            file.populate(count)
-            tensors.update(file.tensors())
-    report(contract.Progress(stage="weights", done=total, total=total))
-    model = _build(cls, config, tensors, dtype, embeds).to(device)
+        def count(read: int) -> None:
+            nonlocal converted
+            converted += read
+            told(min(converted, ahead.total - 1))
+
+        told(0)
+        tensors: dict[str, torch.Tensor] = {}
+        for file in opened:
+            tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
+        over("read")
+        model = _build(cls, config, tensors, dtype, embeds).to(device)
+        over("build")
+        ahead.finish(told)
+        over("read")
     used = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     for file in opened:
         file.keep_only(used)  # experts are stacked into new tensors, and a device has its own

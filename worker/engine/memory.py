@@ -3,10 +3,13 @@
 import ctypes
 import json
 import math
+import mmap
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from worker.contract import Exit
@@ -16,8 +19,16 @@ CUDA_CONTEXT_BYTES = 512 << 20
 """A guess (published figures: 100 to 600 MiB by card and driver); a process cannot see its own context's size."""
 _LOOK_INTERVAL = 10.0
 """Seconds between two looks at what is shared with a nursery."""
+_MOST_STRETCHES = 64
+"""Of memory that are looked at for that; they hold all but a few hundred kilobytes of what a nursery has (measured)."""
+_PAGE_PRESENT, _PAGE_OF_FILE, _PAGE_EXCLUSIVE = np.uint64(1 << 63), np.uint64(1 << 61), np.uint64(1 << 56)
+_PAGE_FLAGS = _PAGE_PRESENT | _PAGE_OF_FILE | _PAGE_EXCLUSIVE
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+"""linux/mman.h."""
 _M_ARENA_MAX = -8
 """malloc.h. A second arena for each thread keeps freed memory that no other thread can use."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -27,10 +38,24 @@ def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros `[*size]` in memory that is this process's from now on: nothing of it has to be found later.
+
+    On the CPU in pages of 2 MiB, where the system has such for those who ask: with small ones a gigabyte takes 0.4 s,
+    with these 0.09 (measured)."""
+    tensor = torch.empty(size, dtype=dtype, device=device)
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        if length >= _HUGE_PAGE:
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
+    return tensor.zero_()  # zeros() would leave the pages to be claimed by the first write
+
+
 def measured(devices: Sequence[str]) -> dict[str, int]:
     """Peak bytes by device name. `cpu`: resident bytes of this process, mapped files included; without what a forked
     one shares with its nursery, which nobody gets back when it ends."""
-    peaks = {"cpu": max(0, _peak_resident() - _inherited.bytes())} if "cpu" in devices else {}
+    peaks = {"cpu": max(0, _peak_resident() - inheritance.bytes())} if "cpu" in devices else {}
     for name in devices:
         if name != "cpu":
             peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + CUDA_CONTEXT_BYTES
@@ -45,37 +70,61 @@ def _peak_resident() -> int:
     return 0
 
 
-class _Inherited:
-    """Pages of a forked process that it has not written to, and so still has in common with its nursery."""
+class Inheritance:
+    """Memory that a process has for its children: where it lies, and how much of it a child has not written to.
+
+    A walk over all pages (smaps_rollup) would say the same, but it takes as long as they are many: 90 ms for the pages
+    of a model of 2 GB, in the middle of its load. So only the largest stretches that held something of the parent's own
+    when it forked are looked at.
+    """
 
     def __init__(self) -> None:
-        self.is_forked = False
+        self._stretches: list[tuple[int, int]] = []
+        """First address and bytes."""
+        self._pagemap = -1
         self._bytes = 0
         self._looked_at = -math.inf
 
+    def survey(self) -> None:
+        """In the parent, before it forks: find what its children will share. Without the kernel's figures: nothing."""
+        sizes: dict[tuple[int, int], int] = {}
+        stretch = (0, 0)
+        with suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as areas:
+            for line in areas:
+                first, _, rest = line.partition(" ")
+                if not first.endswith(":"):
+                    begin, end = (int(address, 16) for address in first.split("-"))
+                    stretch = (begin, end - begin)
+                elif first == "Anonymous:":
+                    sizes[stretch] = int(rest.split()[0]) * 1024
+        largest = sorted(sizes, key=lambda each: sizes[each], reverse=True)[:_MOST_STRETCHES]
+        self._stretches = [stretch for stretch in largest if sizes[stretch]]
+
+    def take(self) -> None:
+        """In the child, while it may still look at itself: a worker that nobody may debug cannot open this file."""
+        with suppress(OSError):
+            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
     def bytes(self) -> int:
-        """Not older than some seconds: to count them, the kernel walks all pages (4 ms for 300 MB, measured)."""
-        if self.is_forked and time.monotonic() - self._looked_at > _LOOK_INTERVAL:
-            self._bytes = _shared_dirty()
+        """Still shared with the parent; not older than some seconds."""
+        if self._pagemap >= 0 and time.monotonic() - self._looked_at > _LOOK_INTERVAL:
+            self._bytes = mmap.PAGESIZE * sum(self._shared(*stretch) for stretch in self._stretches)
             self._looked_at = time.monotonic()  # last: until then the other threads look for themselves
         return self._bytes
 
+    def _shared(self, begin: int, length: int) -> int:
+        """Pages there that are in memory, no part of a file, and not this process's alone: 8 bytes for each page
+        (Documentation/admin-guide/mm/pagemap.rst)."""
+        pages = length // mmap.PAGESIZE
+        with suppress(OSError):
+            found = os.pread(self._pagemap, 8 * pages, begin // mmap.PAGESIZE * 8)
+            flags = np.frombuffer(found, np.uint64)
+            return int(np.count_nonzero((flags & _PAGE_FLAGS) == _PAGE_PRESENT))
+        return 0
 
-_inherited = _Inherited()
 
-
-def forked() -> None:
-    """This process was forked from one that had its imports done."""
-    _inherited.is_forked = True
-
-
-def _shared_dirty() -> int:
-    """Bytes that are no clean part of a file and that another process maps, too (proc_pid_smaps_rollup(5))."""
-    with suppress(OSError), open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as sums:
-        for line in sums:
-            if line.startswith("Shared_Dirty:"):
-                return int(line.split()[1]) * 1024
-    return 0
+inheritance = Inheritance()
+"""Of this process, or of the one that it was forked from."""
 
 
 def keep_small() -> None:

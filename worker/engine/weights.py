@@ -5,14 +5,17 @@ maps it, and may be dropped and read again. Pickled weights are never opened.
 Format: https://huggingface.co/docs/safetensors, "Format": 8 bytes little-endian length, JSON header, tensors.
 """
 
+import ctypes
 import json
 import mmap
-from collections.abc import Callable, Iterator, Set
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -30,9 +33,19 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_HEADER = 100_000_000
 """Bytes; the reference implementation refuses longer ones, too."""
 _STRETCH = 16 << 20
-"""Bytes that are made resident between two reports of progress."""
-_MADV_POPULATE_READ = 22
-"""linux/mman.h; since Linux 5.14. Python names it only from 3.14 on."""
+"""Bytes that one thread makes resident at a time."""
+_READERS = 4
+"""Threads that read what is not in the page cache. Measured on 2.3 GB of a virtual disk: 1.6 GB/s with one, 2.9 with
+four."""
+_AROUND = 1 << 16
+"""Bytes that the kernel maps with one fault where they are in the page cache (fault_around_bytes, its default)."""
+_SCRATCH = 1 << 20
+_TOLD_INTERVAL = 0.1
+"""Seconds between two reports of progress."""
+_MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
+"""linux/mman.h; the latter since Linux 5.14. Python names it only from 3.14 on."""
+_SYS_CACHESTAT = 451
+"""On every architecture; since Linux 6.5."""
 
 
 def files(snapshot: Path) -> list[Path]:
@@ -90,6 +103,10 @@ class WeightFile:
                 raise self._damaged(f"its header cannot be read ({type(error).__name__})") from error
             # private and writable: torch wants writable memory; a write would copy the page and leave the file alone
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # What is read for this mapping comes in pages of 2 MiB where the file system has such, and stays so for whoever
+        # maps the file next: to make 2.3 GB resident takes 3 ms instead of 52 (measured on ext4).
+        with suppress(OSError, ValueError):
+            self._map.madvise(_MADV_HUGEPAGE)
 
     def _entry(self, name: str, entry: dict[str, Any], base: int) -> _Entry:
         begin, end = entry["data_offsets"]
@@ -116,13 +133,10 @@ class WeightFile:
             raw = raw.clone()  # written without alignment: kernels expect it
         return raw.view(entry.dtype).view(entry.shape)
 
-    def populate(self, report: Callable[[int], None]) -> None:
-        """Make the whole file resident; `report` gets the bytes of each stretch. Without the system's help: nothing."""
-        for start in range(0, self.size, _STRETCH):
-            length = min(_STRETCH, self.size - start)
-            with suppress(OSError, ValueError):
-                self._map.madvise(_MADV_POPULATE_READ, start, length)
-            report(length)
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The whole file, a view `[size]`."""
+        return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def converted(self, dtype: torch.dtype, report: Callable[[int], None]) -> Iterator[tuple[str, torch.Tensor]]:
         """As `tensors`, floating point in `dtype`; the file's pages are let go as soon as they were read."""
@@ -145,7 +159,127 @@ class WeightFile:
             with suppress(OSError, ValueError):
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
+    def converts_to(self, dtype: torch.dtype) -> bool:
+        """Whether a model in `dtype` needs other numbers than the file has."""
+        return any(entry.dtype.is_floating_point and entry.dtype != dtype for entry in self._entries)
+
     @property
     def floating(self) -> torch.dtype | None:
         """Type of its first floating-point tensor."""
         return next((entry.dtype for entry in self._entries if entry.dtype.is_floating_point), None)
+
+
+class ReadAhead:
+    """Has files read, and their pages mapped, while others work: threads for the length of the block.
+
+    What is in the page cache is only mapped, by one thread and whoever waits for the end, since that takes no more than
+    looking at it; what is not is read by several, each a large stretch at a time, in the order of the files.
+    """
+
+    def __init__(self, files: Sequence[WeightFile], copied: Set[WeightFile] = frozenset()):
+        """`copied`: of those the pages do not become part of this process: they are only brought into the page cache,
+        for whoever copies them piece by piece."""
+        self.total = sum(file.size for file in files)
+        self._files = files
+        self._copied = copied
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stretches = iter([(file, start) for file in files for start in range(0, file.size, _STRETCH)])
+        self._descriptors: dict[WeightFile, int] = {}
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        self._descriptors = {file: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in self._files}
+        is_warm = all(_is_cached(self._descriptors[file], 0, file.size) for file in self._files)
+        for _ in range(1 if is_warm else _READERS):
+            self._threads.append(threading.Thread(target=self._run, name="read-ahead", daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._stretches = iter(())
+        for thread in self._threads:
+            thread.join()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def finish(self, report: Callable[[int], None]) -> None:
+        """Returns once all is read, with this thread's help; `report` gets the bytes done so far, now and then."""
+        while self._one():
+            report(self._done)
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_TOLD_INTERVAL)
+                report(self._done)
+        report(self.total)
+
+    def _run(self) -> None:
+        while self._one():
+            pass
+
+    def _one(self) -> bool:
+        """Have the next stretch read; false if there is none left."""
+        with self._lock:
+            file, start = next(self._stretches, (None, 0))
+        if file is None:
+            return False
+        length = min(_STRETCH, file.size - start)
+        descriptor = self._descriptors[file]
+        is_cached = _is_cached(descriptor, start, length)
+        if file in self._copied:
+            if not is_cached:
+                _read(descriptor, start, length)
+        elif is_cached:
+            # a look at one byte each: this way threads that map other memory need not wait, as they must for madvise
+            file.bytes[start : start + length : _AROUND].max()
+        else:
+            _populate(file.bytes[start : start + length])
+        with self._lock:
+            self._done += length
+        return True
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Cachestat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently"))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _is_cached(descriptor: int, start: int, length: int) -> bool:
+    """Whether so many bytes of the file are in the page cache; false where the kernel cannot tell (cachestat(2))."""
+    found = _Cachestat()
+    failed = _libc.syscall(
+        ctypes.c_long(_SYS_CACHESTAT),
+        ctypes.c_uint(descriptor),
+        ctypes.byref(_Range(start, length)),
+        ctypes.byref(found),
+        ctypes.c_uint(0),
+    )
+    return not failed and found.cache * mmap.PAGESIZE >= length
+
+
+def _populate(stretch: torch.Tensor) -> None:
+    """Have the pages of `stretch` mapped, which begins with one; where the kernel does not know how, nothing: they
+    will come when they are used. The interpreter is free meanwhile, which `mmap.madvise` would hold."""
+    _libc.madvise(
+        ctypes.c_void_p(stretch.data_ptr()), ctypes.c_size_t(stretch.nbytes), ctypes.c_int(_MADV_POPULATE_READ)
+    )
+
+
+def _read(descriptor: int, start: int, length: int) -> None:
+    """Read so many bytes, for the page cache's sake; what fails will fail again for whoever needs it."""
+    scratch = bytearray(_SCRATCH)
+    with suppress(OSError):
+        for offset in range(start, start + length, _SCRATCH):
+            if not os.preadv(descriptor, [scratch], offset):
+                return
+
+
+__all__ = ["INDEX", "SINGLE", "ReadAhead", "WeightFile", "files"]

@@ -1,0 +1,59 @@
+"""What a process says that it occupies."""
+
+import gc
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.engine.memory import Inheritance, claim
+
+MIB = 1 << 20
+
+
+def forked(look: Inheritance, written: torch.Tensor) -> int:
+    """What a child finds that it shares with us, after it has overwritten `written`."""
+    told, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the child does nothing that another thread's lock could hold up
+        pid = os.fork()
+    if pid == 0:
+        try:
+            look.take()
+            written.fill_(7)
+            os.write(tell, str(look.bytes()).encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as file:
+        said = file.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return int(said)
+
+
+def test_a_child_counts_what_it_still_shares_and_not_what_it_has_made_its_own() -> None:
+    gc.collect()
+    ours = torch.ones(64 * MIB, dtype=torch.uint8)
+    look = Inheritance()
+    look.survey()
+    shared, less = forked(look, ours[:0]), forked(look, ours[: 48 * MIB])
+    assert shared > 64 * MIB
+    assert shared - less == pytest.approx(48 * MIB, rel=0.1)
+
+
+def test_a_process_that_was_not_forked_shares_nothing() -> None:
+    look = Inheritance()
+    look.survey()
+    assert look.bytes() == 0
+
+
+def test_memory_that_is_claimed_is_zeros_and_there_at_once() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    claimed = claim(3, 16 * MIB, dtype=torch.uint8, device=torch.device("cpu"))
+    assert resident() - before > 47 * MIB
+    assert not claimed.any()
