@@ -30,12 +30,13 @@ from router.errors import (
     TooLarge,
 )  # fmt: skip
 from router.faces import admin, llama_server, lmi, ollama
+from router.hub import Hub
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openapi import document
 from router.proxy import PHASE, Call, Proxy
 from router.settings import Key
 from router.site import Site, flag
-from worker.routes import FACES, FLAGS, ROUTES, Face, Loads, Plane, Route, error_body, query
+from worker.routes import FACES, FLAGS, ROUTES, Face, Loads, Plane, Route, error_body, query, stream
 
 log = logging.getLogger("router.app")
 access_log = logging.getLogger("router.access")
@@ -56,6 +57,7 @@ _BUFFERED = web.RequestKey("buffered", int)
 _MODEL = web.RequestKey("model", str)
 _STATUS = web.RequestKey("status", int)
 """How it really ended, where that is not what the status line says."""
+EVENTS = stream(Face.ADMIN)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,6 +75,7 @@ class App:
 
     def __init__(self, site: Site, proxy: Proxy, metrics: Metrics):
         self._site = site
+        self._hub = Hub(site)
         self._proxy = proxy
         self._metrics = metrics
         self._buffered = 0
@@ -92,6 +95,8 @@ class App:
             "models": self._models,
             "model": self._model,
             "models_sse": self._models_sse,
+            "fetch": self._fetch,
+            "delete": self._delete,
             "load": self._load,
             "unload": self._unload,
             "health": self._health,
@@ -108,6 +113,8 @@ class App:
             "ollama_ps": self._ollama_ps,
             "ollama_version": self._ollama_version,
             "ollama_show": self._ollama_show,
+            "ollama_pull": self._ollama_pull,
+            "ollama_delete": self._ollama_delete,
             "slots": self._slots,
             "streams_lookup": self._streams_lookup,
             "disabled": self._disabled,
@@ -329,6 +336,12 @@ class App:
     async def _model(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.model(self._site, key, request.match_info["id"]))
 
+    async def _fetch(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.fetch(self._hub, await self._object(request)))
+
+    async def _delete(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await llama_server.delete(self._hub, key, _asked(request)))
+
     async def _load(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.load(self._site, key, await self._object(request), _asked(request)))
 
@@ -397,6 +410,16 @@ class App:
     async def _ollama_show(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await ollama.show(self._site, key, await self._object(request)))
 
+    async def _ollama_pull(self, request: web.Request, key: Key) -> web.StreamResponse:
+        wants_stream, lines = await ollama.pull(self._hub, key, await self._object(request))
+        if wants_stream:
+            return await self._stream(request, ollama.told(lines), headers=stream(Face.OLLAMA).headers)
+        return _json(await ollama.last(lines))
+
+    async def _ollama_delete(self, request: web.Request, key: Key) -> web.StreamResponse:
+        await ollama.delete(self._hub, key, await self._object(request))
+        return web.Response()
+
     async def _models_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
         snapshot = bool(flag(_asked(request), "snapshot"))
         frames = llama_server.sse(self._site, key, _last_event_id(request), snapshot=snapshot)
@@ -408,16 +431,12 @@ class App:
     async def _index(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json({"message": "the router is running; its API is at /v1", "version": __version__})
 
-    async def _stream(self, request: web.Request, frames: AsyncIterator[bytes]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, frames: AsyncIterator[bytes], headers: Mapping[str, str] = EVENTS.headers
+    ) -> web.StreamResponse:
         """Send frames for as long as the client listens and reads."""
         request[PHASE] = "events"
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-cache, no-transform",
-                "X-Accel-Buffering": "no",
-            }
-        )
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         if request.method == "HEAD":
             return response
@@ -425,7 +444,8 @@ class App:
         assert task is not None
         self._streams.add(task)
         try:
-            await response.write(b": open\n\n")
+            if headers is EVENTS.headers:
+                await response.write(b": open\n\n")
             async for frame in frames:
                 async with asyncio.timeout(self._site.settings.write_stall or None):
                     await response.write(frame)

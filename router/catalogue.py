@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +20,24 @@ from router.ini import Problem
 from router.presets import Found, Loaded
 from router.settings import Key, Settings, configured_keys, hub_cache
 
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """What a running router lists beside what its files and folders say."""
+
+    found: tuple[Found, ...] = ()
+    """Models of the hub that somebody asks to be fetched; they may not be complete yet."""
+    sections: str = ""
+    """Models that were registered by a call, as sections of a preset file."""
+
+
+NOTHING = Further()
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 
 
-def load_catalogue(settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Loaded:
+def load_catalogue(
+    settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], further: Further = NOTHING
+) -> Loaded:
     """All models of a router; may be called again at any time, for a reload.
 
     `model_flags` holds model keys of the command line by their spelling. No exception for anything on disk: what
@@ -38,6 +52,7 @@ def load_catalogue(settings: Settings, model_flags: Mapping[str, str], environ: 
         problems += [Problem(settings.models_dir, 0, "", "models-dir", fault)] if fault else []
     if settings.models_cache:
         found += _cache(settings.hub_cache or hub_cache(environ))
+    found += further.found
     path = Path(settings.models_preset) if settings.models_preset else None
     if path is None and not settings.models_dir:
         path = demo_preset()
@@ -56,6 +71,7 @@ def load_catalogue(settings: Settings, model_flags: Mapping[str, str], environ: 
         swap_patience=settings.swap_patience,
         strict=settings.strict_presets,
         strict_fields=settings.strict_fields,
+        registered=further.sections,
     )
     problems += loaded.problems
     if not problems:
@@ -225,24 +241,31 @@ def _names(folder: str, *, quiet: bool = False) -> list[str]:
 
 
 def _cache(folder: str) -> list[Found]:
-    """Repositories of the hub cache that have a complete snapshot."""
+    """Revisions in the hub cache that have a name and a complete snapshot. Of a repository whose snapshots have no
+    names any complete one."""
     found: list[Found] = []
     for name in _names(folder, quiet=True):
         kind, _, rest = name.partition("--")
         repo = rest.replace("--", "/")
         if kind == "models" and ini.is_name(repo):
-            revision = _cached_revision(Path(folder) / name, repo, folder)
-            if revision:
-                found.append(Found(repo, "cache", repo=repo, revision=revision))
+            found += _cached(Path(folder) / name, repo, folder)
     return found
 
 
-def _cached_revision(folder: Path, repo: str, cache: str) -> str:
-    """`main` if it is complete, else another branch or tag, else a commit; empty if nothing is complete."""
+def _cached(folder: Path, repo: str, cache: str) -> list[Found]:
     refs = sorted(str(path.relative_to(folder / "refs")) for path in (folder / "refs").rglob("*") if path.is_file())
-    commits = _names(str(folder / "snapshots"), quiet=True)
-    revisions = dict.fromkeys(["main", *refs, *commits])
-    return next((revision for revision in revisions if find_snapshot(repo, revision, cache)), "")
+    named = [revision for revision in refs if find_snapshot(repo, revision, cache)]
+    if not named:
+        commits = _names(str(folder / "snapshots"), quiet=True)
+        commit = next((commit for commit in commits if find_snapshot(repo, commit, cache)), "")
+        return [Found(repo, "cache", repo=repo, revision=commit)] if commit else []
+    found = [Found(hub_id(repo, revision), "cache", repo=repo, revision=revision) for revision in named]
+    return [entry for entry in found if ini.is_name(entry.id)]
+
+
+def hub_id(repo: str, revision: str) -> str:
+    """What a revision in the cache is listed as where nothing else names it."""
+    return repo if revision == "main" else f"{repo}:{revision}"
 
 
 def _default_model(name: str, loaded: Loaded) -> list[Problem]:

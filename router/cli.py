@@ -16,7 +16,7 @@ import click
 import platformdirs
 
 from router import __version__, keys, presets, settings
-from router.catalogue import load_catalogue, read_keys
+from router.catalogue import Further, load_catalogue, read_keys
 from router.errors import ConfigError, RouterError
 from router.keys import Key, Meaningless
 from router.presets import Loaded, Problem
@@ -284,9 +284,9 @@ def _serve(given: Mapping[str, Any]) -> int:
     if first[0].problems:
         return _refuse(first[0].problems)
 
-    def load() -> Loaded:
+    def load(further: Further) -> Loaded:
         """What was just read, once; from then on what there is now."""
-        return first.pop() if first else load_catalogue(parsed, models, os.environ)
+        return first.pop() if first else load_catalogue(parsed, models, os.environ, further)
 
     from router.serve import run  # late: it brings the HTTP server, which no other command needs
 

@@ -13,6 +13,8 @@
         ├── PathNotFound             404 not_found
         ├── MethodNotAllowed         405 method
         ├── BodyTimeout              408 body_timeout
+        ├── InUse                    409 in_use
+        ├── Duplicate                409 duplicate
         ├── TooLarge                 413 too_large
         ├── EncodingUnsupported      415 encoding
         ├── QueueFull                429 queue_full
@@ -116,6 +118,14 @@ class MethodNotAllowed(ApiError):
 
 class BodyTimeout(ApiError):
     status, type, reason, should_retry = 408, "invalid_request_error", "body_timeout", True
+
+
+class InUse(ApiError):
+    status, type, reason = 409, "conflict_error", "in_use"
+
+
+class Duplicate(ApiError):
+    status, type, reason = 409, "conflict_error", "duplicate"
 
 
 class TooLarge(ApiError):

@@ -466,6 +466,20 @@ class Fleet:
         if task.done():
             task.result()
 
+    def fetch(self, id: str) -> Worker:
+        """Bring the files of `id`, which are not here, without loading it. Raises ModelNotFound, Draining."""
+        model = self.model(id)
+        if self.closing:
+            raise Draining("the router is shutting down", retry_after=5)
+        model.failure = None
+        worker = model.open or self._begin(model)
+        worker.fetches = True
+        return worker
+
+    def add(self, preset: Preset) -> None:
+        """One more model, beside those that are applied."""
+        self.models[preset.id] = Model(preset, int(time.time()))
+
     def unload(self, id: str, *, force: bool = False) -> list[Worker]:
         """Retire all workers of `id` and return them. Raises NotRunning, ModelNotFound."""
         model = self.model(id)
@@ -481,7 +495,7 @@ class Fleet:
         """Take over new presets: changed and removed ones retire. Returns ids by what became of them."""
         result: dict[str, list[str]] = {"added": [], "changed": [], "restarted": [], "removed": []}
         for id in [id for id in self.models if id not in presets]:
-            self._remove(id)
+            self.remove(id, "config_changed")
             result["removed"].append(id)
         for id, preset in presets.items():
             model = self.models.get(id)
@@ -496,12 +510,15 @@ class Fleet:
         self.changed()
         return result
 
-    def _remove(self, id: str) -> None:
+    def remove(self, id: str, reason: str) -> list[Worker]:
+        """Strike a model off; its workers, which drain and stop."""
         model = self.models.pop(id)
-        for worker in list(model.workers):
-            self.retire(worker, "config_changed", drain=self.limits.drain_timeout)
-        if not model.workers:
+        workers = list(model.workers)
+        for worker in workers:
+            self.retire(worker, reason, drain=self.limits.drain_timeout)
+        if not workers:
             self.events.append("removed", id)
+        return workers
 
     def _change(self, model: Model, preset: Preset) -> bool:
         """Whether a worker must make room for one with the new settings."""
@@ -573,7 +590,7 @@ class Fleet:
         workers = self.workers()
         queued = [w for w in workers if w.state is State.QUEUED and w.costs is not None and not w.retired.is_set()]
         for worker in [w for w in workers if w.state < State.STARTING and not w.leases and not w.retired.is_set()]:
-            if not worker.luxury:
+            if not worker.luxury and not (worker.fetches and worker.state is State.DOWNLOADING):
                 self.retire(worker, "abandoned", drain=0.0)
         self._mark_surplus()
         queued = [worker for worker in queued if not worker.retired.is_set() and not worker.room.done()]

@@ -66,6 +66,8 @@ class Section:
     name: str
     line: int
     entries: tuple[Entry, ...] = ()
+    file: str = ""
+    """Where it stands, if not in the file that is read."""
 
 
 @dataclass(frozen=True, slots=True)

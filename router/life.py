@@ -35,6 +35,8 @@ log = logging.getLogger("router.life")
 
 PROGRESS_INTERVAL = 0.1
 """Seconds between two events about the progress of one load."""
+FETCHED = "downloaded"
+"""Why a life ended that was only to bring the files."""
 CUT_GRACE = 1.0
 """Seconds that requests get to read what has arrived, or to write their error frames, before connections close."""
 
@@ -137,6 +139,9 @@ class Worker:
         """How many lives of this model ran out of memory at their start just before this one."""
         self.luxury = luxury
         """A copy: nobody's need as long as another worker of its model is."""
+        self.fetches = False
+        """It is only to bring the files: nobody has to wait for it, and it ends with the download unless somebody
+        does."""
         self.surplus = False
         """A copy beyond the least number of `replicas`: it ends when it idles."""
         self.since = now
@@ -364,6 +369,9 @@ async def _live(worker: Worker, world: World) -> None:
         worker.stages.begin("download", world.now())
         worker.snapshot = await world.launcher.download(program, command, _listener(worker, world))
         world.files.fetched(preset, worker.snapshot)
+        if worker.fetches and not worker.leases:
+            worker.reason = FETCHED
+            return
     else:
         worker.snapshot = world.files.find(preset) or ""
     await weigh(worker, world)
@@ -931,4 +939,4 @@ def _place_fields(worker: Worker) -> dict[str, Any]:
     return {"devices": tuple(names), "reserved": json.dumps(reserved)}
 
 
-__all__ = ["Again", "Costs", "Files", "Worker", "World", "live", "lost_error", "take", "weigh"]
+__all__ = ["FETCHED", "Again", "Costs", "Files", "Worker", "World", "live", "lost_error", "take", "weigh"]

@@ -19,6 +19,8 @@ from router.settings import BY_FLAG, BY_VARIABLE, LATER
 from router.values import JsonObject, Strings, plain, sendable, shown
 
 MASK = "***"
+REGISTERED = "registered"
+"""What stands for the file of models that came by a call."""
 BUILT_IN = "built-in"
 ALL_LAYERS = 99
 """From so many on, n-gpu-layers is taken for `all`, as its users mean it."""
@@ -176,16 +178,38 @@ def load(
     swap_patience: float = 10.0,
     strict: bool = False,
     strict_fields: bool = False,
+    registered: str = "",
 ) -> Loaded:
     """The presets that a file, flags (by key), the environment and the models found on disk make together.
 
     Flags win over `[id]`, that over `[*]`, that over the environment, that over what is built in. `folder` is the
     file's own, where its relative paths start; `working` the current one, where those of flags and variables do.
+    `registered` are sections that came by a call: a section of the file with the same name stands before them.
     """
     return _Loading(
         file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict,
         swap_patience=swap_patience, strict_fields=strict_fields,
-    ).load(ini.parse(text, file=file, environ=environ), found, flags or {})  # fmt: skip
+    ).load(_joined(ini.parse(text, file=file, environ=environ), registered), found, flags or {})  # fmt: skip
+
+
+def _joined(document: ini.Document, registered: str) -> ini.Document:
+    """The document with the sections of another text that it does not have itself."""
+    if not registered:
+        return document
+    names = {section.name.casefold() for section in document.sections}
+    further = ini.parse(registered, file=REGISTERED)
+    added = [replace(each, file=REGISTERED) for each in further.sections if each.name.casefold() not in names]
+    return replace(document, sections=(*document.sections, *added), problems=(*document.problems, *further.problems))
+
+
+def repository(text: str) -> tuple[str, str]:
+    """(`org/name`, revision) that `org/name[:revision]` means. Raises ValueError, with what to do instead."""
+    match = _REPO.fullmatch(text)
+    if match is None or ".." in text or "//" in text:
+        raise ValueError(f"{shown(text)} is not org/name or org/name:revision")
+    if match[1].lower().endswith("-gguf") or (match[2] and _QUANTISATION.fullmatch(match[2])):
+        raise ValueError(_GGUF)
+    return match[1], match[2] or "main"
 
 
 ENVIRONMENT, STAR, OWN, COMMAND_LINE = range(4)
@@ -257,7 +281,7 @@ class _Loading:
         layer: _Layer = {}
         written: dict[str, ini.Entry] = {}
         for entry in section.entries:
-            place = Problem(self.file, entry.line, section.name, entry.key, "")
+            place = Problem(section.file or self.file, entry.line, section.name, entry.key, "")
             for spelling, text in self._spelled(entry.key, entry.value, place):
                 before = written.get(spelling.canonical)
                 if before is not None and spelling.word.name != "env":
@@ -384,7 +408,7 @@ class _Loading:
     # Models: values to a Preset
 
     def _preset(self, section: ini.Section, settings: _Layer, found: Sequence[Found]) -> Preset | None:
-        place = Problem(self.file, section.line, section.name, "", "")
+        place = Problem(section.file or self.file, section.line, section.name, "", "")
         fields = self._source(section.name, settings, found, place)
         if fields is None:
             return None
@@ -469,15 +493,16 @@ class _Loading:
                 "has no config.json")  # fmt: skip
             self._fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
             return None
-        match = _REPO.fullmatch(text)
-        if match is None or (text.startswith((".", "~", "/")) and not is_repo):
+        if _REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
             self._fail(place, f"{shown(text)} is neither a folder ({path}) nor org/name" if path else
                        f"{shown(text)} is not org/name")  # fmt: skip
             return None
-        if match[1].lower().endswith("-gguf") or (match[2] and _QUANTISATION.fullmatch(match[2])):
-            self._fail(place, _GGUF)
+        try:
+            repo, revision = repository(text)
+        except ValueError as error:
+            self._fail(place, str(error))
             return None
-        return {"repo": match[1], "revision": match[2] or "main"}
+        return {"repo": repo, "revision": revision}
 
     def _place(self, settings: _Layer, fields: dict[str, Any]) -> None:
         """n-gpu-layers = 0 is device = cpu, unless something stronger says where."""

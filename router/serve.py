@@ -27,6 +27,7 @@ from router import log as log_lines
 from router.access import Access
 from router.app import PROTOCOL, App
 from router.calibration import Calibration
+from router.catalogue import NOTHING, Further
 from router.connections import listen
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
@@ -51,7 +52,7 @@ ESSENTIAL = frozenset({"devices"})
 GIB = 1 << 30
 
 
-def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
     """Serve until told to stop; the exit code. `load` reads presets and folders, `keys` the keys and key files."""
     log_lines.set_up(settings.log_level, settings.log_format)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -75,9 +76,9 @@ def run(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple
         return 1
 
 
-async def _main(settings: Settings, load: Callable[[], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
     stop = _Stop()
-    loaded = load()
+    loaded = load(NOTHING)
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
         _banner(settings, site, loaded)
@@ -139,7 +140,7 @@ class _Stop:
 @asynccontextmanager
 async def _router(
     settings: Settings,
-    load: Callable[[], Loaded],
+    load: Callable[[Further], Loaded],
     loaded: Loaded,
     keys: Callable[[], tuple[Key, ...]],
     stop: _Stop,

@@ -15,15 +15,17 @@ from typing import Any
 
 from router import __version__
 from router.access import Access
+from router.catalogue import Further
 from router.checkpoint import meta, modalities
-from router.errors import BadRequest, ConfigError, ModelNotFound, PresetInvalid
+from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.estimate import Checkpoint, EstimateError, effective_ctx
 from router.events import Event, EventLog
 from router.fleet import Fleet, Model
 from router.launchers import Launcher
-from router.life import Files
+from router.life import Files, Worker
+from router.lifecycle import State
 from router.names import Names, choose
-from router.presets import Loaded, Preset
+from router.presets import Found, Loaded, Preset
 from router.settings import Key, Settings
 
 log = logging.getLogger("router.site")
@@ -42,7 +44,7 @@ class Site:
     files: Files
     events: EventLog
     access: Access
-    load: Callable[[], Loaded]
+    load: Callable[[Further], Loaded]
     """Reads presets, folders and caches again; problems are part of what it returns."""
     keys: Callable[[], tuple[Key, ...]]
     """Reads key files again."""
@@ -55,6 +57,12 @@ class Site:
     """When presets were last read again, well or not, in seconds since 1970."""
     reload_errors: tuple[str, ...] = ()
     """What was wrong with them then: the old ones still hold."""
+    fetched: dict[str, Found] = field(default_factory=dict)
+    """Models that somebody asked to be fetched, and that are not complete yet."""
+    registered: dict[str, str] = field(default_factory=dict)
+    """Sections of models that came by a call, by id."""
+    leaving: set[str] = field(default_factory=set)
+    """Models whose files are being deleted: they are not listed again."""
     _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -122,7 +130,8 @@ class Site:
         """Apply changed presets, folders and caches. Raises PresetInvalid, having changed nothing."""
         async with self._reloading:
             try:
-                loaded, keys = await asyncio.to_thread(lambda: (self.load(), self.keys()))
+                further = self._further()
+                loaded, keys = await asyncio.to_thread(lambda: (self.load(further), self.keys()))
             except ConfigError as broken:
                 rows = [{"message": line} for line in broken.problems]
                 raise self._refused("settings", broken.problems, rows) from None
@@ -132,10 +141,66 @@ class Site:
             self.reloaded, self.reload_errors = time.time(), ()
             self.access.keys = keys
             self._facts.clear()
-            self.awaited &= loaded.presets.keys()
-            result = self.fleet.apply(loaded.presets)
-            self.names = Names(loaded.presets)
+            presets = {id: preset for id, preset in loaded.presets.items() if id not in self.leaving}
+            self.awaited &= presets.keys()
+            result = self.fleet.apply(presets)
+            self._listed()
             return {**result, "warnings": [str(warning) for warning in loaded.warnings]}
+
+    async def add(self, id: str, *, found: Found | None = None, section: str = "") -> Preset:
+        """List one more model, found on the hub or written as a section, as all files say now; nothing else changes.
+
+        Raises Duplicate if there is one of that name, PresetInvalid if files or section cannot be used.
+        """
+        async with self._reloading:
+            if self._is_taken(id):
+                raise Duplicate(f"there is a model '{id}' already", param="model")
+            sections = {**self.registered, id: section} if section else self.registered
+            further = Further((*self.fetched.values(), *((found,) if found else ())), "\n".join(sections.values()))
+            loaded = await asyncio.to_thread(self.load, further)
+            if loaded.problems:
+                rows = [problem_row(problem) for problem in loaded.problems]
+                raise PresetInvalid(f"'{id}' cannot be added: {loaded.problems[0]}", extra={"errors": rows})
+            preset = loaded.presets.get(id)
+            if preset is None or self._is_taken(id):
+                raise Duplicate(f"there is a model like '{id}' already", param="model")
+            if found is not None:
+                self.fetched[id] = found
+            if section:
+                self.registered[id] = section
+            self.fleet.add(preset)
+            self._listed()
+            return preset
+
+    def remove(self, id: str, reason: str) -> list[Worker]:
+        """List a model no longer; its workers, which drain and stop."""
+        self.fetched.pop(id, None)
+        self.registered.pop(id, None)
+        self._facts.pop(id, None)
+        self.awaited -= {id}
+        workers = self.fleet.remove(id, reason)
+        self._listed()
+        return workers
+
+    def _is_taken(self, id: str) -> bool:
+        try:
+            self.names.find(id)
+        except ModelNotFound:
+            return id in self.leaving
+        return True
+
+    def _listed(self) -> None:
+        self.names = Names({id: model.preset for id, model in self.fleet.models.items()})
+
+    def _further(self) -> Further:
+        for id in [id for id in self.fetched if id not in self.fleet.models or self._is_complete(id)]:
+            del self.fetched[id]  # from now on its files say that it is there, or that it is not
+        return Further(tuple(self.fetched.values()), "\n".join(self.registered.values()))
+
+    def _is_complete(self, id: str) -> bool:
+        model = self.fleet.models[id]
+        fetching = any(worker.state is State.DOWNLOADING for worker in model.workers)
+        return not fetching and self.files.find(model.preset) is not None
 
     def _refused(self, what: str, lines: Sequence[str], rows: list[dict[str, Any]]) -> PresetInvalid:
         """Tell everybody who may look for it: the log, the state, the events, and whoever asked."""

@@ -21,12 +21,13 @@ ROUTER = [
     "router.openapi",
     "router.faces.admin  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
+    "router.hub",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.fleet  router.access  router.launchers.orphans",
     "router.explain  router.model  router.forecast",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
-    "router.calibration  router.snapshots  router.launchers  router.launchers.environment  router.launchers.guard"
-    "  router.launchers.oom  router.launchers.vitals",
+    "router.calibration  router.hubcache  router.snapshots  router.launchers  router.launchers.environment"
+    "  router.launchers.guard  router.launchers.oom  router.launchers.vitals",
     "router.standby",
     "router.planner  router.checkpoint  router.catalogue  router.remote",
     "router.ledger  router.estimate  router.names",

@@ -120,7 +120,12 @@ def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path
         raise StartError(f"{command.revision!r} is no name of a revision: use a branch, a tag or a commit")
     cache = RepoCache(Path(command.cache or constants.HF_HUB_CACHE).expanduser().resolve(), command.repo)
     try:
-        return cache.complete_snapshot(command.revision) or _fetch(cache, command, say, token)
+        snapshot = cache.complete_snapshot(command.revision)
+        if snapshot is None:
+            return _fetch(cache, command, say, token)
+        with contextlib.suppress(OSError):  # a cache that only others may write to serves all the same
+            cache.name_revision(command.revision, snapshot.name)
+        return snapshot
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, http.RequestError) as error:
         raise _hub_cause(error, command) from error
     except OSError as error:
@@ -328,11 +333,15 @@ class RepoCache:
         _replace(name, lambda new: new.symlink_to(os.path.relpath(self.blob(file), name.parent)))
 
     def name_revision(self, revision: str, commit: str) -> None:
-        """Let `revision` mean `commit`."""
-        if revision != commit:
-            name = self.folder / "refs" / revision
-            name.parent.mkdir(parents=True, exist_ok=True)
-            _replace(name, lambda new: new.write_text(commit))
+        """Let `revision` mean `commit`.
+
+        A commit that somebody asks for is a name, too: any other one is an old state of a branch, and no model.
+        """
+        name = self.folder / "refs" / revision
+        if name.is_file() and name.read_text().strip() == commit:
+            return
+        name.parent.mkdir(parents=True, exist_ok=True)
+        _replace(name, lambda new: new.write_text(commit))
 
     def check_room(self, files: Sequence[RemoteFile], repo: str) -> None:
         """Raises StartError (DISK_FULL) unless all `files` fit beside what is there of them already."""

@@ -12,12 +12,14 @@ from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
 from router.estimate import Checkpoint
 from router.events import Event
 from router.fleet import Fleet, Model
+from router.hub import Hub, users
 from router.ledger import SLOTS, DeviceId, pooled
-from router.life import Worker, estimated
+from router.life import FETCHED, Worker, estimated
 from router.lifecycle import State
 from router.presets import Preset, args, effective
 from router.settings import Key
 from router.site import BUILD, Site, flag
+from worker.contract import FINAL_EXITS, Exit
 
 MIB = 1 << 20
 KEEP_ALIVE = 15.0
@@ -178,7 +180,7 @@ async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
         "status": status(site.fleet, model, admin=admin),
         "architecture": architecture,
         "source": preset.source,
-        "can_remove": preset.source == "cache",
+        "can_remove": preset.source == "cache" and not await users(site, preset),
         "capabilities": capabilities(model, facts),
         "meta": meta,
     }
@@ -206,6 +208,21 @@ def _named(body: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not name:
         raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
     return name
+
+
+async def fetch(hub: Hub, body: Mapping[str, Any]) -> dict[str, Any]:
+    """POST /models: 200 once the hub has said that there is such a model; its files come meanwhile."""
+    await hub.fetch(_named(body))
+    return {"success": True}
+
+
+async def delete(hub: Hub, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+    """DELETE /models?model=: 200 once its files are gone."""
+    name = query.get("model")
+    if not name:
+        raise BadRequest("model name is missing from the query", reason="model_missing", param="model")
+    await hub.delete(key, name)
+    return {"success": True}
 
 
 async def load(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
@@ -386,7 +403,7 @@ async def render(site: Site, event: Event) -> list[bytes]:
         case "removed":
             return [frame(event.id, event.model, "model_remove", {})]
         case "progress" if data["stage"] == "download":
-            name = site.fleet.models[event.model].preset.repo if event.model in site.fleet.models else event.model
+            name = site.fleet.models[event.model].preset.repo if event.model in site.fleet.models else ""
             told = {"progress": {name or event.model: {"done": data["done"], "total": data["total"]}}}
             return [frame(event.id, event.model, "download_progress", told)]
         case "progress":
@@ -404,9 +421,8 @@ async def _render_state(site: Site, event: Event) -> list[bytes]:
     state = State[data["state"].upper()]
     value = VALUES.get(state, "unloaded")
     if data.get("was") == "downloading":
-        if state is State.STOPPED:
-            reason = {"download_failed": "network"}.get(data.get("reason", ""), "cancelled")
-            frames.append(frame(event.id, event.model, "download_failed", {"reason": reason}))
+        if state is State.STOPPED and data["reason"] != FETCHED:
+            frames.append(frame(event.id, event.model, "download_failed", _why_not_fetched(data)))
         else:
             frames.append(frame(event.id, event.model, "download_finished", {}))
     told: dict[str, Any] = {"status": value}
@@ -415,9 +431,9 @@ async def _render_state(site: Site, event: Event) -> list[bytes]:
     if data.get("draining") or state is State.STOPPING:
         told["draining"] = True
     if state is State.STOPPED:
-        told["reason"] = data.get("reason", "")
-        if "exit_code" in data:
-            told["exit_code"] = data["exit_code"]
+        told["exit_code"] = data.get("exit_code", 1 if "error" in data else 0)
+        if data["reason"] in REASONS:
+            told["reason"] = data["reason"]
         if "error" in data:
             told["error"] = data["error"]
     name = "model_status" if "was" not in data and not data.get("draining") else "status_change"
@@ -425,4 +441,13 @@ async def _render_state(site: Site, event: Event) -> list[bytes]:
     return frames
 
 
-__all__ = ["entry", "health", "load", "model", "models", "props", "ready", "slots", "sse", "unload"]
+def _why_not_fetched(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Why a download ended without the files: in llama-server's sense, and in words."""
+    if "error" not in data:
+        return {"reason": "cancelled"}
+    code = data.get("exit_code")
+    reason = "disk_full" if code == Exit.DISK_FULL else "not_found" if code in FINAL_EXITS else "network"
+    return {"reason": reason, "error": data["error"]}
+
+
+__all__ = ["delete", "entry", "fetch", "health", "load", "model", "models", "props", "ready", "slots", "sse", "unload"]

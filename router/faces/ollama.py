@@ -1,13 +1,16 @@
 """What Ollama's API says of models, without tokens: lists, what is loaded, what a model is."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
-from router.errors import BadRequest, ModelNotFound
+from router.errors import ApiError, BadRequest, ModelNotFound
 from router.faces.llama_server import capabilities, wall_clock
 from router.fleet import Model
+from router.hub import Hub, Pull
 from router.life import Worker
 from router.lifecycle import State
 from router.settings import Key
@@ -48,10 +51,7 @@ async def ps(site: Site, key: Key) -> dict[str, Any]:
 
 async def show(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
     """POST /api/show: one model. Raises BadRequest, ModelNotFound."""
-    name = body.get("model") or body.get("name")
-    if not isinstance(name, str):
-        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
-    model = site.model(key, known(site, key, name))
+    model = site.model(key, known(site, key, _named(body)))
     facts, meta, _ = await site.describe(model.preset)
     words = await site.words(model.preset)
     able = {_CAPABILITIES[each] for each in capabilities(model, facts) if each in _CAPABILITIES}
@@ -73,6 +73,82 @@ async def show(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
         "template": words.chat_template,
         "capabilities": sorted(able),
     }
+
+
+async def pull(hub: Hub, key: Key, body: Mapping[str, Any]) -> tuple[bool, AsyncIterator[bytes]]:
+    """POST /api/pull: whether lines are wanted as they come, and the lines; the last one says how it ended.
+
+    Raises BadRequest, LoadBackoff if there is nothing to wait for.
+    """
+    wants_stream = body.get("stream", True)
+    if not isinstance(wants_stream, bool):
+        raise BadRequest("stream must be true or false", param="stream")
+    name = known(hub.site, key, _repository(body))
+    return wants_stream, _pulled(hub, await hub.pull(key, name))
+
+
+async def told(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines, and one about what went wrong, if something did."""
+    try:
+        async with aclosing(lines) as open_lines:  # type: ignore[type-var]
+            async for line in open_lines:
+                yield line
+    except ApiError as failed:
+        yield _line(error=failed.message)
+
+
+async def _pulled(hub: Hub, pull: Pull) -> AsyncIterator[bytes]:
+    """Raises BadRequest, LoadBackoff if the files do not come."""
+    yield _line(status="pulling manifest")
+    worker = pull.worker
+    if worker is not None:
+        digest = f"sha256:{hashlib.sha256(worker.preset.id.encode()).hexdigest()}"
+        with hub.wanted(pull):
+            yield _progress(worker, digest)
+            async for event in hub.follow(worker):
+                if event.kind == "progress":
+                    yield _progress(worker, digest)
+        hub.check(worker)
+        yield _line(status="verifying sha256 digest")  # each file was, as it came
+        yield _line(status="writing manifest")
+    yield _line(status="success")
+
+
+async def last(lines: AsyncIterator[bytes]) -> dict[str, Any]:
+    """How a pull ended. Raises what the lines do."""
+    async with aclosing(lines) as open_lines:  # type: ignore[type-var]
+        found: dict[str, Any] = json.loads([line async for line in open_lines][-1])
+    return found
+
+
+async def delete(hub: Hub, key: Key, body: Mapping[str, Any]) -> None:
+    """DELETE /api/delete. Raises BadRequest, ModelNotFound, InUse."""
+    await hub.delete(key, known(hub.site, key, _named(body)))
+
+
+def _repository(body: Mapping[str, Any]) -> str:
+    """What a pull names, without what Ollama's clients put around it."""
+    name = _named(body).removesuffix(LATEST)
+    for hub in ("hf.co/", "huggingface.co/"):
+        name = name.removeprefix(f"https://{hub}").removeprefix(hub)
+    return name
+
+
+def _named(body: Mapping[str, Any]) -> str:
+    name = body.get("model") or body.get("name")
+    if not isinstance(name, str):
+        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+    return name
+
+
+def _progress(worker: Worker, digest: str) -> bytes:
+    told = worker.progress
+    done, total = (told.done, told.total) if told is not None else (0, 0)
+    return _line(status=f"pulling {digest[7:19]}", digest=digest, total=total, completed=done)
+
+
+def _line(**said: Any) -> bytes:
+    return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 async def _entry(site: Site, model: Model) -> dict[str, Any]:
@@ -118,4 +194,4 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.2f}M"
 
 
-__all__ = ["known", "ps", "show", "tags"]
+__all__ = ["delete", "known", "last", "ps", "pull", "show", "tags", "told"]

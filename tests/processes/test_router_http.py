@@ -438,10 +438,11 @@ async def test_keys_and_planes(tmp_path: Path) -> None:
             assert (await client.get("/models?reload=1", headers=bearer(key))).status_code == status
         for key, status in (("user-key", 200), ("b-only", 403)):
             assert (await client.get("/metrics", headers=bearer(key))).status_code == status
-        for path in ("/models", "/api/pull"):
-            assert (await client.post(path)).status_code == 401
-            assert (await client.post(path, headers=bearer("user-key"))).status_code == 403
-            assert (await client.post(path, headers=bearer("boss"))).status_code == 501
+        for call in ("POST /models", "DELETE /models", "POST /api/pull", "DELETE /api/delete"):
+            method, path = call.split()
+            for headers, status in (({}, 401), (bearer("user-key"), 403), (bearer("boss"), 400)):
+                response = await client.request(method, path, headers=headers, content=b"{}")
+                assert response.status_code == status
         text = (await client.get("/models", headers=bearer("boss"))).text
         assert "boss" not in text
         assert "user-key" not in "".join(up.log)

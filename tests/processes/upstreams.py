@@ -166,7 +166,7 @@ async def world(
         files=files,
         events=events,
         access=Access(()),
-        load=lambda: Loaded(presets),
+        load=lambda further: Loaded(presets),
         keys=tuple,
         names=Names(presets),
     )

@@ -119,7 +119,7 @@ def test_complete_repositories_of_the_cache_are_listed(tmp_path: Path) -> None:
     (hub / "version.txt").touch()
     loaded = read(cache=str(hub), models_dir=str(empty))
     assert {preset.id: preset.revision for preset in loaded.presets.values()} == {
-        "org/name": "main", "org/tagged": "v1", "org/bare": COMMIT,
+        "org/name": "main", "org/tagged:v1": "v1", "org/bare": COMMIT,
     }  # fmt: skip
     assert {preset.source for preset in loaded.presets.values()} == {"cache"}
     assert not read(cache=str(hub), models_cache="off", models_dir=str(empty)).presets

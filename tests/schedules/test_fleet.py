@@ -53,6 +53,21 @@ async def test_many_cold_requests_begin_one_life() -> None:
 
 
 @virtual
+async def test_a_download_that_nobody_waits_for_takes_no_place_and_goes_on_to_a_load_if_somebody_comes() -> None:
+    models = {name: FakeModel(shards=(GIB,), download_seconds=5.0) for name in "bc"}
+    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(models_max=1), models=models, missing=("b", "c"))
+    await world.ask("a")
+    worker = world.fleet.fetch("b")
+    await worker.stopped.wait()
+    assert world.journal == ["start a", "download b", "downloaded b"]
+    assert world.fleet.model("b").failure is None
+    world.fleet.fetch("c")
+    assert await world.ask("c") > 5.0
+    assert world.journal[3:] == ["download c", "downloaded c", "stop a", "start c"]
+    await world.stop()
+
+
+@virtual
 async def test_one_that_gives_up_stops_nothing() -> None:
     world = Schedule({"a": GIB})
     leaver = asyncio.create_task(world.ask("a"))

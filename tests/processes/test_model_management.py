@@ -1,0 +1,358 @@
+"""Fetching and deleting models while the router runs: real router, real downloads, a hub program that misbehaves."""
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+
+from tests.processes.routers import DEADLINE, FAKE_WORKER, ROOT, Router, error_of, fake_snapshot, router
+
+pytestmark = pytest.mark.slow
+
+MARGIN = ("--models-memory-margin", "64")
+WEIGHTS = "model.safetensors"
+HALF = 40_000
+
+
+class Hub:
+    """A hub program and the folder that it serves."""
+
+    def __init__(self, root: Path, address: str):
+        self.root = root
+        self.address = address
+
+    def repo(self, name: str) -> str:
+        """Make `org/name`: a folder that the router takes for a model."""
+        folder = fake_snapshot(self.root / "org" / name)
+        header = json.dumps({"w": {"dtype": "U8", "shape": [2 * HALF], "data_offsets": [0, 2 * HALF]}}).encode()
+        content = hashlib.shake_128(name.encode()).digest(2 * HALF)
+        (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + content)
+        (folder / "tokenizer.json").write_text("{}")
+        return f"org/{name}"
+
+    async def fails(self, **faults: Any) -> None:
+        async with httpx.AsyncClient() as client:
+            await client.put(f"{self.address}/_faults", json=faults)
+
+    async def commit(self, repo: str) -> str:
+        """What `main` means now."""
+        async with httpx.AsyncClient() as client:
+            commit: str = (await client.get(f"{self.address}/api/models/{repo}/revision/main")).json()["sha"]
+            return commit
+
+    async def journal(self) -> list[str]:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{self.address}/_journal")).text.split("\n")
+
+
+@asynccontextmanager
+async def running_hub(root: Path) -> AsyncIterator[Hub]:
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, str(ROOT / "tests" / "fake_hub.py"), str(root), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert program.stdout is not None
+    try:
+        yield Hub(root, (await program.stdout.readline()).decode().strip())
+    finally:
+        program.terminate()
+        await program.wait()
+
+
+@asynccontextmanager
+async def world(tmp_path: Path, *options: str, text: str = "", **further: str) -> AsyncIterator[tuple[Router, Hub]]:
+    """A router beside a hub: downloads are real, workers are not. The cache stays for the next router of the test."""
+    python = tmp_path / "python"
+    real = f'exec "{sys.executable}"'
+    python.write_text(f'#!/bin/sh\n[ "$4" = download ] && {real} "$@"\nshift 3\n{real} -P "{FAKE_WORKER}" "$@"\n')
+    python.chmod(0o755)
+    file = tmp_path / "models.ini"
+    file.write_text(f"[*]\npython = {python}\nrequired-memory = 64\n{text}")
+    async with running_hub(tmp_path / "hub") as hub:
+        environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "cache"), **further}
+        async with router("--models-preset", str(file), *MARGIN, *options, environ=environ) as up:
+            yield up, hub
+
+
+class Events:
+    """What /models/sse tells, in order."""
+
+    def __init__(self, up: Router):
+        self._up = up
+        self.seen: list[dict[str, Any]] = []
+        self._heard = asyncio.Condition()
+
+    async def listen(self, opened: asyncio.Event) -> None:
+        async with self._up.client.stream("GET", "/models/sse") as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith(": open"):
+                    opened.set()
+                if line.startswith("data:"):
+                    async with self._heard:
+                        self.seen.append(json.loads(line[5:]))
+                        self._heard.notify_all()
+
+    async def until(self, event: str, **data: Any) -> list[str]:
+        """Returns the kinds so far, repetitions left out, once there is an event with these data."""
+
+        await self._until(
+            lambda each: each["event"] == event and all(each["data"].get(key) == value for key, value in data.items())
+        )
+        kinds = [each["event"] + ":" + each["data"].get("status", "") for each in self.seen]
+        return [kind for number, kind in enumerate(kinds) if number == 0 or kinds[number - 1] != kind]
+
+    async def fetched(self, count: int) -> None:
+        """Returns once a download has so many bytes."""
+        await self._until(
+            lambda each: (
+                each["event"] == "download_progress"
+                and all(progress["done"] >= count for progress in each["data"]["progress"].values())
+            )
+        )
+
+    async def _until(self, fits: Callable[[dict[str, Any]], bool]) -> None:
+        async with asyncio.timeout(DEADLINE), self._heard:
+            await self._heard.wait_for(lambda: any(fits(each) for each in self.seen))
+
+
+@asynccontextmanager
+async def events_of(up: Router) -> AsyncIterator[Events]:
+    opened, events = asyncio.Event(), Events(up)
+    listening = asyncio.create_task(events.listen(opened))
+    try:
+        await opened.wait()
+        yield events
+    finally:
+        listening.cancel()
+        await asyncio.wait({listening})
+
+
+async def entries(up: Router) -> dict[str, Any]:
+    return {entry["id"]: entry for entry in (await up.client.get("/models")).json()["data"]}
+
+
+def partials(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache").rglob("*.incomplete"))
+
+
+async def test_a_model_is_fetched_without_a_load_listed_served_and_deleted(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("one")
+        async with events_of(up) as events:
+            response = await up.client.post("/models", json={"model": repo})
+            assert (response.status_code, response.json()) == (200, {"success": True})
+            kinds = await events.until("status_change", status="unloaded")
+            assert kinds == ["model_status:downloading", "download_progress:", "download_finished:",
+                             "status_change:unloaded"]  # fmt: skip
+            assert {each["model"] for each in events.seen} == {repo}
+            told = [each["data"]["progress"][repo] for each in events.seen if each["event"] == "download_progress"]
+            assert told[-1]["done"] == told[-1]["total"] > 2 * HALF
+            assert events.seen[-1]["data"] == {"status": "unloaded", "exit_code": 0}
+            entry = (await entries(up))[repo]
+            assert (entry["source"], entry["can_remove"]) == ("cache", True)
+            assert entry["status"]["value"] == "unloaded"
+            assert "failed" not in entry["status"]
+            assert not await up.workers()
+            for again in (repo, f"{repo}:main", repo.upper()):
+                response = await up.client.post("/models", json={"model": again})
+                assert error_of(response) == (400, "invalid_value")
+                assert "already exists" in response.json()["error"]["message"]
+            assert (await up.client.post("/v1/completions", json={"model": repo, "prompt": "a"})).status_code == 200
+            response = await up.client.delete("/models", params={"model": repo})
+            assert (response.status_code, response.json()) == (200, {"success": True})
+            assert not list((tmp_path / "cache").iterdir())
+            await events.until("model_remove")
+        assert repo not in await entries(up)
+        assert error_of(await up.client.delete("/models", params={"model": repo})) == (404, "model_not_found")
+
+
+async def test_what_was_fetched_survives_a_restart(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("kept")
+        async with events_of(up) as events:
+            await up.client.post("/models", json={"model": repo})
+            await events.until("download_finished")
+        assert (await up.client.get("/models?reload=1")).json()["reload"]["removed"] == []
+        assert repo in await entries(up)
+    async with world(tmp_path, "--offline") as (up, _):
+        assert (await entries(up))[repo]["source"] == "cache"
+        assert (await up.client.post("/v1/completions", json={"model": repo, "prompt": "a"})).status_code == 200
+        response = await up.client.post("/models", json={"model": "org/other"})
+        assert error_of(response) == (400, "invalid_value")
+        assert "--offline" in response.json()["error"]["message"]
+
+
+async def test_what_cannot_be_fetched_is_400_and_not_listed(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        async with events_of(up) as events:
+            response = await up.client.post("/models", json={"model": "org/nowhere"})
+            assert error_of(response) == (400, "invalid_value")
+            assert "org/nowhere is not on" in response.json()["error"]["message"]
+            await events.until("model_remove")
+            failed = next(each["data"] for each in events.seen if each["event"] == "download_failed")
+            assert failed["reason"] == "not_found"
+        (hub.root / "org" / "pickles").mkdir(parents=True)
+        (hub.root / "org" / "pickles" / "config.json").write_text("{}")
+        (hub.root / "org" / "pickles" / "pytorch_model.bin").write_text("")
+        response = await up.client.post("/models", json={"model": "org/pickles"})
+        assert "pickled weights are never loaded" in response.json()["error"]["message"]
+        wrong = "word ../x/y org/x:../y org/name-GGUF org/name:Q4_K_M https://a/b /tmp/x a/b/c"
+        for name in wrong.split():
+            assert error_of(await up.client.post("/models", json={"model": name})) == (400, "invalid_value"), name
+        assert error_of(await up.client.post("/models", json={})) == (400, "model_missing")
+        assert error_of(await up.client.delete("/models")) == (400, "model_missing")
+        await hub.fails(**{hub.repo("ill"): {"status": 503}})
+        response = await up.client.post("/models", json={"model": "org/ill"})
+        assert error_of(response) == (503, "load_backoff")
+        assert set(await entries(up)) == set()
+
+
+async def test_a_download_that_broke_off_stays_listed_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("big")
+        await hub.fails(**{f"{repo}/{WEIGHTS}": [{"drop": HALF}, {"status": 503}]})
+        async with events_of(up) as events:
+            assert (await up.client.post("/models", json={"model": repo})).status_code == 200
+            await events.until("download_failed", reason="network")
+            status = await up.status(repo)
+            assert (status["value"], status["failed"]) == ("unloaded", True)
+            assert [path.stat().st_size for path in partials(tmp_path)] == [HALF]
+            assert (await up.client.post("/models", json={"model": repo})).status_code == 200
+            await events.until("download_finished")
+        assert f"GET /{repo}/resolve" in "\n".join(await hub.journal())
+        assert any(line.endswith(f"bytes={HALF}-") for line in await hub.journal())
+        assert "failed" not in await up.status(repo)
+
+
+async def test_a_download_is_cancelled_by_unload_which_keeps_and_by_delete_which_frees(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("slow")
+        await hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
+        async with events_of(up) as events:
+            assert (await up.client.post("/models", json={"model": repo})).status_code == 200
+            await up.becomes(repo, "downloading")
+            assert "already exists" in (await up.client.post("/models", json={"model": repo})).text
+            await events.fetched(HALF)
+            response = await up.client.post("/models/unload?wait=1", json={"model": repo})
+            assert response.json() == {"success": True}
+            await events.until("download_failed", reason="cancelled")
+            assert "failed" not in await up.status(repo)
+            assert [path.stat().st_size for path in partials(tmp_path)] == [HALF]
+            events.seen.clear()
+            assert (await up.client.post("/models", json={"model": repo})).status_code == 200
+            assert (await up.client.delete("/models", params={"model": repo})).status_code == 200
+            await events.until("download_failed", reason="cancelled")
+            await events.until("model_remove")
+        assert repo not in await entries(up)
+        assert not list((tmp_path / "cache").rglob("*/blobs/*"))
+
+
+async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(tmp_path: Path) -> None:
+    async with world(tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1") as (up, hub):
+        repo = hub.repo("awaited")
+        body = {"model": repo, "prompt": "a"}
+        await hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after a second
+        async with events_of(up) as events:
+            await up.client.post("/models", json={"model": repo})
+            await events.fetched(HALF)
+            response = await up.client.post("/v1/completions?autoload=false", json=body)
+            assert error_of(response) == (400, "model_not_loaded")
+            for _ in range(2):  # one that leaves again ends nothing
+                asking = asyncio.create_task(up.client.post("/v1/completions", json=body))
+                await up.becomes(repo, "downloading", queued=1)
+                asking.cancel()
+                await asyncio.wait({asking})
+                await up.becomes(repo, "downloading", queued=0)
+            assert (await up.client.post("/v1/completions", json=body)).status_code == 200
+            kinds = await events.until("status_change", status="loaded")
+        assert kinds == ["model_status:downloading", "download_progress:", "download_finished:",
+                         "status_change:loading", "status_change:loaded"]  # fmt: skip
+
+
+async def test_what_is_not_of_the_cache_or_needed_by_a_preset_is_not_deleted(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("shared")
+        await up.client.post("/models", json={"model": repo})
+        await up.becomes(repo, "unloaded")
+    fake_snapshot(tmp_path / "dir" / "local")
+    text = f"[mine]\nhf-repo = {repo}\n"
+    async with world(tmp_path, "--models-dir", str(tmp_path / "dir"), text=text) as (up, _):
+        for name in ("mine", "local"):
+            assert error_of(await up.client.delete("/models", params={"model": name})) == (400, "invalid_value")
+        response = await up.client.delete("/models", params={"model": repo})
+        assert error_of(response) == (409, "in_use")
+        assert "mine" in response.json()["error"]["message"]
+        listed = await entries(up)
+        assert {name: entry["can_remove"] for name, entry in listed.items()} == {
+            "mine": False, "local": False, repo: False,
+        }  # fmt: skip
+
+
+async def test_a_revision_is_a_model_of_its_own_and_leaves_the_others_alone(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("twice")
+        await up.client.post("/models", json={"model": repo})
+        await up.becomes(repo, "unloaded")
+        (folder,) = (tmp_path / "cache").glob("models--*")
+        (commit,) = (each.name for each in (folder / "snapshots").iterdir())
+        (hub.root / repo / "config.json").write_text((hub.root / repo / "config.json").read_text() + "\n")
+        commit_now = await hub.commit(repo)
+        pinned = f"{repo}:{commit_now}"
+        await up.client.post("/models", json={"model": pinned})
+        await up.becomes(pinned, "unloaded")
+        assert {commit, commit_now} == {each.name for each in (folder / "snapshots").iterdir()}
+        await up.client.get("/models?reload=1")
+        assert set(await entries(up)) == {repo, pinned}
+        assert (await up.client.delete("/models", params={"model": repo})).status_code == 200
+        assert {commit_now} == {each.name for each in (folder / "snapshots").iterdir()}
+        assert set(await entries(up)) == {pinned}
+        assert (await up.client.post("/v1/completions", json={"model": pinned, "prompt": "a"})).status_code == 200
+
+
+async def test_ollamas_client_pulls_and_deletes(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub), AsyncExitStack() as stack:
+        repo = hub.repo("pulled")
+        client = await stack.enter_async_context(ollama.AsyncClient(host=str(up.client.base_url)))
+        said = [part async for part in await client.pull(f"hf.co/{repo}:latest", stream=True)]
+        assert (said[0].status, said[-1].status) == ("pulling manifest", "success")
+        moved = [part for part in said if part.total]
+        assert moved[-1].completed == moved[-1].total
+        assert (moved[-1].digest or "").startswith("sha256:")
+        assert (await client.pull(repo)).status == "success"  # it is here
+        assert repo in {model.model for model in (await client.list()).models}
+        assert (await client.delete(repo)).status == "success"
+        with pytest.raises(ollama.ResponseError) as refused:
+            await client.delete(repo)
+        assert refused.value.status_code == 404
+        with pytest.raises(ollama.ResponseError) as refused:
+            await client.pull("org/nowhere")
+        assert refused.value.status_code == 400
+        await hub.fails(**{f"{repo}/{WEIGHTS}": [{"drop": HALF}, {"status": 503}]})
+        with pytest.raises(ollama.ResponseError, match="cannot be fetched now"):
+            _ = [part async for part in await client.pull(repo, stream=True)]
+        assert partials(tmp_path)
+        assert (await client.pull(repo)).status == "success"
+
+
+async def test_a_pull_that_is_left_ends_its_download_and_keeps_what_came(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("left")
+        await hub.fails(**{f"{repo}/{WEIGHTS}": {"stall": HALF}})
+        async with up.client.stream("POST", "/api/pull", json={"model": repo}) as first:
+            assert first.headers["content-type"] == "application/x-ndjson"
+            lines = first.aiter_lines()
+            assert json.loads(await anext(lines)) == {"status": "pulling manifest"}
+            while json.loads(await anext(lines))["completed"] < HALF:
+                pass
+            async with up.client.stream("POST", "/api/pull", json={"name": repo}) as second:
+                await anext(second.aiter_lines())
+            assert (await up.status(repo))["value"] == "downloading"
+        await up.becomes(repo, "unloaded", reason="requested")
+        assert partials(tmp_path)
