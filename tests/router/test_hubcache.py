@@ -27,9 +27,8 @@ def cached(cache: Path, commit: str, ref: str = "", **files: str) -> Path:
 
 
 def left(folder: Path) -> tuple[set[str], set[str]]:
-    return {each.name for each in (folder / "snapshots").iterdir()}, {
-        each.name for each in (folder / "blobs").iterdir()
-    }
+    snapshots, blobs = ({each.name for each in (folder / part).iterdir()} for part in ("snapshots", "blobs"))
+    return snapshots, blobs
 
 
 def test_the_only_revision_leaves_nothing(tmp_path: Path) -> None:
