@@ -525,6 +525,7 @@ COMPONENTS: Mapping[str, Schema] = {
 }
 
 _SUCCESS = shape({"success": const(True)})
+_PULLED = shape({"status": TEXT}, {"digest": TEXT, "total": COUNT, "completed": COUNT})
 _HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT)})
 _INVOCATION: Schema = {"anyOf": [ref("LmiText"), several(ref("LmiText")), ref("ChatCompletion"), ref("Completion")]}
 
@@ -597,6 +598,8 @@ ANSWERS: Mapping[str, Answer] = {
         ),
         about="One model.",
     ),
+    "ollama_pull": Answer(body=_PULLED, frame=_PULLED, about="Its files come; the last line says how it ended."),
+    "ollama_delete": Answer(media="text/plain", about="Its files are gone. Nothing is said."),
     "models": Answer(
         body=shape({"object": const("list"), "data": several(ref("Model"))}, {"reload": ref("Reload")}),
         about="All models.",
@@ -606,6 +609,8 @@ ANSWERS: Mapping[str, Answer] = {
         frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}),
         about="What happens to models, as it happens, each with an id.",
     ),
+    "fetch": Answer(body=_SUCCESS, about="The hub has it; its files come. Watch the events of models."),
+    "delete": Answer(body=_SUCCESS, about="Its files are gone."),
     "load": Answer(
         body=shape(
             {"success": const(True)},

@@ -418,7 +418,7 @@ class App:
 
     async def _ollama_delete(self, request: web.Request, key: Key) -> web.StreamResponse:
         await ollama.delete(self._hub, key, await self._object(request))
-        return web.Response()
+        return web.Response(text="")
 
     async def _models_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
         snapshot = bool(flag(_asked(request), "snapshot"))

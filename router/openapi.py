@@ -38,6 +38,8 @@ _BODY = (408, 413, 415, 429)
 _WORKER = (404, 408, 413, 415, 429, 501, 502, 503, 504, 507)
 _OWN: Mapping[str, tuple[int, ...]] = {
     "model": (404,),
+    "fetch": (503,),
+    "delete": (404, 409),
     "load": (404, 501, 502, 503, 504, 507),
     "unload": (404,),
     "health": (404,),
@@ -46,6 +48,8 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "slots": (404, 503),
     "plan": (404, 503, 507),
     "ollama_show": (404,),
+    "ollama_pull": (503,),
+    "ollama_delete": (404, 409),
 }
 """Statuses of calls that the router answers itself, by the name of the route, besides those of all."""
 _WORDS: Mapping[int, str] = {

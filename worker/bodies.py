@@ -759,6 +759,11 @@ OLLAMA_SHOW: Body = {
     "model": text(),
     "name": text(),
 }
+OLLAMA_PULL: Body = {
+    **OLLAMA_SHOW,
+    "stream": {"type": "boolean", "description": "true unless stated."},
+    "insecure": {"description": "Makes no difference: the hub is always asked as the router is set up to."},
+}
 
 # llama-server
 
@@ -841,6 +846,10 @@ ERICLLM: Body = {
 NAMED: Body = {
     "model": {"type": "string", "minLength": 1},
     "extra_args": {"not": {}, "description": "Not supported: settings stand in the model's preset."},
+}
+FETCH: Body = {
+    **NAMED,
+    "model": {"type": "string", "minLength": 1, "description": "org/name, or org/name:revision."},
 }
 NOTHING: Body = {}
 """A call whose body, if it has one, is not looked at."""
