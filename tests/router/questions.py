@@ -69,6 +69,12 @@ def starts_too_much(fleet: Fleet, plan: Plan) -> list[DeviceId]:
     return overdrawn(fleet.devices, fleet.residents, [], [start.claim for start in plan.start.values()])
 
 
+def overtaken(fleet: Fleet, plan: Plan) -> list[DeviceId]:
+    """Devices on which, as each that has to wait gets its place in the order of the line, there is no room for all that
+    was promised."""
+    return [id for gone, taken in fleet.stages(plan, fleet.line) for id in fleet.over(gone, taken)]
+
+
 def superfluous(fleet: Fleet, plan: Plan) -> list[int]:
     """Victims without whose leaving the one they leave for, and everybody ahead of it, would have its place as soon."""
     line = fleet.line

@@ -25,7 +25,7 @@ from tests.router.fleets import (
     overdrawn,
     resident,
 )  # fmt: skip
-from tests.router.questions import Fleet, starts_too_much, superfluous
+from tests.router.questions import Fleet, overtaken, starts_too_much, superfluous
 from tests.router.queue_simulation import TURN, Model, Simulation, longest_wait
 
 laws = settings(derandomize=True, deadline=None, max_examples=250)
@@ -187,8 +187,7 @@ def test_no_idle_victim_is_superfluous_in_the_plan_as_a_whole(fleet: Fleet) -> N
 @law
 def test_nobody_takes_the_place_of_somebody_ahead(fleet: Fleet) -> None:
     """As each that has to wait gets its place, in the order of the line, there is room for all that was promised."""
-    plan = fleet.ask()
-    assert not any(fleet.over(gone, taken) for gone, taken in fleet.stages(plan, fleet.line))
+    assert overtaken(fleet, fleet.ask()) == []
 
 
 @law

@@ -2,7 +2,8 @@
 
 A world is *wild* or *calm*. In a wild one workers crash, run out of memory and hang on to it, clients leave, operators
 load, unload, rewrite presets, neighbours take memory. In a calm one nobody does, so that the bound of a wait is known
-as soon as somebody joins the queue, and is held to.
+as soon as somebody joins the queue, and is held to. Some worlds are *crowded*: most clients want the same model and
+hardly think, so that it never idles by itself.
 """
 
 import asyncio
@@ -21,12 +22,14 @@ from router.presets import Preset, same_load
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
 from tests.router.fleets import overdrawn
 from tests.router.questions import Fleet as Question
-from tests.router.questions import starts_too_much, superfluous
+from tests.router.questions import overtaken, starts_too_much, superfluous
 from tests.schedules.worlds import Schedule
 
 MARGIN = GIB // 2
 CALM = 3
 """Every so manyth seed is a calm world."""
+CROWDED = (1, 3, 4, 6)
+"""Of every eight seeds those are crowded worlds."""
 LONGEST, LOAD, STOP, TURN = 8.0, 8.0, 3.0, 10.0
 """Seconds: of a request in a calm world, of a load, of stopping and settling; the turn."""
 
@@ -38,6 +41,7 @@ class Exploration:
         self.random = random.Random(seed)
         pick = self.random
         self.calm = seed % CALM == 0
+        self.crowded = seed % 8 in CROWDED
         names = [f"m{number}" for number in range(pick.randint(2, 5))]
         self.totals: dict[DeviceId, int] = {CPU: 8 * GIB}
         pools: dict[DeviceId, DeviceId] = {}
@@ -50,8 +54,13 @@ class Exploration:
         sizes = {name: pick.randint(1, 14) * GIB // 2 for name in names}
         stated = {name: {"": size} | ({"cpu": self.beside} if self.beside else {}) for name, size in sizes.items()}
         limits = Limits(
-            models_max=pick.choice([0, 0, 1, 2, 3]), patience=pick.choice([0.0, 2.0, 10.0]), queue_timeout=600.0
+            models_max=pick.choice([0, 0, 1, 2, 3]),
+            patience=pick.choice([0.0, 2.0, 10.0]),
+            queue_timeout=600.0,
         )
+        if self.crowded:
+            limits = replace(limits, drain_timeout=pick.choice([0.0, 5.0, 30.0]))
+            limits = replace(limits, evict_timeout=-1.0 if self.calm else pick.choice([-1.0, -1.0, 0.0, 4.0]))
         launcher = FakeLauncher(self.totals, {name: self.model(size) for name, size in sizes.items()}, pools=pools)
         launcher.reading_lag = 0.0 if self.calm else pick.choice([0.0, 0.2, 1.0])
         self.world = Schedule(
@@ -175,8 +184,17 @@ class Exploration:
             answer = question.ask()
             assert starts_too_much(question, answer) == [], "a plan exceeds the margin"
             assert superfluous(question, answer) == [], "a victim is superfluous"
+            assert overtaken(question, answer) == [], "somebody takes the place of somebody ahead"
+            if not self._is_about_to_plan():
+                assert not answer.start, "room that nobody looked at"
+                assert not answer.evict, "victims that nobody looked at"
         except AssertionError as broken:
             self._broken.append(str(broken))
+
+    def _is_about_to_plan(self) -> bool:
+        fleet = self.world.fleet
+        again = fleet.last_plan.look_again if fleet.last_plan is not None else None
+        return fleet._arranging or (again is not None and again <= fleet.now())
 
     def bound(self, model: str) -> float:
         """Seconds that a request for `model` may wait that asks now, in a calm world."""
@@ -191,11 +209,12 @@ class Exploration:
 
     async def client(self) -> None:
         pick, names = self.random, list(self.world.presets)
-        for _ in range(pick.randint(1, 6)):
-            await asyncio.sleep(pick.expovariate(0.2))
+        favourite = names[0] if self.crowded and pick.random() < 0.7 else None
+        for _ in range(pick.randint(10, 30) if favourite else pick.randint(1, 6)):
+            await asyncio.sleep(pick.expovariate(5.0 if favourite else 0.2))
             seconds = min(LONGEST, pick.expovariate(0.3)) if self.calm else pick.expovariate(0.3)
-            request = asyncio.create_task(self.request(pick.choice(names), seconds))
-            if pick.random() < 0.2:
+            request = asyncio.create_task(self.request(favourite or pick.choice(names), seconds))
+            if pick.random() < (0.05 if favourite else 0.2):
                 await asyncio.sleep(pick.uniform(0.0, 10.0))
                 request.cancel()
             await asyncio.gather(request, return_exceptions=True)
@@ -207,7 +226,7 @@ class Exploration:
         worker = self.world.fleet.models[model].open if model in self.world.fleet.models else None
         ready = worker is not None and worker.state is State.READY
         try:
-            waited = await self.world.ask(model, seconds)
+            waited = await self.ask(model, seconds)
         except ApiError as refused:
             self.refusals += 1
             if self.calm and refused.status != 507:
@@ -218,6 +237,23 @@ class Exploration:
         if self.calm:
             self.longest = max(self.longest, waited / bound)
             assert waited <= bound, f"{model} waited {waited:.1f} s where {bound:.1f} are stated"
+
+    async def ask(self, model: str, seconds: float) -> float:
+        """Like `Schedule.ask`; and nobody may have ended the worker meanwhile who had no right to."""
+        fleet = self.world.fleet
+        arrived = fleet.now()
+        with fleet.lease(model) as lease:
+            process = await lease.ready()
+            began = fleet.now()
+            await asyncio.sleep(seconds)
+            worker, over = lease.worker, fleet.now()
+            if lease.aborted is None and worker.lost is None:
+                assert worker.process is process, "the lease is another worker's by now"
+                assert worker.state is State.READY, f"{worker} was stopped under its lease: {worker.reason}"
+            elif lease.aborted is not None and worker.lost is None:
+                assert worker.deadline is not None, f"{worker} was cut, and nobody had said when: {worker.reason}"
+                assert over >= worker.deadline, f"{worker} was cut too early: {worker.reason}"
+        return began - arrived
 
     async def meddle(self) -> None:
         """Operators and neighbours."""
