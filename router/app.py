@@ -75,6 +75,7 @@ class App:
 
     def __init__(self, site: Site, proxy: Proxy, metrics: Metrics):
         self._site = site
+        self._prefix = site.settings.api_prefix
         self._hub = Hub(site)
         self._proxy = proxy
         self._metrics = metrics
@@ -128,7 +129,7 @@ class App:
             work = self._forward if route.worker else own[route.name]
             handler = self._guarded(route, work)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
-                app.router.add_route(method, path, handler, expect_handler=_expect)
+                app.router.add_route(method, self._prefix + path, handler, expect_handler=_expect)
         app.on_response_prepare.append(self._add_headers)
         return app
 
@@ -188,7 +189,7 @@ class App:
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
         route = request.get(_ROUTE)
-        face = route.face if route is not None else FACES.get(request.path, Face.OPENAI)
+        face = route.face if route is not None else FACES.get(request.path.removeprefix(self._prefix), Face.OPENAI)
         body = error_body(
             face,
             status=error.status,
@@ -374,7 +375,7 @@ class App:
 
     async def _openapi(self, request: web.Request, key: Key) -> web.StreamResponse:
         if not self._document:
-            self._document = await asyncio.to_thread(lambda: orjson.dumps(document()))
+            self._document = await asyncio.to_thread(lambda: orjson.dumps(document(prefix=self._prefix)))
         return web.Response(body=self._document, content_type="application/json", charset="utf-8")
 
     async def _disabled(self, request: web.Request, key: Key) -> web.StreamResponse:
@@ -429,7 +430,8 @@ class App:
         return await self._stream(request, admin.events(self._site, _last_event_id(request)))
 
     async def _index(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json({"message": "the router is running; its API is at /v1", "version": __version__})
+        at = f"{self._prefix}/v1"
+        return _json({"message": f"the router is running; its API is at {at}", "version": __version__})
 
     async def _stream(
         self, request: web.Request, frames: AsyncIterator[bytes], headers: Mapping[str, str] = EVENTS.headers

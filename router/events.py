@@ -33,15 +33,17 @@ class Event:
 class EventLog:
     """A ring of the newest `size` events. Law: `append` never blocks and never raises into its caller."""
 
-    def __init__(self, size: int = 1000):
+    def __init__(self, size: int = 1000, *, first: int = 1):
+        """`first`: id of the first event; above all that a log of an earlier run has told, a client that comes back
+        hears that it missed something."""
         self._ring: deque[Event] = deque(maxlen=size)
-        self._next = 1
+        self._first = self._next = first
         self._changed: asyncio.Future[None] | None = None
         self._folds: list[Callable[[Event], None]] = []
 
     @property
     def last_id(self) -> int:
-        """Id of the newest event; 0: there was none."""
+        """Id of the newest event; one less than the first: there was none."""
         return self._next - 1
 
     def append(self, kind: str, model: str = "", /, **data: Any) -> Event:
@@ -73,7 +75,8 @@ class EventLog:
 
     def since(self, id: int) -> list[Event] | None:
         """Events after `id`, oldest first; None if some of them have left the ring (or never were)."""
-        if id > self.last_id or (self._ring and id < self._ring[0].id - 1):
+        oldest = self._ring[0].id if self._ring else self._first
+        if not oldest - 1 <= id <= self.last_id:
             return None
         return [event for event in self._ring if event.id > id]
 

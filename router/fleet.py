@@ -327,6 +327,7 @@ class Fleet:
         self._ids += 1
         state = State.QUEUED if self.files.find(model.preset) is not None else State.DOWNLOADING
         worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.ran_out, luxury=luxury)
+        worker.family = model.workers
         model.workers.append(worker)
         self._alive[worker.id] = worker
         self._homes[worker.id] = model

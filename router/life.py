@@ -165,6 +165,8 @@ class Worker:
         self.waits_for = ""
         """Why it is still QUEUED, in a word of the planner."""
         self.ahead = 0
+        self.family: list[Worker] = []
+        """All workers of its model that are not stopped, itself among them; kept by the fleet."""
         self.leases: set[Held] = set()
         self.last_used = now
         self.turn_ends = now
@@ -207,6 +209,11 @@ class Worker:
     def open(self) -> bool:
         """May take new leases."""
         return self.state <= State.READY and not self.retired.is_set()
+
+    @property
+    def beside(self) -> bool:
+        """Another worker of the model is open: what becomes of this one is not what becomes of the model."""
+        return any(other is not self and other.open for other in self.family)
 
     @property
     def measured(self) -> Bytes:
@@ -698,6 +705,8 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
             data["error"] = worker.lost.message
             if worker.lost.exit is not None:
                 data["exit_code"] = worker.lost.exit
+    if worker.beside:
+        data["beside"] = True
     events.append("state", worker.preset.id, **data, **facts)
 
 
@@ -711,7 +720,8 @@ def _listener(worker: Worker, world: World) -> Listen:
             ):  # it waits for room, whatever its standby does
                 worker.stages.hear(event.stage, event.done, event.total, world.now())
                 if _is_news(worker, event, world.now()):
-                    world.events.append("progress", worker.preset.id, worker=worker.id, **worker.stages.told())
+                    told = {**worker.stages.told(), **({"beside": True} if worker.beside else {})}
+                    world.events.append("progress", worker.preset.id, worker=worker.id, **told)
                 worker.progress = event
             case contract.Pulse():
                 worker.pulse = event

@@ -45,7 +45,7 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "health": (404,),
     "metrics": (404,),
     "props": (404, 501, 502, 503, 504, 507),
-    "slots": (404, 503),
+    "slots": (404, 501, 503),
     "plan": (404, 503, 507),
     "ollama_show": (404,),
     "ollama_pull": (503,),

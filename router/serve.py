@@ -12,6 +12,7 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -151,7 +152,7 @@ async def _router(
     sockets = _bind(settings)
     port = _port(sockets[0])
     runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / _run_name(sockets[0])
-    events = EventLog()
+    events = EventLog(first=time.time_ns() // 1_000_000)  # in a millisecond there is no second event on average
     log_lines.follow(events)
     devices = Devices(os.environ)
     for note in devices.notes:
@@ -406,7 +407,7 @@ def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
     """What a person who starts a router wants to see first."""
     host = settings.host.split(",")[0].strip()
     shown = f"[{host}]" if ":" in host else host
-    address = host if host.endswith(".sock") else f"http://{shown}:{site.port}/v1"
+    address = host if host.endswith(".sock") else f"http://{shown}:{site.port}{settings.api_prefix}/v1"
     lines = [f"router {__version__}   API {address}"]
     for device in site.fleet.devices:
         if device.id.index < HOST:

@@ -19,7 +19,7 @@ from router.values import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevi
 MAX_BUFFERED = 512 * MIB
 """Bytes of all request bodies together, so no single one may be larger."""
 LATER = frozenset({
-    "api-prefix", "cluster", "log-file", "secure-mode", "sleep-memory", "slots",
+    "cluster", "log-file", "secure-mode", "sleep-memory",
     "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
 })  # fmt: skip
 """Router options of the design that this version does not have: not to be mistaken for model keys."""
@@ -49,6 +49,9 @@ class Settings:
 
     host: str = "127.0.0.1"
     port: int = 8080
+    api_prefix: str = ""
+    """Before every path; begins with a slash, ends without one."""
+    slots: bool = True
     timeout: float = 3600.0
     """Of one request; 0.0: none."""
     body_timeout: float = 60.0
@@ -187,6 +190,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(flag="host", kind=Text("ADDRESS"), group=HTTP, env=("LLAMA_ARG_HOST",),
            help="to listen on; several with commas, or a path ending in .sock"),
     Option(flag="port", kind=Integer(0, 65535), group=HTTP, env=("LLAMA_ARG_PORT",), help="0: any free one"),
+    Option(flag="api-prefix", kind=Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), group=HTTP,
+           env=("LLAMA_ARG_API_PREFIX",), unset="none", help="before every path, for a server behind a proxy"),
+    Option(flag="slots", kind=Flag(), group=HTTP, env=("LLAMA_ARG_ENDPOINT_SLOTS",),
+           help="tell at GET /slots who takes which place in which batch"),
     Option(flag="timeout", kind=Seconds(off=0.0), group=HTTP, also=("-to",), env=("LLAMA_ARG_TIMEOUT",),
            help="of one request; 0: none"),
     Option(flag="body-timeout", kind=Seconds(low=0.1), group=HTTP, help="for a request's body to arrive"),

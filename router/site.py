@@ -211,19 +211,17 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a tokenizer's files say for people."""
+    """What a snapshot's small files say for people."""
 
     chat_template: str = ""
     bos_token: str = ""
     eos_token: str = ""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """What generation_config.json says."""
 
 
 def _words(folder: Path) -> Words:
-    try:
-        said = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        said = {}
-    said = said if isinstance(said, dict) else {}
+    said = _said(folder / "tokenizer_config.json")
     template = said.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")
@@ -231,7 +229,16 @@ def _words(folder: Path) -> Words:
         template = (folder / "chat_template.jinja").read_text()
     tokens = [said.get(name) for name in ("bos_token", "eos_token")]
     bos, eos = (str(token.get("content", "")) if isinstance(token, dict) else str(token or "") for token in tokens)
-    return Words(template if isinstance(template, str) else "", bos, eos)
+    generation = _said(folder / "generation_config.json")
+    return Words(template if isinstance(template, str) else "", bos, eos, generation)
+
+
+def _said(file: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def problem_row(problem: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from router.life import FETCHED, Worker, estimated
 from router.lifecycle import State
 from router.presets import Preset, args, effective
 from router.settings import Key
-from router.site import BUILD, Site, flag
+from router.site import BUILD, Site, Words, flag
 from worker.contract import FINAL_EXITS, Exit
 
 MIB = 1 << 20
@@ -47,7 +47,13 @@ REASONS = frozenset(
         "does_not_fit",
     }
 )
-STAGES = ("start", "weights", "warmup")
+OWN_WORDS = {"temp": "temperature", "repetition_penalty": "repeat_penalty"}
+"""llama-server's, for what presets and checkpoints call otherwise."""
+NEUTRAL = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": -1,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+"""How a request is sampled where nobody says anything: as the worker's `Sampling`, in llama-server's words."""
 
 
 def value_of(model: Model) -> str:
@@ -280,25 +286,32 @@ def ready(site: Site) -> tuple[int, dict[str, Any]]:
 async def slots(site: Site, key: Key, query: Mapping[str, str]) -> list[dict[str, Any]]:
     """GET /slots: places in the batches of loaded models, as of each worker's last pulse (a second ago at most).
 
-    It never loads. Raises ModelNotLoaded for one model by name, SlotsBusy with `fail_on_no_slot`.
+    It never loads. Raises ModelNotLoaded for one model by name, SlotsBusy with `fail_on_no_slot`, NotOffered.
     """
     name = query.get("model")
     chosen = [site.model(key, name)] if name else site.visible(key)
-    loaded = [(model, worker) for model in chosen if (worker := model.open) and worker.state is State.READY]
+    if not site.settings.slots:
+        raise NotOffered("the places in batches are not told: the router was started with --no-slots")
+    loaded = [
+        (model, worker, number)
+        for model in chosen
+        for number, worker in enumerate(each for each in model.all_open if each.state is State.READY)
+    ]
     if name and not loaded:
         raise ModelNotLoaded(f"model '{chosen[0].preset.id}' is not loaded; load it with POST /models/load")
     found: list[dict[str, Any]] = []
-    for model, worker in loaded:
+    for model, worker, number in loaded:
         _, meta, _ = await site.describe(model.preset)
-        found += [{"model": model.preset.id, "n_ctx": meta.get("n_ctx", 0), **slot} for slot in _slots(worker)]
+        about = {"model": model.preset.id, "n_ctx": meta.get("n_ctx", 0)}
+        found += [{**about, **slot} for slot in _slots(worker, number * worker.preset.parallel)]
     if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
         raise SlotsBusy("no slot is free; requests wait for one by themselves", retry_after=1)
     return found
 
 
-def _slots(worker: Worker) -> list[dict[str, Any]]:
+def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
     """The places of one batch: whose task is where and how far it is; where the engine does not say (vectors have no
-    place of their own), as many as run are taken."""
+    place of their own), as many as run are taken. `first`: the number of the first one among its model's."""
     said = worker.pulse
     known = {place: rest for place, *rest in said.slots} if said is not None else {}
     running = said.running if said is not None and not known else 0
@@ -307,7 +320,7 @@ def _slots(worker: Worker) -> list[dict[str, Any]]:
         task, prompt_left, decoded, remain = known.get(at, (-1, 0, 0, 0))
         slots.append(
             {
-                "id": at,
+                "id": first + at,
                 "id_task": task,
                 "is_processing": at in known or at < running,
                 "n_prompt_tokens_left": prompt_left,
@@ -344,19 +357,43 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
         raise NotOffered(f"the files of {preset.id} are not here yet; load it once, and ask again")
     worker = chosen.shown
     return {
-        "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": dict(preset.sampling)},
+        "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, words)},
         "total_slots": preset.parallel,
         "model_alias": preset.id,
         "model_path": (preset.path or preset.repo or f"demo:{preset.demo}") if site.access.is_admin(key) else preset.id,
         "modalities": {"vision": False, "audio": False, "video": False},
         "chat_template": preset.chat_template or words.chat_template,
-        "chat_template_caps": {},
+        "chat_template_caps": template_caps(preset.chat_template or words.chat_template),
         "bos_token": words.bos_token,
         "eos_token": words.eos_token,
         "capabilities": capabilities(chosen, facts),
         "build_info": BUILD,
         "is_sleeping": False,
         "is_loaded": worker is not None and worker.state is State.READY,
+    }
+
+
+def params(preset: Preset, words: Words) -> dict[str, Any]:
+    """How a request that says nothing is sampled: by its preset, else by the model's files, else neutrally."""
+    found: dict[str, Any] = dict(NEUTRAL)
+    said = words.generation
+    if said.get("do_sample") is False:  # greedy, and its other knobs rest
+        said = {"temperature": 0.0, "repetition_penalty": said.get("repetition_penalty")}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = said.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[OWN_WORDS.get(name, name)] = value
+    found |= {OWN_WORDS.get(key, key.replace("-", "_")): value for key, value in preset.sampling.items()}
+    return {**found, "n_predict": preset.n_predict, "max_tokens": preset.n_predict, "seed": preset.seed}
+
+
+def template_caps(template: str) -> dict[str, bool]:
+    """What a chat template has words for."""
+    return {
+        "supports_system_role": "system" in template,
+        "supports_tools": "tools" in template,
+        "supports_tool_calls": "tool_calls" in template,
+        "supports_preserve_reasoning": "reasoning_content" in template,
     }
 
 
@@ -370,7 +407,7 @@ async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> A
             after = last_id
     if snapshot:
         for known in site.visible(key):
-            yield frame(after, known.preset.id, "status_change", {"status": value_of(known)})
+            yield frame(after, known.preset.id, "status_change", await _now(site, known))
     following = site.events.follow(after).__aiter__()
     pending: asyncio.Future[Event] | None = None
     try:
@@ -389,9 +426,21 @@ async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> A
             pending.cancel()
 
 
-def frame(id: int, model: str, event: str, data: Mapping[str, Any]) -> bytes:
+async def _now(site: Site, known: Model) -> dict[str, Any]:
+    """The state of a model, as its events would have told it."""
+    shown = status(site.fleet, known, admin=False)
+    told = {"status": shown["value"]}
+    if shown["value"] == "loaded":
+        _, told["info"], _ = await site.describe(known.preset)
+    elif shown["value"] == "unloaded":
+        told["exit_code"] = shown.get("exit_code", 0)
+    return told | {name: shown[name] for name in ("progress", "draining", "reason", "error") if shown.get(name)}
+
+
+def frame(id: int | None, model: str, event: str, data: Mapping[str, Any]) -> bytes:
+    """One event; without an id if more of the same one follows: whoever has not seen all of it has seen nothing."""
     body = json.dumps({"model": model, "event": event, "data": data}, ensure_ascii=False, separators=(",", ":"))
-    return f"id: {id}\ndata: {body}\n\n".encode()
+    return ("" if id is None else f"id: {id}\n").encode() + f"data: {body}\n\n".encode()
 
 
 async def render(site: Site, event: Event) -> list[bytes]:
@@ -406,7 +455,7 @@ async def render(site: Site, event: Event) -> list[bytes]:
             name = site.fleet.models[event.model].preset.repo if event.model in site.fleet.models else ""
             told = {"progress": {name or event.model: {"done": data["done"], "total": data["total"]}}}
             return [frame(event.id, event.model, "download_progress", told)]
-        case "progress":
+        case "progress" if not data.get("beside"):
             share = data["done"] / data["total"] if data["total"] else 0.0
             told = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
             bar = _bar(min(1.0, share), told)
@@ -422,9 +471,11 @@ async def _render_state(site: Site, event: Event) -> list[bytes]:
     value = VALUES.get(state, "unloaded")
     if data.get("was") == "downloading":
         if state is State.STOPPED and data["reason"] != FETCHED:
-            frames.append(frame(event.id, event.model, "download_failed", _why_not_fetched(data)))
+            frames.append(frame(None, event.model, "download_failed", _why_not_fetched(data)))
         else:
-            frames.append(frame(event.id, event.model, "download_finished", {}))
+            frames.append(frame(None, event.model, "download_finished", {}))
+    if data.get("beside"):
+        return frames
     told: dict[str, Any] = {"status": value}
     if state is State.READY and not data.get("draining") and event.model in site.fleet.models:
         _, told["info"], _ = await site.describe(site.fleet.models[event.model].preset)

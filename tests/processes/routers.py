@@ -102,12 +102,12 @@ class Router:
         return found
 
     async def becomes(self, model: str, value: str, **also: Any) -> dict[str, Any]:
-        """Returns the status of `model` once its value, and other members, are so; waits on /models/sse."""
+        """Returns the status of `model` once its value, and other members, are so; waits on /router/events."""
 
         def fits(status: Mapping[str, Any]) -> bool:
             return status["value"] == value and all(status.get(key) == wanted for key, wanted in also.items())
 
-        async with asyncio.timeout(DEADLINE), self.client.stream("GET", "/models/sse") as events:
+        async with asyncio.timeout(DEADLINE), self.client.stream("GET", "/router/events") as events:
             status = await self.status(model)
             if fits(status):
                 return status

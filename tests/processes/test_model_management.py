@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import httpx
 import ollama
 import pytest
 
-from tests.processes.routers import DEADLINE, FAKE_WORKER, ROOT, Router, error_of, fake_snapshot, router
+from tests.processes.listening import events_of
+from tests.processes.routers import FAKE_WORKER, ROOT, Router, error_of, fake_snapshot, router
 
 pytestmark = pytest.mark.slow
 
@@ -79,59 +80,6 @@ async def world(tmp_path: Path, *options: str, text: str = "", **further: str) -
         environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "cache"), **further}
         async with router("--models-preset", str(file), *MARGIN, *options, environ=environ) as up:
             yield up, hub
-
-
-class Events:
-    """What /models/sse tells, in order."""
-
-    def __init__(self, up: Router):
-        self._up = up
-        self.seen: list[dict[str, Any]] = []
-        self._heard = asyncio.Condition()
-
-    async def listen(self, opened: asyncio.Event) -> None:
-        async with self._up.client.stream("GET", "/models/sse") as stream:
-            async for line in stream.aiter_lines():
-                if line.startswith(": open"):
-                    opened.set()
-                if line.startswith("data:"):
-                    async with self._heard:
-                        self.seen.append(json.loads(line[5:]))
-                        self._heard.notify_all()
-
-    async def until(self, event: str, **data: Any) -> list[str]:
-        """Returns the kinds so far, repetitions left out, once there is an event with these data."""
-
-        await self._until(
-            lambda each: each["event"] == event and all(each["data"].get(key) == value for key, value in data.items())
-        )
-        kinds = [each["event"] + ":" + each["data"].get("status", "") for each in self.seen]
-        return [kind for number, kind in enumerate(kinds) if number == 0 or kinds[number - 1] != kind]
-
-    async def fetched(self, count: int) -> None:
-        """Returns once a download has so many bytes."""
-        await self._until(
-            lambda each: (
-                each["event"] == "download_progress"
-                and all(progress["done"] >= count for progress in each["data"]["progress"].values())
-            )
-        )
-
-    async def _until(self, fits: Callable[[dict[str, Any]], bool]) -> None:
-        async with asyncio.timeout(DEADLINE), self._heard:
-            await self._heard.wait_for(lambda: any(fits(each) for each in self.seen))
-
-
-@asynccontextmanager
-async def events_of(up: Router) -> AsyncIterator[Events]:
-    opened, events = asyncio.Event(), Events(up)
-    listening = asyncio.create_task(events.listen(opened))
-    try:
-        await opened.wait()
-        yield events
-    finally:
-        listening.cancel()
-        await asyncio.wait({listening})
 
 
 async def entries(up: Router) -> dict[str, Any]:
@@ -255,7 +203,7 @@ async def test_a_download_is_cancelled_by_unload_which_keeps_and_by_delete_which
 
 
 async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(tmp_path: Path) -> None:
-    async with world(tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1") as (up, hub):
+    async with world(tmp_path, "--stream-commit-seconds", "0", HF_HUB_DOWNLOAD_TIMEOUT="1") as (up, hub):
         repo = hub.repo("awaited")
         body = {"model": repo, "prompt": "a"}
         await hub.fails(**{f"{repo}/{WEIGHTS}": [{"stall": HALF}]})  # it goes on after a second
@@ -264,12 +212,10 @@ async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(
             await events.fetched(HALF)
             response = await up.client.post("/v1/completions?autoload=false", json=body)
             assert error_of(response) == (400, "model_not_loaded")
-            for _ in range(2):  # one that leaves again ends nothing
-                asking = asyncio.create_task(up.client.post("/v1/completions", json=body))
-                await up.becomes(repo, "downloading", queued=1)
-                asking.cancel()
-                await asyncio.wait({asking})
-                await up.becomes(repo, "downloading", queued=0)
+            async with up.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as waiting:
+                assert (await anext(waiting.aiter_lines())).startswith(": downloading")
+            await up.says("POST /v1/completions 499")
+            assert (await up.status(repo))["value"] == "downloading"  # one that leaves again ends nothing
             assert (await up.client.post("/v1/completions", json=body)).status_code == 200
             kinds = await events.until("status_change", status="loaded")
         assert kinds == ["model_status:downloading", "download_progress:", "download_finished:",
