@@ -44,9 +44,11 @@ TOKENIZER_BYTES = 1100
 """Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
 with tokenizers 0.23: 32 and 124 MiB."""
 
-KERNEL_BYTES = 32 * MIB
-"""Compiled kernels that oneDNN keeps on the CPU for models of 16-bit floats: 0.65 MiB for each shape of a matrix
-product, whatever its size, of which a worker keeps few (worker/__main__.py)."""
+KERNEL_BYTES = 40 * MIB
+"""Compiled kernels that oneDNN keeps on the CPU: 0.65 MiB for each shape of a matrix product, whatever its size, of
+which a worker keeps at most 64 (worker/__main__.py)."""
+KERNELS_FROM = 1 * MIB
+"""In float32 it computes matrices from this size on; in bfloat16 all (worker/engine/linears.py)."""
 
 RETENTION = 2
 """Times the live bytes of steps on main memory that malloc holds on to, as blocks of ever other sizes come and go: 1.5
@@ -291,7 +293,8 @@ def estimate(
     compute = compute_bytes(facts, preset, tokens, on_host=on_host)
     if on_host:
         compute = RETENTION * compute
-        compute += KERNEL_BYTES if DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2 else 0
+        is_half = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2
+        compute += KERNEL_BYTES if is_half or facts.largest >= KERNELS_FROM else 0
         if not is_mapped(facts, preset):
             compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
         stacking = facts.stacked * DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]

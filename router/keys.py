@@ -177,7 +177,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="seed", kind=Integer(-1, (1 << 63) - 1), field="seed", group=NUMERICS, also=("s",),
         help="where a request has none; -1: another one each time"),
     Key(name="enforce-eager", kind=_FLAG, field="enforce_eager", group=NUMERICS, env=("ENABLE_CUDA_GRAPHS",),
-        help="no CUDA graphs: decoding starts its kernels one by one, in less memory"),
+        help="kernels as torch starts them, in less memory: no CUDA graphs; on the CPU no reordered weights"),
     Key(name="max-logprobs", kind=Integer(0, 1 << 16), field="max_logprobs", group=NUMERICS,
         help="alternatives that a request may ask for"),
 

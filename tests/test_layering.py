@@ -54,7 +54,7 @@ WORKER = [
     "worker.engine.graphs",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
-    "worker.engine.attention",
+    "worker.engine.attention  worker.engine.linears",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 CRASHED = 1
 """Exit code of what nobody expected; to the router a crash, as any code that it does not know."""
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-"""Matrix kernels that oneDNN and torch's layer above it keep, one for each shape. In bfloat16 on the CPU each takes
-about 0.65 MB whatever its size, and every length of prompt brings new ones: with the default of 1024 a worker grows by
-more than half a gigabyte that no estimate knows. One that was dropped is made again in about 0.4 ms (measured on torch
-2.13 with AVX-512)."""
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""Matrix kernels that oneDNN and torch's layer above it keep, one for each shape (`engine.linears`). Each takes about
+0.65 MB whatever its size: with the default of 1024 a worker could grow by more than half a gigabyte that no estimate
+knows. One that was dropped is made again in about 0.4 ms (measured on torch 2.13 with AVX-512)."""
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

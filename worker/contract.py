@@ -82,7 +82,7 @@ class ModelOptions:
     attention: str = "auto"
     """auto, eager or sdpa."""
     enforce_eager: bool = False
-    """No CUDA graphs; without an accelerator there are none anyway."""
+    """No CUDA graphs; on the CPU torch's own kernels for linear layers, and weights stay as they lie."""
     ctx_size: int = 0
     """Tokens per request, prompt and answer together; 0: the model's maximum."""
     parallel: int = 4

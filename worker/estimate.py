@@ -33,6 +33,7 @@ from worker.engine import (
     engine,
     graphs,
     layout,
+    linears,
     loader,
     memory,
     sampler,
@@ -85,6 +86,8 @@ class Traced:
     """Alive at once in the largest step, beside the other two."""
     on_device: int
     """Further bytes on an accelerator, whose kernels want keys and values once for each head, and of its graphs."""
+    kernels: int
+    """Code for the model's linear layers on the CPU."""
     loading: int
     """Further bytes while the model is loaded: experts that are stored one by one, until all are put together."""
     converts: bool
@@ -108,7 +111,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     if device.type == "cpu":
         compute = HEAP_FACTOR * compute + options.threads * ATTENTION_TILE_BYTES
         compute = max(compute, traced.loading - context)  # a model is loaded before its cache is made
-        return _one_shard(weights, context, compute, runtime + KERNEL_BYTES, host=0)
+        return _one_shard(weights, context, compute, runtime + KERNEL_BYTES + traced.kernels, host=0)
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
     host = runtime + CUDA_HOST_BYTES + (weights if traced.converts else 0)
     return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host)
@@ -131,7 +134,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
         is_mapped = device.type == "cpu" and not converts
         weights = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
         ctx_size = engine.context_size(options, architectures.positions(config))
-        context = graphs = 0
+        context = graphs = kernels = reordering = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weights += head_bytes(encoder)
@@ -140,13 +143,17 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
         else:
             runner, capacity = make_runner(model, config, options, ctx_size)
             context = runner.bytes
+            if device.type == "cpu" and not options.enforce_eager:
+                kernels, reordering = linears.extra_bytes(model)
             shorten(model)
             steps = generation_steps(runner, capacity, options, ctx_size)
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
-        compute = max(peak_bytes(step) for step in steps)
+        compute = max(reordering, *(peak_bytes(step) for step in steps))
     gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
-    return Traced(weights, context, compute, gathered + graphs, _stacked(options, config) * dtype.itemsize, converts)
+    return Traced(
+        weights, context, compute, gathered + graphs, kernels, _stacked(options, config) * dtype.itemsize, converts
+    )
 
 
 def _device(options: contract.ModelOptions) -> torch.device:

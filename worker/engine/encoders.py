@@ -11,6 +11,7 @@ from tokenizers import normalizers
 
 from worker import contract
 from worker.engine import architectures, layout, loader, memory
+from worker.engine.linears import Linears
 from worker.engine.pooling import CrossEncoder, Embedder, Encoder, Head, activation
 from worker.errors import StartError
 from worker.generation import Encoding, Text
@@ -47,6 +48,8 @@ def load(
     found = None if scores else layout.read(snapshot, options.pooling)
     implementation = None if options.attention == "auto" else options.attention
     loaded = loader.load_model(options, config, implementation, progress, over)
+    if not options.enforce_eager:
+        Linears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
     encoder, encoding = make(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))

@@ -30,6 +30,7 @@ from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Rows
+from worker.engine.linears import Linears
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
@@ -72,6 +73,7 @@ class TransformersEngine:
         runner: Runner | None = None,
         capacity: Capacity | None = None,
         pace: Pace | None = None,
+        linears: Linears | None = None,
         encoder: encoders.Loaded | None = None,
     ):
         """With a `runner` it generates, with an `encoder` it embeds or scores. Starts the step loop.
@@ -102,6 +104,7 @@ class TransformersEngine:
                 capacity=capacity,
                 chunk=options.prefill_chunk,
                 pace=pace or Pace(),
+                linears=linears,
                 grammars=self._grammars,
             )
         else:
@@ -167,6 +170,7 @@ class TransformersEngine:
             )
             pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
+            linears = None if options.enforce_eager else Linears(loaded.model, let_go=loaded.let_go)
             runner: Runner = backend
             over("build")
             # On the CPU no kernel is chosen and no buffer grows: the first request would only compute the same again.
@@ -195,6 +199,7 @@ class TransformersEngine:
             runner=runner,
             capacity=capacity,
             pace=pace,
+            linears=linears,
         )
 
     @classmethod

@@ -51,6 +51,12 @@ class Loaded:
     device: torch.device
     dtype: torch.dtype
     embeds: bool
+    files: tuple[weights.WeightFile, ...] = ()
+    """What weights on the CPU are views of."""
+
+    def let_go(self, view: torch.Tensor) -> bool:
+        """Free the pages of weights that nobody needs now; False if they are no part of a mapped file."""
+        return any(file.let_go(view) for file in self.files)
 
 
 def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTokenizerBase:
@@ -217,16 +223,17 @@ def load_model(
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
         cls = model_class(options, config, embeds)
+        files: tuple[weights.WeightFile, ...] = ()
         with _quiet():
             if options.load_format == "dummy":
                 model, dtype = _random(cls, options, config, device)
             elif getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
-                model, dtype = _stored(cls, options, config, device, embeds, report, over)
+                model, dtype, files = _stored(cls, options, config, device, embeds, report, over)
         if attention is not None:
             model.set_attn_implementation(attention)
-        return Loaded(model.eval().requires_grad_(False), model.config, device, dtype, embeds)
+        return Loaded(model.eval().requires_grad_(False), model.config, device, dtype, embeds, files)
     except Exception as error:
         if memory.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
@@ -314,7 +321,7 @@ def _stored(
     embeds: bool,
     report: Report,
     over: Callable[[str], None],
-) -> tuple[Any, torch.dtype]:
+) -> tuple[Any, torch.dtype, tuple[weights.WeightFile, ...]]:
     """Views of the mapped files where the type allows; else converted tensor by tensor, so that memory holds each
     weight once. Returns once all is in memory: a step that waits for a disk would look like one that hangs."""
     opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
@@ -345,7 +352,7 @@ def _stored(
     used = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     for file in opened:
         file.keep_only(used)  # experts are stacked into new tensors, and a device has its own
-    return model, dtype
+    return model, dtype, tuple(opened)
 
 
 def _keeps_float32(cls: Any) -> bool:

@@ -103,6 +103,7 @@ class WeightFile:
                 raise self._damaged(f"its header cannot be read ({type(error).__name__})") from error
             # private and writable: torch wants writable memory; a write would copy the page and leave the file alone
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         # What is read for this mapping comes in pages of 2 MiB where the file system has such, and stays so for whoever
         # maps the file next: to make 2.3 GB resident takes 3 ms instead of 52 (measured on ext4).
         with suppress(OSError, ValueError):
@@ -144,17 +145,26 @@ class WeightFile:
             view = self._view(entry)
             yield entry.name, (view.to(dtype, copy=True) if view.is_floating_point() else view.clone())
             report(entry.nbytes)
-            self._let_go(entry)
+            self._let_go(entry.offset, entry.nbytes)
 
     def keep_only(self, used: Set[int]) -> None:
         """Let go of the pages of all tensors whose views do not begin at one of the addresses `used`."""
         for entry in self._entries:
             if self._view(entry).data_ptr() not in used:
-                self._let_go(entry)
+                self._let_go(entry.offset, entry.nbytes)
 
-    def _let_go(self, entry: _Entry) -> None:
-        start = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    def let_go(self, view: torch.Tensor) -> bool:
+        """Let go of the pages of a view, which is read from the file again if need be; False if it is none of this
+        file."""
+        offset = view.data_ptr() - self._address
+        if not 0 <= offset < self.size:
+            return False
+        self._let_go(offset, view.nbytes)
+        return True
+
+    def _let_go(self, offset: int, nbytes: int) -> None:
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
             with suppress(OSError, ValueError):
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)

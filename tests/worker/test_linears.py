@@ -1,0 +1,200 @@
+"""Linear layers on the CPU: the same numbers by other kernels, and no weight in memory twice."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tests import tiny
+from tests.worker.loaded import generated, load, reference, say, serving
+from tests.worker.test_engine_equality import FAMILIES
+from worker.engine import linears, weights
+from worker.engine.linears import PLAIN, REORDERED, Linears, pieces
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.skipif(
+    not linears.is_supported(torch.float32), reason="oneDNN has no fast kernels for this processor"
+)
+FOREVER = 1e9
+LAYERS: list[Callable[[], nn.Module]] = [
+    lambda: Pair(nn.Linear(72, 200)),
+    lambda: Pair(nn.Linear(72, 200, bias=False)),
+    lambda: Pair(Conv1D(200, 72)),  # type: ignore[no-untyped-call]
+]
+
+
+@given(st.integers(1, 5000), st.booleans())
+def test_any_number_of_rows_is_made_of_known_sizes_of_which_only_the_last_is_padded(
+    rows: int, is_reordered: bool
+) -> None:
+    way, known = pieces(rows, is_reordered), REORDERED if is_reordered else PLAIN
+    assert set(way) <= set(known)
+    assert sum(way[:-1]) < rows <= sum(way)
+
+
+@given(st.integers(1, 256), st.booleans())
+def test_no_padded_size_alone_is_cheaper(rows: int, is_reordered: bool) -> None:
+    costs = REORDERED if is_reordered else PLAIN
+    padded = min(size for size in costs if size >= rows)
+    assert sum(costs[size] for size in pieces(rows, is_reordered)) <= costs[padded]
+
+
+class Pair(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module | None = None):
+        super().__init__()
+        self.first, self.second = first, second or nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+class Reader(nn.Module):
+    """Uses its layer's weights itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x @ self.read.weight.t()
+
+
+class Many(nn.Module):
+    def __init__(self, count: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
+
+
+def made(module: Any, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    for each in module.parameters():
+        each.requires_grad_(False).normal_()
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 13, 17, 64, 100, 300])
+@pytest.mark.parametrize("layer", LAYERS, ids=["linear", "without bias", "across"])
+def test_a_layer_gives_the_same_numbers_before_and_after_it_is_reordered(
+    layer: Callable[[], nn.Module], rows: int, dtype: torch.dtype
+) -> None:
+    if not linears.is_supported(dtype):
+        pytest.skip(f"no kernels for {dtype}")
+    module = made(layer(), dtype)
+    x = torch.randn(2, rows, 72, dtype=dtype)
+    with torch.inference_mode():
+        before = module(x)
+        ours = Linears(module, least_bytes=0)
+        plain = module(x)
+        ours.reorder(FOREVER)
+        after = module(x)
+    tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 0.3}
+    torch.testing.assert_close(plain, before, **tolerance)
+    torch.testing.assert_close(after, before, **tolerance)
+
+
+def test_a_large_matrix_is_reordered_by_slices_and_right_at_every_one() -> None:
+    model = made(Pair(nn.Linear(64, 1000)))
+    x = torch.randn(7, 64)
+    before = model(x)
+    ours = Linears(model, least_bytes=0, slice_bytes=300 * 64 * 4)
+    with torch.inference_mode():
+        for _ in range(5):
+            ours.reorder(0.0)
+            torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-3)
+    (layer,) = (each for each in model.modules() if type(each) is nn.Linear)
+    assert layer.weight.is_meta, "all of it is elsewhere"
+
+
+def test_weights_that_are_used_elsewhere_too_stay_as_they_are() -> None:
+    embedding, head = made(nn.Embedding(300, 64)), made(nn.Linear(64, 300, bias=False))
+    head.weight = embedding.weight
+    Linears(Pair(embedding, head), least_bytes=0).reorder(FOREVER)
+    with torch.inference_mode():
+        assert embedding(torch.tensor([3])).isfinite().all()
+        torch.testing.assert_close(head(torch.eye(64)), embedding.weight.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_small_matrices_are_left_to_torch() -> None:
+    model = made(Pair(nn.Linear(64, 64)))
+    Linears(model)
+    assert "forward" not in vars(model.first)
+
+
+def resident_bytes() -> int:
+    """Of this process, by the kernel's count of pages."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no Rss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_reordering_leaves_one_copy_of_the_weights_in_memory(tmp_path: Path, is_mapped: bool) -> None:
+    from safetensors.torch import save_file
+
+    count, size = 24, 4 << 20
+    save_file({str(i): torch.randn(1024, 1024) for i in range(count)}, tmp_path / "model.safetensors")
+    file = weights.WeightFile(tmp_path / "model.safetensors")
+    model: Any = Many(count)
+    for layer, (_, view) in zip(model.layers, file.tensors(), strict=True):
+        layer.weight = nn.Parameter(view if is_mapped else view.clone(), requires_grad=False)
+    del view
+    file.populate(lambda read: None) if is_mapped else file.keep_only(set())
+    gc.collect()
+    before = resident_bytes()
+    with torch.inference_mode():
+        Linears(model, let_go=file.let_go).reorder(FOREVER)
+        for layer in model.layers:
+            layer(torch.randn(16, 1024))
+    gc.collect()
+    assert resident_bytes() - before < 0.25 * count * size
+
+
+def test_whoever_reads_weights_that_are_gone_is_told_so() -> None:
+    layer = made(nn.Linear(64, 300))
+    Linears(Pair(layer), least_bytes=0).reorder(FOREVER)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        layer.weight.sum().item()
+
+
+def test_weights_that_the_code_around_a_layer_reads_stay_where_they_are() -> None:
+    model = made(Reader())
+    x = torch.randn(3, 64)
+    before = model(x)
+    Linears(model, least_bytes=0).reorder(FOREVER)
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_reads_weights_past_their_layer(name: str, tmp_path: Path) -> None:
+    family, changes = FAMILIES[name]
+    model = reference(tiny.make(family, tmp_path, **changes))
+    prompt = torch.tensor([[5, 9, 17, 40, 33, 21, 60, 8, 11]])
+    answer = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode():
+        before = model.generate(prompt, **answer)
+        Linears(model, least_bytes=0).reorder(FOREVER)
+        assert torch.equal(model.generate(prompt, **answer), before)
+
+
+@pytest.mark.slow
+async def test_text_stays_the_same_while_weights_are_reordered_under_it(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, hidden_size=384, intermediate_size=1536, num_hidden_layers=3)
+    model = reference(folder)
+    prompts = [list(range(5 + first, 5 + first + length)) for first, length in ((0, 3), (7, 40), (20, 9), (50, 21))]
+    async with serving(load(folder, parallel=4, ctx_size=128, prefix_caching=False)) as engine:
+        for _ in range(2):
+            told = await asyncio.gather(*(say(engine, prompt, max_tokens=40) for prompt in prompts))
+            for prompt, each in zip(prompts, told, strict=True):
+                assert each.tokens == generated(model, prompt, 40)

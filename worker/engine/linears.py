@@ -1,0 +1,226 @@
+"""Linear layers on the CPU, computed by oneDNN with their weights as it likes them.
+
+A step of decoding multiplies a few rows with every matrix of the model. Torch's own way for float32 is made for many
+rows, and in bfloat16 it has oneDNN reorder the weights in each call. Microseconds of a multiplication with weights, 768
+x 2048, that come from memory (Zen 4, 2 threads; scripts/bench_engine shows what comes of it):
+
+| rows | float32 | oneDNN, as they lie | reordered | bfloat16 | reordered |
+|---|---|---|---|---|---|
+| 1 | 432 | 176 | 194 | 212 | 101 |
+| 4 | 591 | 313 | 147 | 234 | 94 |
+| 16 | 760 | 483 | 283 | 317 | 164 |
+| 64 | 1775 | 1180 | 947 | 658 | 494 |
+
+Weights are reordered while sequences decode, some between one step and the next: loading copies nothing. A reordered
+matrix takes the place of the mapped one, whose pages are let go; other weights are freed.
+
+oneDNN makes code for each number of rows it meets, half a MiB each that is kept: so it meets those in SIZES only. Any
+other number is computed in several of these, the last one padded.
+"""
+
+import inspect
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+REORDERED = {4: 147, 8: 199, 12: 234, 16: 283, 24: 403, 32: 506, 48: 726, 64: 947, 256: 3552}
+"""Rows that are computed at once, and the microseconds that it takes where the weights come from memory (float32, 768 x
+2048, 2 threads); only ratios matter. Fewer than 4 take longer than 4."""
+PLAIN = {1: 176, 4: 313, 16: 483, 32: 706, 64: 1180, 256: 3807}
+"""The same of weights that are not reordered: fewer, as most kinds of code made for them are not needed for long."""
+SLICE_BYTES = 64 << 20
+"""Of a matrix reordered at once: so much more than its weights a model occupies meanwhile."""
+_LEAST_BYTES = 1 << 20
+"""Smaller matrices of float32 stay in the processor's cache, and torch's own kernels do as well. In bfloat16 those are
+oneDNN's anyway, so that it had better meet few sizes there, too."""
+_CODE_BYTES = 600 << 10
+"""Of the code for one number of rows and one shape of weights: 0.4 to 0.7 MiB measured (oneDNN 3.12)."""
+_CODES_KEPT = 64
+"""worker/__main__.py tells oneDNN so."""
+_ROWS_TO_EXPECT = 16
+_ALIGNMENT = 64
+"""Rows of a slice: a multiple of every width of oneDNN's blocks."""
+
+
+@lru_cache(maxsize=4096)
+def pieces(rows: int, is_reordered: bool) -> tuple[int, ...]:
+    """The cheapest way to compute `rows`: sizes whose sum is at least that, only the last of them padded."""
+    costs = REORDERED if is_reordered else PLAIN
+    largest = max(costs)
+    if rows > largest:
+        return (largest, *pieces(rows - largest, is_reordered))
+    if rows in costs:
+        return (rows,)
+    padded = min(size for size in costs if size >= rows)
+    ways = [(padded,), *((size, *pieces(rows - size, is_reordered)) for size in costs if size < rows)]
+    return min(ways, key=lambda way: sum(costs[size] for size in way))
+
+
+def is_supported(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has fast kernels for weights of this type on this processor."""
+    onednn: Any = torch.backends.mkldnn
+    if not onednn.is_available() or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+@dataclass(eq=False)
+class _Linear:
+    """The forward of one module: `[.., inputs]` to `[.., outputs]`."""
+
+    module: nn.Module
+    weight: torch.Tensor
+    """`[outputs, inputs]`, as it lies."""
+    bias: torch.Tensor | None
+    slices: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """First output and weights of each part that is reordered; what is behind the last of them is not."""
+    begin: int = 0
+    """The first output that is not reordered."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            return linear(x, self.weight, self.bias)  # says what is wrong
+        shape = (*x.shape[:-1], len(self.weight))
+        rows = x.reshape(-1, x.shape[-1])
+        if not self.slices:
+            return self._apply(rows, self.weight, self.bias, is_reordered=False).view(shape)
+        if self.begin == len(self.weight) and len(self.slices) == 1:
+            return self._apply(rows, self.slices[0][1], self.bias, is_reordered=True).view(shape)
+        parts = [
+            self._apply(rows, weight, self._bias(first, first + len(weight)), is_reordered=True)
+            for first, weight in self.slices
+        ]
+        if self.begin < len(self.weight):
+            rest = self._bias(self.begin, len(self.weight))
+            parts.append(self._apply(rows, self.weight[self.begin :], rest, is_reordered=False))
+        return torch.cat(parts, dim=-1).view(shape)
+
+    def _bias(self, begin: int, end: int) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias[begin:end]
+
+    def _apply(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_reordered: bool
+    ) -> torch.Tensor:
+        """`[rows, outputs of the weight]`."""
+        count = len(rows)
+        way = pieces(count, is_reordered) if count else ()
+        if len(way) == 1 and way[0] == count:
+            return _multiply(rows, weight, bias)
+        out = rows.new_empty(count, len(weight))
+        first = 0
+        for size in way:
+            some = rows[first : first + size]
+            if len(some) < size:
+                some = torch.cat((some, some.new_zeros(size - len(some), some.shape[-1])))
+            out[first : first + size] = _multiply(some, weight, bias)[: count - first]
+            first += size
+        return out
+
+    def reorder_some(self, slice_bytes: int, let_go: Callable[[torch.Tensor], bool]) -> None:
+        """Reorder the next slice; the weights it was made of are needed no more."""
+        outputs, inputs = self.weight.shape
+        step = outputs
+        if self.weight.is_contiguous():
+            fits = slice_bytes // (inputs * self.weight.itemsize)
+            step = max(fits // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+        end = min(self.begin + step, outputs)
+        some = self.weight[self.begin : end]
+        self.slices.append((self.begin, torch.ops.mkldnn._reorder_linear_weight(some, _ROWS_TO_EXPECT)))
+        is_mapped = let_go(some)
+        self.begin = end
+        if end == outputs and not is_mapped:
+            # whoever reads them all the same is told so, in place of reading what is not there
+            self.weight = self.weight.to("meta")
+            self.module.weight = nn.Parameter(self.weight, requires_grad=False)
+
+
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+    return out
+
+
+class Linears:
+    """The linear layers of a model on the CPU, and which of them are reordered yet."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        let_go: Callable[[torch.Tensor], bool] = lambda weights: False,
+        least_bytes: int = _LEAST_BYTES,
+        slice_bytes: int = SLICE_BYTES,
+    ):
+        """Takes over the modules' forward; nothing else of them is changed yet.
+
+        `let_go` frees the memory of weights that lie in a mapped file, and says whether they do.
+        """
+        self._let_go, self._slice_bytes = let_go, slice_bytes
+        self._left: list[_Linear] = []
+        users = Counter(_addresses(model))
+        for module, weight in _candidates(model, least_bytes):
+            lies_across = type(module) is Conv1D  # [inputs, outputs]
+            mine = _Linear(module, weight.t() if lies_across else weight, cast(torch.Tensor | None, module.bias))
+            module.forward = mine
+            if users[weight.data_ptr()] == 1 and not (lies_across and weight.nbytes > slice_bytes):
+                self._left.append(mine)
+        self._left.reverse()
+
+    def reorder(self, seconds: float) -> None:
+        """Reorder slices for about so long; at least one, if any is left."""
+        deadline = time.monotonic() + seconds
+        while self._left:
+            mine = self._left[-1]
+            mine.reorder_some(self._slice_bytes, self._let_go)
+            if mine.begin == len(mine.weight):
+                self._left.pop()
+            if time.monotonic() >= deadline:
+                return
+
+
+def extra_bytes(model: nn.Module) -> tuple[int, int]:
+    """What oneDNN's code for the model's shapes will take, and what reordering takes meanwhile: both in bytes."""
+    taken = [weight for _, weight in _candidates(model, _LEAST_BYTES)]
+    kinds = {(weight.shape, weight.dtype) for weight in taken}
+    most = max((weight.nbytes for weight in taken), default=0)
+    codes = min(len(kinds) * (len(REORDERED) + len(PLAIN)), _CODES_KEPT)
+    return codes * _CODE_BYTES, min(most, SLICE_BYTES)
+
+
+def _candidates(model: nn.Module, least_bytes: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Linear layers that are computed here, with their weights: only those that nobody reads but the layer itself."""
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if type(module) not in (nn.Linear, Conv1D) or _is_read(type(parent).__module__, name):
+                continue
+            weight = cast(torch.Tensor, module.weight)
+            least = 0 if weight.dtype == torch.bfloat16 else least_bytes
+            if weight.nbytes >= least and is_supported(weight.dtype) and weight.device.type == "cpu":
+                yield module, weight.detach()
+
+
+@lru_cache(maxsize=1024)
+def _is_read(module: str, name: str) -> bool:
+    """Whether the code of `module`, around a layer called `name`, uses its weights itself, as Mamba does, and must not find
+    them gone; unknown code may."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return True
+    return bool(re.search(rf"\.{name}\.weight\b(?!\.dtype|\.device|, torch\.Tensor)", source))
+
+
+def _addresses(model: nn.Module) -> Iterable[int]:
+    """Where each parameter of each module lies: those that several share more than once."""
+    return (own.data_ptr() for module in model.modules() for own in module.parameters(recurse=False))
