@@ -212,13 +212,13 @@ def _candidates(model: nn.Module, least_bytes: int) -> Iterator[tuple[nn.Module,
 
 @lru_cache(maxsize=1024)
 def _is_read(module: str, name: str) -> bool:
-    """Whether the code of `module`, around a layer called `name`, uses its weights itself, as Mamba does, and must not find
-    them gone; unknown code may."""
+    """Whether the code of `module`, around a layer called `name`, uses its weights itself, as Mamba does, and must not
+    find them gone; code that cannot be seen may. Neither asking for their type nor drawing them at random counts."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
         return True
-    return bool(re.search(rf"\.{name}\.weight\b(?!\.dtype|\.device|, torch\.Tensor)", source))
+    return bool(re.search(rf"(?<!\bmodule)\.{name}\.weight\b(?!\.dtype|\.device|, torch\.Tensor)", source))
 
 
 def _addresses(model: nn.Module) -> Iterable[int]:
