@@ -294,6 +294,7 @@ class App:
     async def _forward(self, request: web.Request, key: Key) -> web.StreamResponse:
         route: Route = request[_ROUTE]
         async with self._body(request) as body:
+            read = time.monotonic()
             seen = peek(body)
             named = seen.model
             if named is None and route.face is Face.OLLAMA:
@@ -318,6 +319,7 @@ class App:
                 autoload=autoload,
                 request_id=request[_ID],
                 arrived=request[_ARRIVED],
+                read=read,
                 timeout=max(0.0, timeout),
             )
             with self._site.access.running(key, lambda: self._site.fleet.turnover(id)):
@@ -326,6 +328,8 @@ class App:
             request[_STATUS] = answer.failed
         if answer.first_byte is not None:
             self._metrics.ttft.labels(id).observe(answer.first_byte - request[_ARRIVED])
+        if answer.overhead is not None:
+            self._metrics.overhead.observe(answer.overhead)
         assert answer.response is not None
         return answer.response
 

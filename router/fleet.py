@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from router.estimate import EstimateError
 from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, shortages
 from router.launchers import Launcher, WorkerLost, WorkerProcess
-from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Resident
+from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.life import Again, Files, Worker, end, live, lost_error, take, tell, weigh
 from router.lifecycle import State
 from router.model import COPY_PAUSE, Model
@@ -47,6 +48,8 @@ log = logging.getLogger("router.fleet")
 MIB = 1 << 20
 PLAN_AGAIN = 1.0
 """Seconds until a plan that failed is made again."""
+WAITS = {"download": "download", "wait": "memory"}
+"""What requests wait for during the stages of a load; all others are its start."""
 MOST_FAILED_PLANS = 10
 """In a row: then the fleet is broken."""
 
@@ -79,6 +82,7 @@ class Lease:
         self._fleet = fleet
         self._failed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._told = False
 
     def abort(self, error: ApiError) -> None:
         if self.aborted is not None:
@@ -99,7 +103,9 @@ class Lease:
                 raise self.aborted
             if self.worker.ready.done():
                 try:
-                    return self.worker.ready.result()
+                    process = self.worker.ready.result()
+                    self._tell_waits()
+                    return process
                 except Again:
                     self._fleet._move(self)
                     continue
@@ -113,6 +119,20 @@ class Lease:
                 self._failed = None
                 if self._timer is not None:
                     self._timer.cancel()
+
+    def _tell_waits(self) -> None:
+        """Say once how long it waited for what; who waited for nothing says nothing."""
+        worker, now = self.worker, self._fleet.now()
+        if self._told or (worker.ready_at is not None and worker.ready_at <= self.arrived):
+            return
+        self._told = True
+        waits: dict[str, float] = {}
+        for stage, seconds in worker.stages.between(self.arrived, now).items():
+            cause = WAITS.get(stage, "start")
+            if cause == "memory" and worker.waits_for_slot:
+                cause = "slot"
+            waits[cause] = waits.get(cause, 0.0) + seconds
+        self._fleet.events.mention("waited", self.model.preset.id, seconds=waits)
 
     def _arm(self) -> None:
         """Wake when the time in the queue is up; time in downloads and in the own load does not count."""
@@ -153,6 +173,9 @@ class Fleet:
         self.broken = asyncio.Event()
         """Plans keep failing: nobody will start any more."""
         self.last_plan: Plan | None = None
+        self.breaches: Counter[DeviceId] = Counter()
+        """Readings by which less than the margin was free."""
+        self._readings: Sequence[Reading] = ()
         self._ledger = ledger
         self._ids = 0
         self._arranging = False
@@ -596,7 +619,11 @@ class Fleet:
         self._mark_surplus()
         queued = [worker for worker in queued if not worker.retired.is_set() and not worker.room.done()]
         residents = self._residents()
-        self.devices = self._ledger.observe(self.launcher.readings(), residents)
+        readings = self.launcher.readings()
+        self.devices = self._ledger.observe(readings, residents)
+        if readings is not self._readings:
+            self._readings = readings
+            self.breaches.update(d.id for d in self.devices if d.id.index != SLOTS and d.total - d.used < d.margin)
         standings = [worker.standing for worker in workers if worker.state is State.QUEUED]
         unseen = sum(each.held for each in standings if not each.is_prepared)
         devices = standby.cautious(self.devices, unseen)
@@ -646,6 +673,8 @@ class Fleet:
                 worker.considered.set()  # of one refused its end says so, once everybody who waits can hear why
             wait = plan.waits.get(worker.id)
             worker.waits_for = wait.cause if wait is not None else worker.waits_for
+            if wait is not None:
+                worker.waits_for_slot = bool(wait.shortage) and all(id.index == SLOTS for id in wait.shortage)
             if wait is not None and self._said.get(worker.id) != wait.cause:
                 self._said[worker.id] = wait.cause
                 self.events.append(
@@ -697,6 +726,7 @@ class Fleet:
             reason=eviction.reason,
             short_of=[str(id) for id in wait.shortage] if wait is not None else [],
             **{"for": asker.preset.id if asker else ""},
+            resident_seconds=None if worker.ready_at is None else round(self.now() - worker.ready_at, 1),
             idle_seconds=0.0 if worker.leases else round(self.now() - worker.last_used, 1),
             frees={str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
             **(numbers(asker, self.devices) if asker else {}),

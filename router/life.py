@@ -164,6 +164,8 @@ class Worker:
         self.stages = Stages()
         self.waits_for = ""
         """Why it is still QUEUED, in a word of the planner."""
+        self.waits_for_slot = False
+        """What it waited for last was not memory: there were as many workers as may be."""
         self.ahead = 0
         self.family: list[Worker] = []
         """All workers of its model that are not stopped, itself among them; kept by the fleet."""
@@ -699,6 +701,8 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
         data["spent"] = {stage: round(seconds, 4) for stage, seconds in worker.process.ready.seconds.items()}
     elif worker.state >= State.STOPPING:
         data["reason"] = worker.reason
+        if worker.state is State.STOPPED and worker.process is not None:
+            data["settle_seconds"] = round(worker.process.settle_seconds, 3)
         if worker.made_room_for:
             data["for"] = worker.made_room_for
         if worker.lost is not None:

@@ -3,6 +3,7 @@
 Durations are seconds, sizes bytes. `model` is a configured name or `unknown`.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -11,12 +12,16 @@ from prometheus_client.registry import Collector
 
 from router.events import Event, EventLog
 from router.fleet import Fleet
-from router.ledger import SLOTS, DeviceId
+from router.ledger import LOCAL, SLOTS, DeviceId
 from router.life import estimated
 from router.lifecycle import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
+MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+LAG_INTERVAL = 1.0
+"""Seconds between two looks at how late the loop is."""
 STATES = ("unloaded", "downloading", "loading", "loaded")
 SPENT = ("fork", "exec", "imports", "config", "tokenizer", "read", "build", "warmup", "server")
 """What a start is made of, as its worker tells."""
@@ -75,11 +80,51 @@ class Metrics:
         self._evictions = Counter(
             "router_evictions", "Workers retired by the planner.", ["model", "reason"], registry=registry
         )
+        self._residency = Histogram(
+            "router_eviction_residency_seconds",
+            "From ready to the eviction: short ones are thrash.",
+            registry=registry,
+            buckets=RESIDENCIES,
+        )
+        self._settling = Histogram(
+            "router_memory_settle_seconds",
+            "From the end of a worker to its memory being back.",
+            ["node"],
+            registry=registry,
+            buckets=WAITS,
+        )
+        self._queued = Histogram(
+            "router_queue_seconds",
+            "Waits of requests by what they waited for; those that found a ready worker are not counted.",
+            ["model", "cause"],
+            registry=registry,
+            buckets=WAITS,
+        )
+        self.overhead = Histogram(
+            "router_overhead_seconds",
+            "From a request's last byte to its being handed to the worker, waits for the worker not counted.",
+            registry=registry,
+            buckets=MOMENTS,
+        )
+        self.loop_lag = Histogram(
+            "router_loop_lag_seconds",
+            "By how much a timer of the event loop is late.",
+            registry=registry,
+            buckets=MOMENTS,
+        )
         self._reloads = Counter("router_reloads", "Presets read again.", ["result"], registry=registry)
         self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
         self._token_count = Counter("router_tokens", "Tokens by kind.", ["model", "kind"], registry=registry)
         registry.register(_Gauges(fleet))
         events.fold(self._fold)
+
+    async def watch_the_loop(self) -> None:
+        """Look for ever at how late the event loop is."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.loop_lag.observe(max(0.0, loop.time() - due))
 
     def _fold(self, event: Event) -> None:
         data = event.data
@@ -102,6 +147,8 @@ class Metrics:
                 self._reloads.labels("applied" if event.kind == "config" else "refused").inc()
             case "plan" if data["decision"] == "evict":
                 cause = "count" if data["short_of"] == ["slots"] else "memory"
+                if data.get("resident_seconds") is not None and data["reason"] == "evicted":
+                    self._residency.observe(data["resident_seconds"])
                 self._evictions.labels(event.model, cause if data["reason"] == "evicted" else data["reason"]).inc()
             case "state" if data["state"] == "ready" and "load_seconds" in data:
                 self._loads.labels(event.model, "ready").inc()
@@ -113,7 +160,12 @@ class Metrics:
                 for stage in STAGES:
                     if stage in data.get("stages", ()):
                         self._load_seconds.labels(event.model, stage).observe(data["stages"][stage])
+            case "waited":
+                for cause, seconds in data["seconds"].items():
+                    self._queued.labels(event.model, cause).observe(seconds)
             case "state" if data["state"] == "stopped":
+                if "settle_seconds" in data:
+                    self._settling.labels(LOCAL).observe(data["settle_seconds"])
                 self._exits.labels(event.model, data["reason"] or "stopped").inc()
                 if data.get("was") in ("starting", "queued", "downloading"):
                     self._loads.labels(event.model, _result(data["reason"])).inc()
@@ -178,19 +230,23 @@ class _Gauges(Collector):
         margin = GaugeMetricFamily("router_device_margin_bytes", "Never given out.", labels=labels)
         reserved = GaugeMetricFamily("router_device_reserved_bytes", "Set aside for workers.", labels=labels)
         memory = GaugeMetricFamily("router_device_memory_bytes", "By segment.", labels=[*labels, "segment"])
+        breaches = CounterMetricFamily(
+            "router_device_margin_breaches", "Readings with less free than the margin.", labels=labels
+        )
         for device in self._fleet.devices:
             if device.id.index == SLOTS:
                 continue
             at = [device.id.node, str(device.id)]
             total.add_metric(at, device.total)
             margin.add_metric(at, device.margin)
+            breaches.add_metric(at, self._fleet.breaches[device.id])
             ours = sum(worker.reserved.get(device.id, 0) for worker in self._fleet.workers())
             reserved.add_metric(at, ours)
             memory.add_metric([*at, "foreign"], device.foreign)
             memory.add_metric([*at, "free"], max(0, device.total - device.used))
             for segment, size in self._segments(device.id).items():
                 memory.add_metric([*at, segment], size)
-        yield from (total, margin, reserved, memory)
+        yield from (total, margin, reserved, memory, breaches)
 
     def _segments(self, id: DeviceId) -> Mapping[str, int]:
         """Estimated bytes of all shards on one device, by what they are for."""

@@ -66,6 +66,8 @@ class Call:
     autoload: bool | None
     request_id: str
     arrived: float
+    read: float
+    """When its last byte was here, by the clock of `arrived`."""
     timeout: float
     """Seconds in all; 0.0: no limit."""
 
@@ -99,6 +101,8 @@ class Answer:
         self.headers = dict(headers)
         self.response: web.StreamResponse | None = None
         self.first_byte: float | None = None
+        self.overhead: float | None = None
+        """Seconds from the request's last byte to its being handed on, waits for the worker not counted."""
         self.finished = False
         """The last event of a complete stream has been forwarded."""
         self.told = False
@@ -285,6 +289,8 @@ class Proxy:
                 load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
                 timing = f"queue;dur={(waited - load) * 1000:.1f}, load;dur={load * 1000:.1f}"
                 answer.headers["Server-Timing"] = timing
+            if answer.overhead is None:
+                answer.overhead = max(0.0, time.monotonic() - call.read - waited)
             await self._exchange(lease, process, answer)
 
     async def _ready(self, lease: Lease, answer: Answer) -> WorkerProcess:

@@ -224,7 +224,8 @@ async def _router(
         pace = Pace(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
-        app = App(site, Proxy(fleet, pace), Metrics(fleet, events))
+        metrics = Metrics(fleet, events)
+        app = App(site, Proxy(fleet, pace), metrics)
         runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=2.0)
         await runner.setup()
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
@@ -232,10 +233,12 @@ async def _router(
         listening = [await listen(runner, sock, **options) for sock in sockets]
         stop.on_hangup = lambda: stop.keep(_reload(site))
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
+        lag = asyncio.get_running_loop().create_task(metrics.watch_the_loop())
         try:
             with _watch(settings, stop):
                 yield site
         finally:
+            lag.cancel()
             site.closing = True
             events.append("shutdown", "*")
             await _close(fleet, launcher, stop)

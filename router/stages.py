@@ -3,6 +3,7 @@
 Law: PURE; time is an argument, in seconds of a monotonic clock.
 """
 
+from math import inf
 from typing import Any
 
 UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
@@ -15,7 +16,8 @@ class Stages:
     def __init__(self) -> None:
         self._stage = ""
         self._since = 0.0
-        self._seconds: dict[str, float] = {}
+        self._over: list[tuple[str, float, float]] = []
+        """Those that are over, when they began and ended."""
         self._done = self._total = 0
         self._first: tuple[float, int] | None = None
         """When something of this stage was done first, and how much that was: what was there before took no time."""
@@ -41,13 +43,21 @@ class Stages:
     def end(self, now: float) -> None:
         """No stage is current any more."""
         if self._stage:
-            self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+            self._over.append((self._stage, self._since, now))
         self._stage = ""
 
     @property
     def seconds(self) -> dict[str, float]:
         """How long each stage took that is over, in their order."""
-        return dict(self._seconds)
+        return self.between(-inf, inf)
+
+    def between(self, since: float, until: float) -> dict[str, float]:
+        """Seconds of each stage that is over, as far as they lie between two moments."""
+        found: dict[str, float] = {}
+        for stage, began, ended in self._over:
+            if (seconds := min(ended, until) - max(began, since)) >= 0:
+                found[stage] = found.get(stage, 0.0) + seconds
+        return found
 
     @property
     def share(self) -> float:

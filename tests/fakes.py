@@ -164,6 +164,7 @@ class FakeWorker:
         self.ready = ready
         self.token = f"token-of-{program.worker}"
         self.stopped = False
+        self.settle_seconds = 0.0
         self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
 
     @property
@@ -285,14 +286,16 @@ class FakeLauncher:
         worker.lose(error)
 
     def say(self, model: str, event: contract.Event) -> None:
-        """A ready worker of `model` says `event`; the measurement in a pulse becomes its own."""
+        """A worker of `model` says `event`, one that is ready if that is a pulse: what it measures becomes its own."""
+        if not isinstance(event, contract.Pulse):
+            next(listen for name, listen in self._listeners.items() if name.startswith(f"{model}#"))(event)
+            return
         worker = next(each for each in self.running.values() if each.program.model == model)
-        if isinstance(event, contract.Pulse):
-            names = self._names(self._occupied[worker.program.worker])
-            measured = {names[name]: size for name, size in event.measured.items()}
-            worker.measured.update(measured)
-            self._occupied[worker.program.worker].update(measured)
-            self._memory_changed()
+        names = self._names(self._occupied[worker.program.worker])
+        measured = {names[name]: size for name, size in event.measured.items()}
+        worker.measured.update(measured)
+        self._occupied[worker.program.worker].update(measured)
+        self._memory_changed()
         self._listeners[worker.program.worker](event)
 
     def set_foreign(self, device: DeviceId, used: int) -> None:
@@ -416,7 +419,10 @@ class FakeLauncher:
                 self._note(f"stopped {program.model}")
         del self._occupied[program.worker]
         self._memory_changed()
-        await asyncio.sleep(min(self.reading_lag, SETTLE_SECONDS))
+        settling = min(self.reading_lag, SETTLE_SECONDS)
+        await asyncio.sleep(settling)
+        if worker is not None:
+            worker.settle_seconds = settling
 
     # Memory
 

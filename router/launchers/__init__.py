@@ -89,6 +89,10 @@ class WorkerProcess(Protocol):
     @property
     def ready(self) -> contract.Ready: ...
 
+    @property
+    def settle_seconds(self) -> float:
+        """From its end until its memory was seen to be back; 0 while it lives."""
+
     async def lost(self) -> WorkerLost:
         """Returns once the process has ended by itself, fell silent or stalled. Cancelling stops nothing."""
 

@@ -242,7 +242,11 @@ class LocalLauncher:
                 finally:
                     await uncancelled(worker.end())
         finally:
+            loop = asyncio.get_running_loop()
+            ended = loop.time()
             await uncancelled(self._probe.settle(list((worker.names if worker is not None else names).values())))
+            if worker is not None:
+                worker.settle_seconds = loop.time() - ended
 
     async def _started(self, worker: "LocalWorker") -> None:
         """Returns once it is ready, and the next of its family will be sooner. Raises WorkerLost."""
@@ -465,6 +469,7 @@ class LocalWorker:
         self.token = token
         self.pid = child.pid
         self.measured: dict[DeviceId, int] = {}
+        self.settle_seconds = 0.0
         self.wire = Wire(f"unix:{socket}")
         self._program = program
         self._address = command.listen

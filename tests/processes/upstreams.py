@@ -74,6 +74,10 @@ class SocketWorker:
     def measured(self) -> Bytes:
         return self._worker.measured
 
+    @property
+    def settle_seconds(self) -> float:
+        return self._worker.settle_seconds
+
     async def lost(self) -> WorkerLost:
         return await self._worker.lost()
 

@@ -291,3 +291,78 @@ def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
     found = samples(metrics)
     assert found['router_token_seconds_count{model="a"}'] == 2.0
     assert found['router_token_seconds_sum{model="a"}'] == pytest.approx(0.06)
+
+
+@virtual
+async def test_a_wait_is_told_by_what_it_was_for() -> None:
+    """The first asks for files, the second finds them coming, the third finds a worker that is ready."""
+    model = FakeModel(shards=(GIB,), download_seconds=20.0, load_seconds=3.0)
+    world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
+    metrics = Metrics(world.fleet, world.events)
+    first = asyncio.create_task(world.ask("a", 30.0))
+    await asyncio.sleep(15)
+    await asyncio.gather(first, world.ask("a"))
+    await world.ask("a")
+    found = samples(metrics)
+    told = {
+        cause: (found[f'router_queue_seconds_count{{cause="{cause}",model="a"}}'],
+                found[f'router_queue_seconds_sum{{cause="{cause}",model="a"}}'])
+        for cause in ("download", "start")
+    }  # fmt: skip
+    assert told == {"download": (2.0, pytest.approx(25.0)), "start": (2.0, pytest.approx(6.0, abs=0.1))}
+    await world.stop()
+
+
+@pytest.mark.parametrize(("most", "cause"), [(0, "memory"), (1, "slot")])
+@virtual
+async def test_waits_for_memory_and_for_a_place_are_told_apart(most: int, cause: str) -> None:
+    size = GIB if most else 5 * GIB
+    world = Schedule({"a": size, "b": size}, limits=Limits(models_max=most, patience=4.0))
+    metrics = Metrics(world.fleet, world.events)
+    busy = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(10)
+    await world.ask("b")
+    await busy
+    found = samples(metrics)
+    assert found[f'router_queue_seconds_sum{{cause="{cause}",model="b"}}'] > 9.0
+    await world.stop()
+
+
+@virtual
+async def test_how_long_the_evicted_were_there_and_their_memory_took_to_come_back_is_told() -> None:
+    models = {name: FakeModel(shards=(5 * GIB,), load_seconds=2.0) for name in "ab"}
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, models=models)
+    world.launcher.reading_lag = 0.7
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    await asyncio.sleep(58)
+    await world.ask("b")
+    found = samples(metrics)
+    assert found["router_eviction_residency_seconds_sum"] == pytest.approx(59.0, abs=1.0)
+    assert found['router_memory_settle_seconds_sum{node="local"}'] == pytest.approx(0.7)
+    await world.stop()
+
+
+@virtual
+async def test_each_reading_with_less_free_than_the_margin_is_counted_once() -> None:
+    world = Schedule({"a": GIB}, margin=2 * GIB)
+    metrics = Metrics(world.fleet, world.events)
+    for used in (5, 7, 7.5, 3):
+        world.launcher.set_foreign(CPU, int(used * GIB))
+        await asyncio.sleep(1)
+        world.fleet.changed()
+        await asyncio.sleep(1)
+    assert samples(metrics)['router_device_margin_breaches_total{device="cpu",node="local"}'] == 2.0
+    await world.stop()
+
+
+@virtual
+async def test_a_loop_that_is_late_says_by_how_much() -> None:
+    world = Schedule({"a": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    watching = asyncio.create_task(metrics.watch_the_loop())
+    await asyncio.sleep(3.5)
+    found = samples(metrics)
+    assert (found["router_loop_lag_seconds_count"], found["router_loop_lag_seconds_sum"]) == (3.0, pytest.approx(0.0))
+    watching.cancel()
+    await world.stop()

@@ -52,3 +52,12 @@ def test_an_unknown_total_is_never_a_share_nor_an_eta() -> None:
     assert (stages.told()["rate"], stages.told()["eta"]) == (700.0, None)
     stages.hear("start", 0, 0, 3.0)
     assert stages.told()["unit"] is None
+
+
+def test_the_part_of_a_stage_that_lies_between_two_moments_is_told() -> None:
+    stages = Stages()
+    for stage, began in (("wait", 1.0), ("start", 4.0), ("weights", 5.0)):
+        stages.begin(stage, began)
+    stages.end(9.0)
+    assert stages.between(2.0, 6.0) == {"wait": 2.0, "start": 1.0, "weights": 1.0}
+    assert stages.between(9.5, 10.0) == {}

@@ -170,7 +170,8 @@ class Exploration:
         fleet = self.world.fleet
         if fleet.closing:
             return
-        waiting = [w.demand() for w in fleet.workers() if w.state is State.QUEUED and w.costs and not w.room.done()]
+        queued = [w for w in fleet.workers() if w.state is State.QUEUED and not (w.room.done() or w.retired.is_set())]
+        waiting = [worker.demand() for worker in queued if worker.costs]
         question = Question(waiting, fleet._residents(), fleet.devices, fleet.now(), fleet.limits.patience)
         try:
             for model in fleet.models.values():
@@ -312,7 +313,7 @@ class Exploration:
             await asyncio.gather(*clients, meddler)
         fleet = self.world.fleet
         await asyncio.sleep(700)  # explicit loads have found room or given up, too
-        assert self._broken == []
+        assert self._broken == [], self._broken[:3]
         assert all(not worker.leases for worker in fleet.workers())
         assert {worker.state for worker in fleet.workers()} <= {State.READY}
         await fleet.close()
@@ -321,7 +322,7 @@ class Exploration:
         assert set(self.states.values()) <= {State.STOPPED}
         if self.calm:
             assert self.world.launcher.over_commits == []
-        assert self._broken == []
+        assert self._broken == [], self._broken[:3]
 
 
 def worker_of(fleet: Fleet, event: Event) -> Worker:

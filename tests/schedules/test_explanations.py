@@ -13,6 +13,7 @@ from router.proxy import status_comment
 from router.settings import Key
 from tests.fakes import GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
+from worker import contract
 
 BUSY = {"a": 8 * GIB, "b": 8 * GIB, "c": 8 * GIB}
 
@@ -33,6 +34,19 @@ async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
         assert status_comment(world.fleet, first) == "queued position=1 waiting_for=turn eta_s=6"
         assert status_comment(world.fleet, second) == "queued position=2 waiting_for=memory eta_s=12"
     await asyncio.gather(*asking)
+    await world.stop()
+
+
+@virtual
+async def test_who_waits_for_a_load_hears_how_far_it_is() -> None:
+    world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), load_seconds=6.0)})
+    with world.fleet.lease("a") as lease:
+        await asyncio.sleep(1)
+        assert status_comment(world.fleet, lease) == "loading stage=start"
+        world.launcher.say("a", contract.Progress(stage="weights", done=43, total=100))
+        assert status_comment(world.fleet, lease) == "loading percent=43 stage=weights"
+        await lease.ready()
+        assert status_comment(world.fleet, lease) == "ping"
     await world.stop()
 
 
