@@ -47,7 +47,7 @@ def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str]) -> str:
     settings = (
         effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.prefill_chunk, preset.dtype,
         preset.quantization, preset.attention, preset.enforce_eager, preset.threads, preset.load_format, preset.task,
-        preset.engine, preset.python, preset.reserved_memory,
+        preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
         sorted(preset.env.items()), [version(name) for name in ("torch", "transformers", "fleet-router")],
     )  # fmt: skip
     words = json.dumps([checkpoint.identity, settings, list(devices)])

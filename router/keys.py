@@ -147,6 +147,8 @@ KEYS: tuple[Key, ...] = (
         help="prompts that begin alike are computed once, where the cache is made of blocks"),
     Key(name="prefill-chunk", kind=Integer(1, 1 << 20, unit="tokens"), field="prefill_chunk", group=CONTEXT,
         also=("ub", "ubatch-size"), env=("LLAMA_ARG_UBATCH",), help="of one prompt in one step"),
+    Key(name="limit-images", kind=Integer(0, 1024), field="limit_images", group=CONTEXT,
+        help="images in one prompt, of a model that takes images; 0: none"),
     Key(name="max-input-tokens", kind=Integer(0, unit="tokens"), field="max_input_tokens", group=CONTEXT,
         also=("max-input-len",), unset="ctx-size - 1", help="longest prompt"),
     Key(name="n-predict", kind=Integer(1, words={"-1": -1, "-2": -1}, unit="tokens"), field="n_predict", group=CONTEXT,

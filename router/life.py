@@ -920,6 +920,7 @@ def model_options(kind: Any, preset: Preset, facts: Checkpoint, snapshot: str, *
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,
         prefill_chunk=preset.prefill_chunk,
+        limit_images=preset.limit_images,
         threads=threads(preset, on_host=on_host),
         **fields,
     )

@@ -70,6 +70,8 @@ class Preset:
     """Tokens that the cache has room for; 0: ctx_size x parallel."""
     prefix_caching: bool = True
     prefill_chunk: int = 512
+    limit_images: int = 8
+    """Of one prompt."""
     max_input_tokens: int = 0
     n_predict: int = -1
     queue_size: int = 1000

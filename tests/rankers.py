@@ -51,7 +51,7 @@ def ranker(folder: Path, kind: str, **changes: Any) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(transformers, model_name)(getattr(transformers, config_name)(**merged))
-        tiny._spread(model)
+        tiny.spread(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     stated = json.loads((folder / "tokenizer_config.json").read_text())

@@ -49,6 +49,7 @@ WORKER = [
     "worker.engine.backends",
     "worker.engine.trial",
     "worker.engine.aligned",
+    "worker.engine.vision",
     "worker.engine.forward  worker.engine.aligned_cache",
     "worker.engine.kept",
     "worker.engine.graphs",
@@ -62,7 +63,9 @@ WORKER = [
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families",
     "worker.fields  worker.deltas",
-    "worker.generation  worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
+    "worker.generation",
+    "worker.images",
+    "worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
     "worker  worker.engine",
 ]
 BORDER = {"worker.contract", "worker.routes", "worker.bodies"}
@@ -74,7 +77,7 @@ PURE = [
     "router.settings", "router.stages", "router.standby", "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.bodies", "worker.constraints", "worker.detokenize", "worker.errors", "worker.families", "worker.fields",
-    "worker.generation",
+    "worker.generation", "worker.images",
     "worker.sampling", "worker.tools",
     "worker.engine.alignment", "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache",
     "worker.engine.scheduler",

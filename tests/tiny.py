@@ -348,8 +348,8 @@ def make(family: str, folder: Path, *, seed: int = 0, **config_overrides: Any) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, model_name)(config)
-        _spread(model, _WIDER.get(family, 1.0))
-    with _no_progress_bar():
+        spread(model, _WIDER.get(family, 1.0))
+    with no_progress_bar():
         model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if family.endswith("-embed"):
@@ -374,7 +374,7 @@ def make_tokenizer(family: str = "llama") -> transformers.PreTrainedTokenizerFas
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     logging: Any = transformers.utils.logging  # untyped
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -401,7 +401,7 @@ def _trained() -> str:
     return fast.to_str()
 
 
-def _spread(model: torch.nn.Module, wider: float = 1.0) -> None:
+def spread(model: torch.nn.Module, wider: float = 1.0) -> None:
     """Draw biases and norms as well, so that leaving one out changes the text; `wider` scales the matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

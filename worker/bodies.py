@@ -354,7 +354,29 @@ PARTS: tuple[Schema, ...] = (
     {**described({"type": {"const": "refusal"}, "refusal": required(text())}), "required": ["type", "refusal"]},
 )
 """What the content of a message may be made of."""
-CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(PARTS)}}]}
+DETAILS = ("auto", "low", "high", "original")
+_SEEING = "For models whose input_modalities name image."
+_DATA_URL: Schema = {
+    "type": "string",
+    "pattern": "^data:image/",
+    "description": "A data URL in base64, of a PNG, JPEG, WebP or GIF; nothing is fetched.",
+}
+_BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
+_IMAGE_PART: Schema = {
+    **described(
+        {
+            "type": {"const": "image_url"},
+            "image_url": described({"url": _DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")}),
+        }
+    ),
+    "required": ["type", "image_url"],
+    "description": f"{_SEEING} In messages of the user.",
+}
+_IMAGES: Schema = {
+    "anyOf": [{"type": "array", "items": _BASE64}, {"enum": [None, "", 0, False, {}]}],
+    "description": f"{_SEEING} They stand before the text.",
+}
+CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [*PARTS, _IMAGE_PART]}}]}
 _CALL: Schema = described(
     {
         "id": ANYTHING,
@@ -481,6 +503,17 @@ _RESPONSE_TEXT: Schema = {
                         "required": ["type", "text"],
                     },
                     PARTS[1],
+                    {
+                        **described(
+                            {
+                                "type": {"const": "input_image"},
+                                "image_url": _DATA_URL,
+                                "detail": choice(DETAILS, "Reported as ignored."),
+                            }
+                        ),
+                        "required": ["type", "image_url"],
+                        "description": f"{_SEEING} In messages of the user.",
+                    },
                 ]
             },
         },
@@ -566,6 +599,21 @@ _BLOCKS: tuple[Schema, ...] = (
     {
         **described(
             {
+                "type": {"const": "image"},
+                "source": {
+                    **described(
+                        {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": _BASE64}
+                    ),
+                    "required": ["type", "media_type", "data"],
+                },
+            }
+        ),
+        "required": ["type", "source"],
+        "description": _SEEING,
+    },
+    {
+        **described(
+            {
                 "type": {"const": "tool_result"},
                 "tool_use_id": required(text()),
                 "content": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"enum": [None, False, 0, {}]}]},
@@ -577,6 +625,21 @@ _BLOCKS: tuple[Schema, ...] = (
 )
 _ANSWER_BLOCKS: tuple[Schema, ...] = (
     _BLOCK_TEXT,
+    {
+        **described(
+            {
+                "type": {"const": "image"},
+                "source": {
+                    **described(
+                        {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": _BASE64}
+                    ),
+                    "required": ["type", "media_type", "data"],
+                },
+            }
+        ),
+        "required": ["type", "source"],
+        "description": _SEEING,
+    },
     {
         **described(
             {
@@ -712,7 +775,7 @@ _OLLAMA_MESSAGE: Schema = {
                     "thinking": text(),
                     "tool_name": text(),
                     "tool_call_id": text(),
-                    "images": {"enum": [None, [], "", 0, False, {}]},
+                    "images": _IMAGES,
                 }
             ),
             "required": ["role", "content"],
@@ -723,7 +786,7 @@ _OLLAMA_MESSAGE: Schema = {
                     "role": {"const": "assistant"},
                     "tool_calls": required(array(_CALL, least=1)),
                     "content": {"anyOf": [CONTENT, {"type": "null"}]},
-                    "images": {"enum": [None, [], "", 0, False, {}]},
+                    "images": _IMAGES,
                 }
             ),
             "required": ["role", "tool_calls"],
@@ -736,7 +799,7 @@ OLLAMA_GENERATE: Body = {
     "prompt": text("None: the model is loaded, or with keep_alive 0 unloaded."),
     "system": text(),
     "raw": flag(),
-    "images": one_of([[]]),
+    "images": array(_BASE64, about=f"{_SEEING} They stand before the prompt."),
     "context": one_of([[]]),
     "template": one_of([""]),
     "suffix": one_of([""]),

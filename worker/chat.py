@@ -1,6 +1,7 @@
 """Chats: what a request's messages may be, and how the model's template makes one prompt of them."""
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,23 +9,26 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import orjson
 
-from worker.bodies import ROLES
+from worker.bodies import DETAILS, ROLES
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields, Json, parse_setting
+from worker.images import TEXT_ONLY, Image, from_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_IMAGES = ("image_url", "input_image", "image")
 _MODALITIES = {
-    "image_url": "images",
-    "image": "images",
-    "input_image": "images",
     "input_audio": "audio",
     "audio_url": "audio",
     "video_url": "video",
     "file": "files",
     "input_file": "files",
 }
+_NOT_THERE = "images may stand in messages of the user only"
+_PROBE = "probe-7f3a"
+_STRUCTURE = re.compile(r"""['"]type['"]\s*:""")
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What a template raises about messages that it was not written for."""
 
@@ -41,15 +45,21 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """Characters of all contents, about."""
-        return sum(len(message.get("content") or "") for message in self.messages)
+        """Characters of all contents, about; images do not count."""
+        return sum(len(part) for message in self.messages for part in _parts(message) if isinstance(part, str))
+
+    @property
+    def images(self) -> list[Image]:
+        """In the order in which they stand in the messages."""
+        return [part for message in self.messages for part in _parts(message) if isinstance(part, Image)]
 
 
 class Template:
     """The model's chat template: the tokenizer's, or the one that the preset states instead."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, text: str, variables: str):
-        """`text`: Jinja, empty for the tokenizer's own; `variables`: a JSON object for every rendering, or empty.
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, text: str, variables: str, placeholder: str = ""):
+        """`text`: Jinja, empty for the tokenizer's own; `variables`: a JSON object for every rendering, or empty;
+        `placeholder`: what a prompt has for an image, empty for a model that takes none.
 
         Raises StartError if the template does not compile or the variables are no object.
         """
@@ -65,6 +75,15 @@ class Template:
             raise StartError(error.message, Exit.USAGE) from None
         self._variables = stated
         self._source = self._compile() if self.exists else ""
+        self._placeholder = placeholder
+        self._wants_parts = self.exists and not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        """Its messages are lists of parts; it shows nothing of a plain text."""
+        self._places_images = (
+            bool(placeholder)
+            and self.exists
+            and self._shows([{"type": "image"}, {"type": "text", "text": _PROBE}], placeholder)
+        )
+        """It has a word for images of its own; else the placeholder is written where they stand."""
 
     @property
     def source(self) -> str:
@@ -89,9 +108,10 @@ class Template:
                 "this model has no chat template; use /v1/completions, or set chat-template in its preset"
             )
         self._check_names(conversation.variables)
+        messages = [self._written(message) for message in conversation.messages]
         try:
             prompt = self._tokenizer.apply_chat_template(
-                list(conversation.messages),
+                messages,
                 tools=list(conversation.tools) or None,
                 chat_template=self._text,
                 add_generation_prompt=conversation.add_generation_prompt,
@@ -104,6 +124,27 @@ class Template:
         except RecursionError:
             raise InvalidValue("messages are nested too deeply for the chat template", param="messages") from None
         return str(prompt)
+
+    def _written(self, message: Json) -> Json:
+        """The message as the template wants it: a text, or parts of which each has a type."""
+        parts = _parts(message)
+        if self._wants_parts or (self._places_images and any(isinstance(part, Image) for part in parts)):
+            told = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+            return {**message, "content": told}
+        return {
+            **message,
+            "content": "\n".join(part if isinstance(part, str) else self._placeholder for part in parts),
+        }
+
+    def _shows(self, content: Any, *further: str) -> bool:
+        """Whether the text of such a content comes out in the prompt, and its structure does not."""
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], chat_template=self._text, tokenize=False, **self._variables
+            )
+        except (*_TEMPLATE_FAULTS, RecursionError):
+            return False
+        return all(word in prompt for word in (_PROBE, *further)) and not _STRUCTURE.search(str(prompt))
 
     def _check_names(self, variables: Mapping[str, Any]) -> None:
         taken = self._reserved & variables.keys()
@@ -129,13 +170,14 @@ class Template:
         return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
 
-def read(fields: Fields, template: Template) -> Conversation:
-    """The request's messages and what goes with them to the template.
+def read(fields: Fields, template: Template, *, blind: str = TEXT_ONLY) -> Conversation:
+    """The request's messages and what goes with them to the template. `blind`: why images cannot be, empty if they can.
 
-    Raises InvalidValue or UnsupportedField naming the field. `tools` are read but not judged: whether they may be
-    shown is the face's affair.
+    Raises InvalidValue or UnsupportedField naming the field; images are not opened yet. `tools` are read but not
+    judged: whether they may be shown is the face's affair.
     """
-    messages = [_message(index, message) for index, message in enumerate(_required(fields))]
+    stated = enumerate(_required(fields))
+    messages = [_message(f"messages[{index}]", message, fields, blind) for index, message in stated]
     if not template.mentions("developer"):
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     is_continued = fields.flag("continue_final_message") or False
@@ -193,9 +235,14 @@ def _tools(fields: Fields) -> list[Json]:
     return tools
 
 
-def _message(index: int, message: Any) -> Json:
-    """The message as templates know it: content is text, arguments of tool calls are objects."""
-    where = f"messages[{index}]"
+def _parts(message: Json) -> list[str | Image]:
+    """Texts and images of a message as `read` gives it."""
+    content: str | list[str | Image] | None = message.get("content")
+    return content if isinstance(content, list) else [content or ""]
+
+
+def _message(where: str, message: Any, fields: Fields, blind: str) -> Json:
+    """The message as templates know it: content is text, or texts and images; arguments of tool calls are objects."""
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
     role = message.get("role")
@@ -204,7 +251,9 @@ def _message(index: int, message: Any) -> Json:
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise UnsupportedField(f"{where}.{name} is not supported; leave it out", param=f"{where}.{name}")
-    plain: Json = {"role": role, "content": _content(f"{where}.content", message.get("content"))}
+    if role != "user":
+        blind = blind or _NOT_THERE
+    plain: Json = {"role": role, "content": _content(f"{where}.content", message.get("content"), fields, blind)}
     calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     if calls:
         plain["tool_calls"] = calls
@@ -221,23 +270,56 @@ def _message(index: int, message: Any) -> Json:
     return plain
 
 
-def _content(where: str, content: Any) -> str | None:
-    """The text of a string or of text parts; parts are put on lines of their own."""
+def _content(where: str, content: Any, fields: Fields, blind: str) -> str | list[str | Image] | None:
+    """The text of a string or of text parts, or texts and images; texts that follow each other are put on lines of
+    their own."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidValue(f"{where} must be a string or an array of text parts", param=where)
-    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+        raise InvalidValue(f"{where} must be a string or an array of parts", param=where)
+    parts: list[str | Image] = []
+    for index, part in enumerate(content):
+        read = _part(f"{where}[{index}]", part, fields, blind)
+        if isinstance(read, str) and parts and isinstance(parts[-1], str):
+            parts[-1] = f"{parts[-1]}\n{read}"
+        else:
+            parts.append(read)
+    if any(isinstance(part, Image) for part in parts):
+        return parts
+    return str(parts[0]) if parts else ""
 
 
-def _part(where: str, part: Any) -> str:
+def _part(where: str, part: Any, fields: Fields, blind: str) -> str | Image:
+    if isinstance(part, Image):  # another face has read it
+        where = part.where
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("text", "refusal") and isinstance(part.get(kind), str):
         return str(part[kind])
+    if isinstance(part, Image) or kind in _IMAGES:
+        if blind:
+            raise UnsupportedField(f"{where}: {blind}", param=where)
+        return part if isinstance(part, Image) else _image(where, part, fields)
     modality = _MODALITIES.get(kind) if isinstance(kind, str) else None
     if modality:
         raise UnsupportedField(f"{where}: this model takes text, not {modality}", param=where)
     raise InvalidValue(f'{where} must be {{"type": "text", "text": string}}', param=where)
+
+
+def _image(where: str, part: Json, fields: Fields) -> Image:
+    """An image part: `image_url` as OpenAI has it, an object; a bare URL is understood as well."""
+    stated = part.get("image_url", part.get("image"))
+    if not isinstance(stated, dict):
+        return detailed(where, stated, part.get("detail"), fields)
+    return detailed(where, stated.get("url"), stated.get("detail"), fields)
+
+
+def detailed(where: str, url: Any, detail: Any, fields: Fields) -> Image:
+    """The image in a data URL. How closely to look at it is the model's affair: `detail` is reported as ignored."""
+    if detail is not None and detail not in DETAILS:
+        raise InvalidValue(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)
+    if detail not in (None, "auto"):
+        fields.mark_unused(f"{where}.detail")
+    return from_url(where, url)
 
 
 def _tool_calls(where: str, calls: Any) -> list[Json]:

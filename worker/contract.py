@@ -91,6 +91,8 @@ class ModelOptions:
     """Tokens that the cache has room for, of all sequences together; 0: ctx_size x parallel."""
     prefill_chunk: int = 512
     """Prompt tokens of one sequence in one step."""
+    limit_images: int = 8
+    """Images of one prompt at most, of a model that takes images; 0: none."""
     threads: int = 1
     """torch threads of this process."""
 

@@ -6,7 +6,9 @@ knows no API. Law: PURE, values only; no torch, no I/O.
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+from worker.images import Image
 
 Finish = Literal["stop", "length"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
@@ -59,12 +61,47 @@ class Grammar:
     """Of a JSON schema: pass over keywords that no grammar of ours can enforce, instead of refusing them."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One image of a prompt, prepared as its model wants it."""
+
+    runs: tuple[tuple[int, int], ...]
+    """Which of the prompt's tokens stand for it: first position and number, from left to right."""
+    inputs: Mapping[str, Any]
+    """What the model's vision tower takes, by name."""
+
+    @property
+    def begin(self) -> int:
+        return self.runs[0][0]
+
+    @property
+    def end(self) -> int:
+        return self.runs[-1][0] + self.runs[-1][1]
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Pictures:
+    """All images of a prompt, in its order."""
+
+    each: tuple[Picture, ...]
+    positions: Any = None
+    """Positions of the prompt's tokens, where they are not just counted: `[3, tokens]`."""
+    shift: int = 0
+    """What to add to the number of a token behind the prompt to get its position."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One request: a prompt of token ids and how to go on from it."""
 
     id: str
     prompt: tuple[int, ...]
+    pictures: Pictures | None = None
+    """The images that some of the prompt's tokens stand for."""
     max_tokens: int | None = None
     """New tokens at most; None: to the end of the context. An engine caps it to the room left."""
     stop: tuple[str, ...] = ()
@@ -178,12 +215,36 @@ class Occupancy:
     waiting: int
 
 
+class Vision(Protocol):
+    """How prompts with images are made for one model."""
+
+    @property
+    def placeholder(self) -> str:
+        """What stands in a prompt's text for an image."""
+
+    async def read(self, prompt: str, images: Sequence[Image]) -> tuple[list[int], Pictures]:
+        """Tokens of a prompt with a placeholder for each of `images`, and what these are for the model.
+
+        Images are opened and prepared in a thread. Raises InvalidValue naming the image that cannot be used,
+        UnsupportedField for more of them than the model is served with, and QueueFull.
+        """
+
+
 class Engine(Protocol):
     """What computes tokens or vectors for one model."""
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Of `completion`, `embedding` and `rerank`; `chat` is added where there is a chat template."""
+        """Of `completion`, `embedding` and `rerank`; `chat` is added where there is a chat template, `vision` where
+        there is that and a `vision`."""
+
+    @property
+    def vision(self) -> Vision | None:
+        """Of a model that takes images; None of any other."""
+
+    @property
+    def blind(self) -> str:
+        """Why it takes none, for people; empty if it does."""
 
     @property
     def encoding(self) -> Encoding | None:

@@ -23,7 +23,19 @@ from transformers import PreTrainedTokenizerFast
 
 from worker import detokenize
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
-from worker.generation import Delta, Encoding, Finish, Generation, Occupancy, Prefill, Text, Timings, TokenLogprob
+from worker.generation import (
+    Delta,
+    Encoding,
+    Finish,
+    Generation,
+    Occupancy,
+    Prefill,
+    Text,
+    Timings,
+    TokenLogprob,
+    Vision,
+)
+from worker.images import TEXT_ONLY
 
 SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
 CACHED, PREFILL, DECODE = 2, 0.5, 0.25
@@ -44,11 +56,13 @@ class FakeEngine:
         ctx_size: int = 256,
         waiting: int = 0,
         encoding: Encoding | None = ENCODING,
+        vision: Vision | None = None,
     ):
         self.tokenizer = tokenizer
         self.capabilities = frozenset(capabilities)
         self.ctx_size = ctx_size
         self.encoding = encoding
+        self.vision, self.blind = vision, "" if vision is not None else TEXT_ONLY
         self.gate = asyncio.Event()
         self.requests: list[Generation] = []
         self.texts: list[Text] = []

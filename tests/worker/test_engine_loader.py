@@ -438,7 +438,9 @@ def test_an_encoder_that_cannot_go_on_with_a_text_is_refused_by_name(folder: Pat
     assert "task = embed" in str(error), "and it says what to do"
 
 
-@pytest.mark.parametrize("config", [transformers.WhisperConfig(), transformers.ViTConfig(), transformers.LlavaConfig()])
+@pytest.mark.parametrize(
+    "config", [transformers.WhisperConfig(), transformers.ViTConfig(), transformers.Pix2StructConfig()]
+)
 def test_what_does_not_go_from_text_to_text_is_refused_by_name(folder: Path, config: Any) -> None:
     config.save_pretrained(folder)
     error = refused(folder, task="generate")

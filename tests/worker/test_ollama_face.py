@@ -175,7 +175,7 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
         ("chat", {"messages": HI, "think": "hard"}, "think"),
         ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
         ("generate", {"prompt": "x", "template": "y"}, "template is not supported"),
-        ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text"),
+        ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text, not images"),
     ]
     async with serving() as world:
         for call, body, message in refused:

@@ -157,7 +157,7 @@ async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "hosted tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"input": [image]}, "not parts of type input_image"),
+        ({"input": [image]}, "takes text, not images"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of this type"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

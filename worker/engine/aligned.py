@@ -17,9 +17,11 @@ from transformers.cache_utils import Cache
 
 from worker.engine.aligned_cache import AlignedCache
 from worker.engine.alignment import Alignment
-from worker.engine.forward import Forward, first_token
+from worker.engine.forward import Forward, Seen, first_token
 from worker.engine.kept import read_off
 from worker.engine.scheduler import Batch, Segment
+from worker.engine.vision import Tower
+from worker.generation import Pictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,12 @@ class _Part:
         return self.start + len(self.tokens)
 
     @property
+    def shift(self) -> int:
+        """What to add to the number of a token behind the prompt to get its position."""
+        pictures = self.segment.sequence.pictures
+        return pictures.shift if pictures is not None else 0
+
+    @property
     def wanted(self) -> int:
         return min(self.segment.logits, len(self.tokens))
 
@@ -51,14 +59,19 @@ class _Part:
 class AlignedRunner:
     """Runs a model of transformers by its own forward. Raises Unsupported for one whose cache is not transformers'."""
 
-    def __init__(self, model: Any, *, rows: int, ctx_size: int, chunk: int, device: torch.device):
-        """`chunk`: prompt tokens of one step at most."""
+    def __init__(
+        self, model: Any, *, rows: int, ctx_size: int, chunk: int, device: torch.device, tower: Tower | None = None
+    ):
+        """`chunk`: prompt tokens of one step at most; `tower`: of a model that takes images."""
         self._forward = Forward(model, device)
         self._chunk = chunk
         self.rows = rows
         self.dtype: torch.dtype = model.dtype
         self._first = first_token(model) if self._forward.crosses else 0
         self._alignment = Alignment(rows, ctx_size)
+        self._tower = tower
+        self._seeing: dict[int, Pictures] = {}
+        """By row: the images of a prompt that is being computed."""
         self._lengths: dict[int, int] = {}
         """By row: columns that hold something, or will after this step."""
         shapes = read_off(model.config, self._probe)
@@ -129,6 +142,9 @@ class AlignedRunner:
             self._cache.erase(self._alignment.slot(row), self._alignment.begin(row), self._lengths.get(row, 0))
         self._alignment.forget(row)
         self._lengths.pop(row, None)
+        pictures = self._seeing.pop(row, None)
+        if pictures is not None and self._tower is not None:
+            self._tower.forget(pictures)
 
     @torch.inference_mode()
     def plainly(self, tokens: Sequence[int], prompt_tokens: int) -> torch.Tensor:
@@ -202,6 +218,7 @@ class AlignedRunner:
             kept=1,
             past=plan.time - plan.low,
             crossed=crossed,
+            places=[part.start + part.shift for _, part in order],
         )
         self._done(plan.slots, [part for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}
@@ -239,7 +256,17 @@ class AlignedRunner:
             kept = max(1, end - max(start, part.end - part.wanted))
             time = begin + start
             view = self._cache.show(slots, begin, time, has_past=start > 0, crossed=max(crossed, default=0))
-            logits = self._forward([piece], [start], view, kept=kept, past=start, encoded=encoded, crossed=crossed)
+            logits = self._forward(
+                [piece],
+                [start],
+                view,
+                kept=kept,
+                past=start,
+                encoded=encoded,
+                crossed=crossed,
+                places=[start + part.shift],
+                seen=self._see(part, piece, start),
+            )
             if end > part.end - part.wanted:
                 found.append(logits[0])
             start = end
@@ -251,6 +278,15 @@ class AlignedRunner:
     def _encode(self, part: _Part) -> torch.Tensor:
         sequence = part.segment.sequence
         return self._forward.encode(sequence.tokens[: sequence.prompt_tokens])
+
+    def _see(self, part: _Part, piece: list[int], start: int) -> Seen | None:
+        """What the forward is given in place of tokens, where some of them stand for images."""
+        pictures = part.segment.sequence.pictures
+        if pictures is None or start >= part.segment.sequence.prompt_tokens:
+            return None
+        assert self._tower is not None, "nobody else makes prompts with images"
+        self._seeing[part.row] = pictures
+        return self._tower.see(piece, start, pictures)
 
     def _done(self, slots: slice, parts: Sequence[_Part]) -> None:
         self._cache.done(slots, [part.end for part in parts])

@@ -7,6 +7,7 @@ silently wrong.
 Law: PURE; a configuration comes in as an object with the attributes of config.json.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,6 +80,24 @@ ALIGNED = frozenset(
 VERIFIED = PAGED | ALIGNED
 """tests/worker/test_engine_equality.py has one of each."""
 
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a family with a vision tower needs beside the features of its images in the place of their tokens."""
+
+    is_whole: bool = False
+    """Tokens of one image see each other: they are computed in one step."""
+    has_planes: bool = False
+    """Tokens of an image have three positions each: time, row and column."""
+
+
+VISION: Mapping[str, Sight] = {
+    "idefics3": Sight(),
+    "llava": Sight(),
+}
+"""By `model_type`: families whose images tests/worker/test_vision_equality.py has verified. Others of their kind are
+served as the language models that they contain."""
+
 Backend = Literal["paged", "aligned"]
 
 _OFFSET_POSITIONS = frozenset(
@@ -120,6 +139,7 @@ def positions(config: Any) -> int:
     `longrope` changes the frequencies of all tokens, those in the cache included, once a sequence outgrows the original
     context; we stay within it. (`dynamic` does so beyond max_position_embeddings, which is the limit anyway.)
     """
+    config = config.get_text_config()
     stated = (getattr(config, name, None) for name in _POSITIONS)
     limit = next((int(each) for each in stated if isinstance(each, int) and each > 0), 0)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -10,6 +10,7 @@ from worker.engine.aligned import AlignedRunner
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.engine.runner import PackedRunner
+from worker.engine.vision import Tower
 from worker.errors import StartError
 
 __all__ = ["ATTENTION", "Unsupported", "implementation", "make_blocks", "make_pool", "make_runner", "prove"]
@@ -50,12 +51,20 @@ def make_pool(config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.dev
 
 
 def make_runner(
-    model: Any, config: Any, options: contract.ModelOptions, ctx_size: int, device: torch.device, *, caches: bool
+    model: Any,
+    config: Any,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    device: torch.device,
+    *,
+    caches: bool,
+    tower: Tower | None = None,
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of this architecture, its cache allocated, and what that has room for.
 
     `caches`: prefixes are kept for whoever begins alike, where there are blocks to keep. An aligned cache has rows in
-    place of blocks: as many as `kv_tokens` has room for. Raises StartError if a request would not fit, Unsupported if
+    place of blocks: as many as `kv_tokens` has room for, and keeps no prefixes. `tower`: of a model that takes images,
+    which are all aligned. Raises StartError if a request would not fit, Unsupported if
     the model's cache is not one that we know.
     """
     blocks = make_blocks(options, ctx_size, caches=caches)
@@ -63,7 +72,8 @@ def make_runner(
         return PackedRunner(model, make_pool(config, blocks, model.dtype, device), blocks, device), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
-    return AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device), Rows(rows, ctx_size)
+    runner = AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device, tower=tower)
+    return runner, Rows(rows, ctx_size)
 
 
 def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:

@@ -37,6 +37,7 @@ from worker.engine.scheduler import Pace, Segment
 from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.steploop import Outbox, StepLoop
+from worker.engine.vision import Eyes, Tower, see, unmoved
 from worker.errors import (
     ContextExceeded,
     Draining,
@@ -47,6 +48,7 @@ from worker.errors import (
     UnsupportedByModel,
 )
 from worker.generation import Delta, Generation, Occupancy, Sampling, Text, TokenLogprob
+from worker.images import TEXT_ONLY
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +77,12 @@ class TransformersEngine:
         pace: Pace | None = None,
         linears: Linears | None = None,
         encoder: encoders.Loaded | None = None,
+        vision: Eyes | None = None,
+        blind: str = TEXT_ONLY,
     ):
         """With a `runner` it generates, with an `encoder` it embeds or scores. Starts the step loop.
 
+        With `vision` it takes images; else `blind` says why not.
         `capacity`: what the runner's cache has room for; None: the whole context in each of `parallel` rows.
         """
         self.tokenizer = tokenizer
@@ -91,6 +96,7 @@ class TransformersEngine:
         self._piece = _token_bytes(tokenizer)
         self._special = _special(tokenizer)
         self._grammars = Grammars(tokenizer, ends=self._ends, vocab_size=self._vocab_size)
+        self.vision, self.blind = vision, "" if vision is not None else blind
         self._ids = count()
         outbox = Outbox()
         self._generating = self._embedding = None
@@ -164,9 +170,11 @@ class TransformersEngine:
         loaded = loader.load_model(options, config, implementation, progress, over)
         ctx_size = context_size(options, architectures.positions(config))
         rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
+        processor, blind = see(options, config, tokenizer)
         try:
+            tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
             backend, capacity = backends.make_runner(
-                loaded.model, config, options, ctx_size, loaded.device, caches=options.prefix_caching
+                loaded.model, config, options, ctx_size, loaded.device, caches=options.prefix_caching, tower=tower
             )
             pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
@@ -190,6 +198,9 @@ class TransformersEngine:
             what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"
             raise memory.start_error(what, loaded.device, error) from error
         over("warmup")
+        eyes = None
+        if processor is not None:
+            eyes = Eyes(processor, loaded.dtype, most=options.limit_images, place=unmoved)
         return cls(
             options,
             tokenizer,
@@ -200,6 +211,8 @@ class TransformersEngine:
             capacity=capacity,
             pace=pace,
             linears=linears,
+            vision=eyes,
+            blind=blind,
         )
 
     @classmethod
@@ -228,7 +241,7 @@ class TransformersEngine:
     @property
     def capabilities(self) -> frozenset[str]:
         if self._generating is not None:
-            return frozenset({"completion"})
+            return frozenset({"completion"} if self.vision is None else {"completion", "vision"})
         if self.encoding is None:
             return frozenset({"rerank"})
         return frozenset({"embedding", "rerank"} if self.encoding.is_pooled else {"embedding"})
@@ -254,6 +267,8 @@ class TransformersEngine:
         """Stop the step loop; whatever runs ends with Draining. Returns once the current step is over."""
         await asyncio.to_thread(self._loop.close)
         self._grammars.close()
+        if self.vision is not None:
+            self.vision.close()
 
     # Text
 

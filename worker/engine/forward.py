@@ -6,6 +6,7 @@ positions, whether it can leave out logits that nobody wants.
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ from worker.engine.memory import upload
 
 _NO_POSITIONS = ("alibi", "relative_attention_num_buckets")
 """Settings of models that see distances between tokens, and no positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Tokens of a prompt with images, as the forward is given them."""
+
+    embedded: torch.Tensor | None
+    """`[1, tokens, hidden]`, in place of the tokens; None: they are words only."""
+    positions: torch.Tensor | None = None
+    """`[3, 1, tokens]`, where they are not just counted."""
 
 
 class Forward:
@@ -59,11 +70,15 @@ class Forward:
         past: int,
         encoded: torch.Tensor | None = None,
         crossed: Sequence[int] = (),
+        places: Sequence[int] | None = None,
+        seen: Seen | None = None,
     ) -> torch.Tensor:
         """Logits `[rows, kept, vocab]` of the last `kept` of `tokens` `[rows, count]`.
 
         Row `r` has `starts[r]` tokens in the cache, the last of the `past` columns that it shows. `encoded` is the
         encoder's output where it is new, `crossed` how many columns of it each row has where it is in the cache.
+        `places[r]` is the position of the row's first token, where that is not `starts[r]`. `seen`: of one row some of
+        whose tokens stand for images.
         """
         count = len(tokens[0])
         begin = self._upload([past - start for start in starts])[:, None]
@@ -72,14 +87,19 @@ class Forward:
             mask = mask[:, past:]
         options: dict[str, Any] = {self._mask: mask, self._cache: cache, "use_cache": cache is not None}
         if self._positions:
-            place = self._upload([start + i for start in starts for i in range(count)])
+            place = self._upload([first + i for first in (places or starts) for i in range(count)])
             options[self._positions] = place.view(len(starts), count)
         if self._keeps:
             options["logits_to_keep"] = kept
         if self.crosses:
             options |= self._encoder_options(encoded, crossed)
-        ids = self._upload([token for row in tokens for token in row]).view(len(starts), count)
-        logits: torch.Tensor = self._model(**{self._tokens: ids}, **options).logits
+        if seen is not None and seen.positions is not None:
+            options[self._positions] = seen.positions
+        if seen is not None and seen.embedded is not None:
+            options["inputs_embeds"] = seen.embedded
+        else:
+            options[self._tokens] = self._upload([token for row in tokens for token in row]).view(len(starts), count)
+        logits: torch.Tensor = self._model(**options).logits
         return logits[:, -kept:]
 
     def _encoder_options(self, encoded: torch.Tensor | None, crossed: Sequence[int]) -> dict[str, Any]:

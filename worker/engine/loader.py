@@ -68,7 +68,19 @@ def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTok
         )
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise StartError(f"{folder} has no tokenizer that can be loaded: {memory.one_line(error)}") from error
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(Path(options.snapshot))
     return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The chat template that older checkpoints of models with images keep beside the tokenizer's files."""
+    path = folder / "chat_template.json"
+    try:
+        stated = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise StartError(f"{path} is damaged: {memory.one_line(error)}; download it again", Exit.DAMAGED) from error
+    return stated if isinstance(stated, str) else None
 
 
 def load_config(options: contract.ModelOptions) -> Any:
@@ -276,6 +288,9 @@ def _generator_class(options: contract.ModelOptions, config: Any) -> Any:
     reference = _remote_generator(config)
     if type(config) not in mapping and reference is not None and options.trust_remote_code:
         return _from_snapshot(options, reference)
+    seeing: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) in seeing and (kind in architectures.VISION or type(config) not in mapping):
+        mapping = seeing  # as language models, unless our tests have compared what they make of images, too
     if type(config) not in mapping:
         raise StartError(
             f"architecture {kind!r} has no class in transformers {transformers.__version__} that goes from text to"

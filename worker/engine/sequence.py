@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from worker.generation import Finish, Generation, Sampling
+from worker.generation import Finish, Generation, Pictures, Sampling
 
 
 def answer_limit(prompt_tokens: int, asked: int | None, default: int, ctx_size: int) -> int:
@@ -35,6 +35,8 @@ class Sequence:
     seed: int = 0
     prompt_logprobs: bool = False
     """Logits are wanted at every position of the prompt, not only at its last."""
+    pictures: Pictures | None = None
+    """The images that some tokens of its prompt stand for."""
     group: int | None = None
     """Those who share it are choices of one request, with the same prompt: one computes it for all."""
     computed: int = 0
@@ -60,6 +62,7 @@ class Sequence:
             sampling=request.sampling,
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
+            pictures=request.pictures,
         )
 
     @property

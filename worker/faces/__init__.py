@@ -17,7 +17,7 @@ from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields
-from worker.generation import Delta, Engine, Generation, Text
+from worker.generation import Delta, Engine, Generation, Pictures, Text
 from worker.parts import Manner, Reading
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ class Model:
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
-        self.template = Template(tokenizer, text=options.chat_template, variables=options.chat_template_kwargs)
+        placeholder = engine.vision.placeholder if engine.vision is not None else ""
+        self.template = Template(
+            tokenizer, text=options.chat_template, variables=options.chat_template_kwargs, placeholder=placeholder
+        )
         self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
         self.family = families.find(self.template.source, _response_template(tokenizer))
         """How its answers are to be read; None: as they stand."""
@@ -56,11 +59,11 @@ class Model:
 
     @property
     def capabilities(self) -> list[str]:
-        """Of chat, completion, tools, embedding and rerank."""
+        """Of chat, completion, tools, vision, embedding and rerank."""
         can = self.engine.capabilities
         chats = "completion" in can and self.template.exists
-        has = {"chat": chats, "tools": chats and self.template.mentions("tools")}
-        every = ("chat", "completion", "tools", "embedding", "rerank")
+        has = {"chat": chats, "tools": chats and self.template.mentions("tools"), "vision": chats and "vision" in can}
+        every = ("chat", "completion", "tools", "vision", "embedding", "rerank")
         return [name for name in every if has.get(name, name in can)]
 
     def require(self, capability: str) -> None:
@@ -158,6 +161,19 @@ class Model:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, special ones included, spaces as they are."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    async def read(self, conversation: Conversation) -> tuple[str, list[int], Pictures | None]:
+        """The chat as one prompt: its text, its tokens, and the images that some of those stand for.
+
+        Raises InvalidValue, and what `worker.generation.Vision` says of images.
+        """
+        prompt = await self.render(conversation)
+        images = conversation.images
+        if not images:
+            [tokens] = await self.encode([prompt], add_special=False)
+            return prompt, tokens, None
+        assert self.engine.vision is not None, "images have been refused"
+        return prompt, *await self.engine.vision.read(prompt, images)
 
     async def render(self, conversation: Conversation) -> str:
         """The chat as one prompt; a long one is made in a thread."""

@@ -12,6 +12,7 @@ from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
 from worker.fields import Fields, Json
 from worker.generation import Delta
+from worker.images import Image, from_url, of_base64
 from worker.parts import Part, Reading
 from worker.replies import Totals
 
@@ -60,7 +61,7 @@ def _read(fields: Fields, model: Model) -> Json:
     fields.skip(("cache_control",))  # what prompts share is found without being told
     asked: Json = {"model": fields.text("model"), "messages": _system(fields)}
     for index, message in enumerate(fields.sequence("messages") or ()):
-        asked["messages"] += _message(f"messages[{index}]", message)
+        asked["messages"] += _message(f"messages[{index}]", message, model.engine.blind)
     asked["messages"] = _joined(asked["messages"])
     if not any(message["role"] != "system" for message in asked["messages"]):
         raise InvalidValue("messages must be an array of at least one message", param="messages")
@@ -81,8 +82,9 @@ def _system(fields: Fields) -> list[Json]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _message(where: str, message: Any) -> list[Json]:
-    """The messages that one of Anthropic's is: each result of a tool is one of its own."""
+def _message(where: str, message: Any, blind: str) -> list[Json]:
+    """The messages that one of Anthropic's is: each result of a tool is one of its own. `blind`: why images cannot
+    be."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise InvalidValue(f"{where} must be an object whose role is user or assistant", param=where)
     role, content = message["role"], message.get("content")
@@ -90,7 +92,8 @@ def _message(where: str, message: Any) -> list[Json]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise InvalidValue(f"{where}.content must be a string or an array of blocks", param=f"{where}.content")
-    results, calls, texts, thoughts = [], [], [], []
+    results, calls, thoughts = [], [], []
+    shown: list[str | Image] = []
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -102,14 +105,16 @@ def _message(where: str, message: Any) -> list[Json]:
             thoughts.append(block["thinking"])
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # nobody here can read it
+        elif kind == "image" and role == "user":
+            shown.append(_image(place, block, blind))
         else:
-            texts.append(_text(place, block))
-    own: Json = {"role": role, "content": "\n".join(texts) if texts else None}
+            shown.append(_text(place, block))
+    own: Json = {"role": role, "content": _content(shown) if shown else None}
     if calls:
         own["tool_calls"] = calls
     if thoughts:
         own["reasoning_content"] = "\n".join(thoughts)
-    if not texts and not calls and not thoughts:
+    if not shown and not calls and not thoughts:
         if results:
             return results
         own["content"] = ""
@@ -122,10 +127,42 @@ def _joined(messages: Sequence[Json]) -> list[Json]:
     for message in messages:
         is_plain = set(message) == {"role", "content"} and message["role"] != "system"
         if is_plain and joined and set(joined[-1]) == {"role", "content"} and joined[-1]["role"] == message["role"]:
-            joined[-1] = {"role": message["role"], "content": f"{joined[-1]['content']}\n{message['content']}"}
+            both = [*_parts(joined[-1]["content"]), *_parts(message["content"])]
+            joined[-1] = {"role": message["role"], "content": _content(both)}
         else:
             joined.append(message)
     return joined
+
+
+def _parts(content: Any) -> list[str | Image]:
+    """What `_content` was given, as far as that makes a difference."""
+    if not isinstance(content, list):
+        return [content or ""]
+    return [part if isinstance(part, Image) else part["text"] for part in content]
+
+
+def _content(shown: Sequence[str | Image]) -> Any:
+    """Texts on lines of their own; with images, parts as a chat completion has them."""
+    if not any(isinstance(part, Image) for part in shown):
+        return "\n".join(part for part in shown if isinstance(part, str))
+    return [part if isinstance(part, Image) else {"type": "text", "text": part} for part in shown]
+
+
+def _image(where: str, block: Json, blind: str) -> Image:
+    """The image of a block: it comes within the body, or not at all."""
+    if blind:
+        raise UnsupportedField(f"{where}: {blind}", param=where)
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or not isinstance(kind, str):
+        raise InvalidValue(f"{where}.source must be an object with a type", param=f"{where}.source")
+    if kind == "url":
+        return from_url(f"{where}.source.url", source.get("url"))
+    if kind != "base64":
+        raise UnsupportedField(
+            f"{where}.source: no files are kept here; send the image itself, with type base64", param=f"{where}.source"
+        )
+    return of_base64(f"{where}.source", source.get("data"), source.get("media_type"))
 
 
 def _tool_result(where: str, block: Json) -> Json:
@@ -155,7 +192,11 @@ def _text(where: str, block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
-    if kind in ("image", "document", "search_result", "container_upload"):
+    if kind == "image":
+        raise UnsupportedField(
+            f"{where}: images may stand in messages of the user only, beside the results of tools", param=where
+        )
+    if kind in ("document", "search_result", "container_upload"):
         raise UnsupportedField(f"{where}: this model takes text, not blocks of type {kind}", param=where)
     raise InvalidValue(f"{where} is no block that may stand here; text blocks may", param=where)
 

@@ -4,7 +4,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from worker.faces import embeddings as vectors
 from worker.faces.openai import Chat, understand, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta, TokenLogprob
+from worker.images import Image, from_url, of_base64
 from worker.parts import Part, Reading
 from worker.replies import Totals, described
 
@@ -38,7 +39,7 @@ async def chat(body: Json, model: Model) -> Call | Result:
     fields = Fields(body, OLLAMA_CHAT)
     asked, room, keep_alive = _read(fields, model)
     messages = fields.sequence("messages") or []
-    asked["messages"] = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    asked["messages"] = [_message(f"messages[{index}]", message, model) for index, message in enumerate(messages)]
     asked["tools"] = fields.sequence("tools") or []
     if messages:
         asked |= _logprobs(fields)
@@ -54,7 +55,7 @@ async def generate(body: Json, model: Model) -> Call | Result:
     fields = Fields(body, OLLAMA_GENERATE)
     asked, room, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
-    fields.refuse("images", "images: this model takes text; leave them out")
+    images = _images("images", fields.take("images"), model)
     fields.refuse("context", "context is not supported; send the conversation to /api/chat")
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
     fields.refuse("suffix", "suffix is not supported here; use POST /v1/completions")
@@ -63,6 +64,8 @@ async def generate(body: Json, model: Model) -> Call | Result:
     logprobs = _logprobs(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"text-{uuid.uuid4().hex}"
+    if raw and images:
+        raise UnsupportedField("images have no place in a raw prompt; send raw: false", param="images")
     if raw or not model.template.exists:
         asked.pop("chat_template_kwargs", None), asked.pop("reasoning_effort", None)
         top = logprobs.get("top_logprobs") or 0 if logprobs.get("logprobs") else None
@@ -70,7 +73,7 @@ async def generate(body: Json, model: Model) -> Call | Result:
         understood = await understand_text({**asked, "prompt": joined, "logprobs": top}, model, id=id)
     else:
         before = [{"role": "system", "content": system}] if system else []
-        asked["messages"] = [*before, {"role": "user", "content": prompt}]
+        asked["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
         understood = await understand({**asked, **logprobs}, model, id=id)
     return _call(understood, room, keep_alive, ignored, is_chat=False)
 
@@ -212,13 +215,33 @@ def _seconds(text: str) -> float | None:
     return sign * sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(digits))
 
 
-def _message(where: str, message: Any) -> Json:
+def _images(where: str, stated: Any, model: Model) -> list[Image]:
+    """Images in base64."""
+    if not stated:
+        return []
+    if model.engine.blind:
+        raise UnsupportedField(f"{where}: {model.engine.blind}", param=where)
+    if not isinstance(stated, list):
+        raise InvalidValue(f"{where} must be an array of images in base64", param=where)
+    return [
+        from_url(f"{where}[{index}]", each)
+        if isinstance(each, str) and each.startswith(("data:", "http://", "https://"))
+        else of_base64(f"{where}[{index}]", each)
+        for index, each in enumerate(stated)
+    ]
+
+
+def _content(images: Sequence[Image], text: Any) -> Any:
+    """Images stand before the text, as at Ollama."""
+    return [*images, *([{"type": "text", "text": text}] if text else [])] if images else text
+
+
+def _message(where: str, message: Any, model: Model) -> Json:
     """A message as OpenAI has it."""
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
-    if message.get("images"):
-        raise UnsupportedField(f"{where}.images: this model takes text, not images", param=f"{where}.images")
     known = {name: message.get(name) for name in ("role", "content", "tool_call_id")}
+    known["content"] = _content(_images(f"{where}.images", message.get("images"), model), message.get("content"))
     known["reasoning_content"] = message.get("thinking")
     known["name"] = message.get("tool_name")
     known["tool_calls"] = message.get("tool_calls")

@@ -12,7 +12,7 @@ from worker.errors import InvalidValue
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family
 from worker.fields import Fields, Json
-from worker.generation import Generation, Grammar, Sampling
+from worker.generation import Generation, Grammar, Pictures, Sampling
 from worker.parts import Manner, Reading, shown, written
 from worker.replies import ChatReply, TextReply
 
@@ -52,7 +52,7 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
     """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError."""
     model.require("completion")
     fields = Fields(body, CHAT)
-    conversation = chats.read(fields, model.template)
+    conversation = chats.read(fields, model.template, blind=model.engine.blind)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separates = _separates(fields, model)
     _refuse_unbuilt(fields)
@@ -63,7 +63,7 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
     common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     ignored = fields.settle(strict=model.options.strict_fields)
-    prompt, tokens = await _tokens(conversation, tooling, model)
+    prompt, tokens, pictures = await _tokens(conversation, tooling, model)
     model.check_prompt(tokens, param="messages")
     manner = Manner(
         family=model.family,
@@ -74,7 +74,7 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
         separates=separates,
     )
     common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
-    generations = common.generations(id, [tokens], shown=shown(model.family, model.special))
+    generations = common.generations(id, [tokens], shown=shown(model.family, model.special), pictures=pictures)
     return Chat(common=common, generations=generations, manner=manner, ignored=ignored)
 
 
@@ -108,19 +108,20 @@ async def count(body: Json, model: Model) -> int:
     """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
     model.require("completion")
     fields = Fields(body, CHAT_TOKENS)
-    conversation = chats.read(fields, model.template)
+    conversation = chats.read(fields, model.template, blind=model.engine.blind)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
-    _, tokens = await _tokens(conversation, tooling, model)
+    _, tokens, _ = await _tokens(conversation, tooling, model)
     return len(tokens)
 
 
-async def _tokens(conversation: chats.Conversation, tooling: tools.Tooling, model: Model) -> tuple[str, list[int]]:
-    """The prompt, as text and as tokens."""
-    prompt = await model.render(replace(conversation, tools=tooling.shown))
-    [tokens] = await model.encode([prompt], add_special=False)
+async def _tokens(
+    conversation: chats.Conversation, tooling: tools.Tooling, model: Model
+) -> tuple[str, list[int], Pictures | None]:
+    """The prompt, as text and as tokens, with its images."""
+    prompt, tokens, pictures = await model.read(replace(conversation, tools=tooling.shown))
     if not tokens:
         raise InvalidValue("messages render to an empty prompt with this model's chat template", param="messages")
-    return prompt, tokens
+    return prompt, tokens, pictures
 
 
 async def completions(body: Json, model: Model) -> Call:
@@ -208,11 +209,14 @@ class _Common:
         *,
         prompt_logprobs: bool = False,
         shown: frozenset[int] = frozenset(),
+        pictures: Pictures | None = None,
     ) -> tuple[Generation, ...]:
+        """One for each prompt; `pictures` are those of the only one."""
         return tuple(
             Generation(
                 id=f"{id}.{number}",
                 prompt=tuple(prompt),
+                pictures=pictures,
                 max_tokens=self.max_tokens,
                 stop=self.stop,
                 n=self.n,

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from worker.bodies import REASONING, RESPONSE_TEXT, RESPONSES
+from worker.chat import detailed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
@@ -64,10 +65,11 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
         if name not in _INCLUDED:
             raise UnsupportedField(f"include: only {_INCLUDED[0]} may stand there", param="include")
     instructions = fields.text("instructions")
+    before = [{"role": "system", "content": instructions}] if instructions else []
     tools, choice = _tools(fields), _tool_choice(fields)
     asked: Json = {
         "model": fields.text("model"),
-        "messages": [*([{"role": "system", "content": instructions}] if instructions else []), *_input(fields)],
+        "messages": [*before, *_input(fields, model.engine.blind)],
         "max_tokens": fields.integer("max_output_tokens"),
         "tools": tools,
         "tool_choice": choice,
@@ -97,8 +99,8 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     return asked, echoed
 
 
-def _input(fields: Fields) -> list[Json]:
-    """Messages; the calls and thoughts of one turn of the assistant are one message."""
+def _input(fields: Fields, blind: str) -> list[Json]:
+    """Messages; the calls and thoughts of one turn of the assistant are one message. `blind`: why images cannot be."""
     stated = fields.take("input")
     if isinstance(stated, str):
         return [{"role": "user", "content": stated}]
@@ -124,7 +126,7 @@ def _input(fields: Fields) -> list[Json]:
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
             thoughts = _think(messages[-1], thoughts)
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(f"{where}.content", item.get("content"))})
+            messages.append({"role": item.get("role"), "content": _content(f"{where}.content", item, fields, blind)})
             if item.get("role") == "assistant":
                 thoughts = _think(messages[-1], thoughts)
         else:
@@ -145,6 +147,29 @@ def _function_call(where: str, item: Json) -> Json:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
+def _content(where: str, item: Json, fields: Fields, blind: str) -> str | list[Any]:
+    """The text of a message; of one with images, parts as a chat completion has them."""
+    content = item.get("content")
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(where, content)
+    parts: list[Any] = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        if not _is_image(part):
+            parts.append({"type": "text", "text": _part(place, part)})
+        elif blind:
+            raise UnsupportedField(f"{place}: {blind}", param=place)
+        elif part.get("file_id") is not None:
+            raise UnsupportedField(f"{place}: no files are kept here; send image_url, a data URL", param=place)
+        else:
+            parts.append(detailed(place, part.get("image_url"), part.get("detail"), fields))
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
 def _text(where: str, content: Any) -> str:
     """The text of a string or of text parts; parts are put on lines of their own."""
     if isinstance(content, str):
@@ -159,7 +184,9 @@ def _part(where: str, part: Any) -> str:
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if kind in _TEXTS and isinstance(text, str):
         return text
-    if kind in ("input_image", "input_file", "input_audio"):
+    if kind == "input_image":
+        raise UnsupportedField(f"{where}: images may stand in messages of the user only", param=where)
+    if kind in ("input_file", "input_audio"):
         raise UnsupportedField(f"{where}: this model takes text, not parts of type {kind}", param=where)
     raise InvalidValue(f"{where} must be a text part, of type input_text say", param=where)
 
