@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router.estimate import Checkpoint, Tally, UnknownCheckpoint
+from router.presets import Preset
 
 MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""
@@ -39,6 +40,11 @@ _PACKED = frozenset(
      "smollm3", "starcoder2"}
 )  # fmt: skip
 """Architectures that the worker does not run on its aligned cache (worker/engine/architectures.py)."""
+
+SEEING = frozenset({"idefics3", "llava"})
+"""Architectures whose images the worker serves (worker/engine/architectures.py)."""
+
+_CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """Stored one by one; models of today keep a layer's experts in one tensor."""
@@ -114,10 +120,24 @@ def meta(checkpoint: Checkpoint, n_ctx: int) -> dict[str, Any]:
     }
 
 
-def modalities(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """The `architecture` object of GET /models: what a worker takes and gives, text whatever else the model could."""
-    del checkpoint
-    return {"input_modalities": ["text"], "output_modalities": ["text"]}
+def offered(checkpoint: Checkpoint, preset: Preset) -> list[str]:
+    """What a worker of `preset` will be able to do, in its own words (worker/faces)."""
+    if preset.task == "embed":
+        return ["embedding", "rerank"]
+    if preset.task == "rerank":
+        return ["rerank"]
+    can = set(checkpoint.capabilities)
+    if "completion" in can and preset.chat_template:
+        can = (can - {"tools"}) | {"chat"} | ({"tools"} if "tools" in preset.chat_template else set())
+    if "chat" not in can or not preset.limit_images:
+        can -= {"vision"}
+    return [name for name in _CAPABILITIES if name in can]
+
+
+def modalities(capabilities: Sequence[str]) -> dict[str, list[str]]:
+    """The `architecture` object of GET /models: what a model of these capabilities takes and gives."""
+    return {"input_modalities": ["text", "image"] if "vision" in capabilities else ["text"],
+            "output_modalities": ["text"]}  # fmt: skip
 
 
 def _tensor(entry: Mapping[str, Any]) -> _Tensor:
@@ -224,9 +244,7 @@ def _assemble(
     width = _intermediate(text, hidden)
     if not tensors:
         counted = _implied(dtype, layers, hidden, heads * head_dim, kv_heads * (head_dim + value_dim), width, vocab)
-    template = (folder / "chat_template.jinja").is_file() or bool(
-        _json(folder / "tokenizer_config.json").get("chat_template") or _json(folder / "chat_template.json")
-    )
+    template = _template(folder)
     capabilities = _capabilities(folder, config, template)
     return Checkpoint(
         identity=identity,
@@ -268,7 +286,7 @@ def _assemble(
         largest=max((size for _, _, size in tensors.values()), default=0),
         quantization=method,
         capabilities=capabilities,
-        chat_template=template,
+        chat_template=bool(template),
         vocab_type=_vocab_type(folder),
     )
 
@@ -488,9 +506,31 @@ def _implied(
     return {"implied": (dtype, (elements,), elements * size)}
 
 
-def _capabilities(folder: Path, config: Mapping[str, Any], template: bool) -> tuple[str, ...]:
+def _template(folder: Path) -> str:
+    """The chat template as the worker's tokenizer finds it; of several, all."""
+    try:
+        return (folder / "chat_template.jinja").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        pass
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        stated = _json(folder / name).get("chat_template")
+        if isinstance(stated, list):
+            stated = "\n".join(str(each.get("template")) for each in stated if isinstance(each, dict))
+        if stated and isinstance(stated, str):
+            return stated
+    return ""
+
+
+def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the worker serves images for it: a family that is verified, and its processor beside the weights."""
+    files = ("preprocessor_config.json", "processor_config.json")
+    return config.get("model_type") in SEEING and any((folder / name).is_file() for name in files)
+
+
+def _capabilities(folder: Path, config: Mapping[str, Any], template: str) -> tuple[str, ...]:
     """What the model is for: a cross-encoder has a head that scores pairs, an embedder has the layout of
-    sentence-transformers, or no head for language; it reranks, too."""
+    sentence-transformers, or no head for language; it reranks, too. `vision` is there without a template as well: a
+    preset may state one."""
     classes: Sequence[Any] = config.get("architectures") or ()
     if any(str(each).endswith("ForSequenceClassification") for each in classes):
         kinds = [str(module.get("type", "")) for module in _json_list(folder / "modules.json")]
@@ -500,7 +540,10 @@ def _capabilities(folder: Path, config: Mapping[str, Any], template: bool) -> tu
     generates = own or any(str(each).endswith(_GENERATES) for each in classes)
     if (folder / "modules.json").is_file() or not generates:
         return ("embedding", "rerank")
-    return ("chat", "completion") if template else ("completion",)
+    if not template:
+        return ("completion", "vision") if _sees(folder, config) else ("completion",)
+    tools, vision = ("tools",) * ("tools" in template), ("vision",) * _sees(folder, config)
+    return ("chat", "completion", *tools, *vision)
 
 
 def _vocab_type(folder: Path) -> int:

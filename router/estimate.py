@@ -181,7 +181,7 @@ class Checkpoint:
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
     capabilities: tuple[str, ...] = ()
-    """Of chat, completion, embedding, rerank, as far as the files tell."""
+    """Of chat, completion, tools, vision, embedding, rerank, as far as the files tell."""
     chat_template: bool = False
     vocab_type: int = 0
     """As llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams."""

@@ -16,7 +16,7 @@ from typing import Any
 from router import __version__
 from router.access import Access
 from router.catalogue import Further
-from router.checkpoint import meta, modalities
+from router.checkpoint import meta, modalities, offered
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.estimate import Checkpoint, EstimateError, effective_ctx
 from router.events import Event, EventLog
@@ -114,12 +114,12 @@ class Site:
         """(facts, `meta`, `architecture`) of a model, from its files."""
         facts = await self.facts(preset)
         if facts is None:
-            return None, {}, {"input_modalities": ["text"], "output_modalities": ["text"]}
+            return None, {}, modalities(())
         try:
             n_ctx = effective_ctx(facts, preset)
         except EstimateError:
             n_ctx = 0
-        return facts, meta(facts, n_ctx), modalities(facts)
+        return facts, meta(facts, n_ctx), modalities(offered(facts, preset))
 
     async def words(self, preset: Preset) -> "Words":
         """The model's own template and special tokens, as far as its files say."""
@@ -225,6 +225,8 @@ def _words(folder: Path) -> Words:
     template = said.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")
+    if not template:
+        template = _older_template(folder)
     with contextlib.suppress(OSError, UnicodeDecodeError):
         template = (folder / "chat_template.jinja").read_text()
     tokens = [said.get(name) for name in ("bos_token", "eos_token")]
@@ -239,6 +241,14 @@ def _said(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def _older_template(folder: Path) -> str:
+    """What older checkpoints of models with images keep beside the tokenizer's files."""
+    try:
+        return str(json.loads((folder / "chat_template.json").read_bytes())["chat_template"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def problem_row(problem: Any) -> dict[str, Any]:

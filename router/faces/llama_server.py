@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from router.access import Access
+from router.checkpoint import modalities, offered
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
 from router.estimate import Checkpoint
 from router.events import Event
@@ -161,21 +162,19 @@ def preset_text(preset: Preset) -> str:
 
 
 def capabilities(model: Model, facts: Checkpoint | None) -> list[str]:
-    """Of chat, completion, embedding, rerank: as its worker says; before there is one, by preset and files."""
+    """Of chat, completion, tools, vision, embedding, rerank: as its worker says; before there is one, by preset and
+    files."""
     for worker in model.workers:
         if worker.process is not None and worker.process.ready.capabilities:
             return list(worker.process.ready.capabilities)
-    if model.preset.task == "embed":
-        return ["embedding", "rerank"]
-    if model.preset.task == "rerank":
-        return ["rerank"]
-    return list(facts.capabilities) if facts is not None else []
+    return offered(facts or Checkpoint(), model.preset)
 
 
 async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
     """One model as lists show it."""
     preset = model.preset
-    facts, meta, architecture = await site.describe(preset)
+    facts, meta, _ = await site.describe(preset)
+    able = capabilities(model, facts)
     return {
         "id": preset.id,
         "aliases": list(preset.aliases),
@@ -184,10 +183,10 @@ async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
         "owned_by": "llamacpp",
         "created": model.created,
         "status": status(site.fleet, model, admin=admin),
-        "architecture": architecture,
+        "architecture": modalities(able),
         "source": preset.source,
         "can_remove": preset.source == "cache" and not await users(site, preset),
-        "capabilities": capabilities(model, facts),
+        "capabilities": able,
         "meta": meta,
     }
 
@@ -355,18 +354,18 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
     words = await site.words(preset)
     if facts is None:
         raise NotOffered(f"the files of {preset.id} are not here yet; load it once, and ask again")
-    worker = chosen.shown
+    worker, able = chosen.shown, capabilities(chosen, facts)
     return {
         "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, words)},
         "total_slots": preset.parallel,
         "model_alias": preset.id,
         "model_path": (preset.path or preset.repo or f"demo:{preset.demo}") if site.access.is_admin(key) else preset.id,
-        "modalities": {"vision": False, "audio": False, "video": False},
+        "modalities": {"vision": "vision" in able, "audio": False, "video": False},
         "chat_template": preset.chat_template or words.chat_template,
         "chat_template_caps": template_caps(preset.chat_template or words.chat_template),
         "bos_token": words.bos_token,
         "eos_token": words.eos_token,
-        "capabilities": capabilities(chosen, facts),
+        "capabilities": able,
         "build_info": BUILD,
         "is_sleeping": False,
         "is_loaded": worker is not None and worker.state is State.READY,

@@ -19,7 +19,13 @@ from router.site import Site
 LATEST = ":latest"
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 """When a model leaves that stays for ever."""
-_CAPABILITIES = {"chat": "completion", "completion": "completion", "embedding": "embedding"}
+_CAPABILITIES = {
+    "chat": "completion",
+    "completion": "completion",
+    "tools": "tools",
+    "vision": "vision",
+    "embedding": "embedding",
+}
 """Ours in Ollama's words."""
 
 
@@ -55,8 +61,6 @@ async def show(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
     facts, meta, _ = await site.describe(model.preset)
     words = await site.words(model.preset)
     able = {_CAPABILITIES[each] for each in capabilities(model, facts) if each in _CAPABILITIES}
-    if "completion" in able and "tools" in words.chat_template:
-        able.add("tools")
     if "completion" in able and any(each in words.chat_template for each in ("<think>", "enable_thinking")):
         able.add("thinking")
     family = facts.model_type if facts is not None else ""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.checkpoint import header, meta, modalities, read
+from router.checkpoint import header, meta, modalities, offered, read
 from router.estimate import Tally, UnknownCheckpoint
+from router.presets import Preset
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -291,7 +292,41 @@ def test_meta_is_what_llama_server_says_of_a_model(tmp_path: Path) -> None:
         "vocab_type": 2, "n_vocab": 100, "n_ctx": 128, "n_ctx_train": 256, "n_embd": 64, "n_params": 12800,
         "size": 25600, "ftype": "bfloat16",
     }  # fmt: skip
-    assert modalities(read(folder)) == {"input_modalities": ["text"], "output_modalities": ["text"]}
+
+
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}}
+TOOLS = "{% if tools %}{{ tools }}{% endif %}{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "settings", "capabilities"),
+    [
+        ({}, {"chat_template.jinja": TOOLS}, {}, ["chat", "completion", "tools"]),
+        ({}, {"chat_template.jinja": TOOLS}, {"chat_template": "{{ messages }}"}, ["chat", "completion"]),
+        ({}, {}, {"chat_template": TOOLS}, ["chat", "completion", "tools"]),
+        ({}, {"chat_template.jinja": TOOLS}, {"task": "embed"}, ["embedding", "rerank"]),
+        (LLAVA, {"processor_config.json": "{}", "chat_template.jinja": "x"}, {}, ["chat", "completion", "vision"]),
+        (LLAVA, {"preprocessor_config.json": "{}", "chat_template.json": '{"chat_template": "x"}'}, {},
+         ["chat", "completion", "vision"]),
+        (LLAVA, {"processor_config.json": "{}", "chat_template.jinja": "x"}, {"limit_images": 0},
+         ["chat", "completion"]),
+        (LLAVA, {"processor_config.json": "{}"}, {}, ["completion"]),
+        (LLAVA, {"processor_config.json": "{}"}, {"chat_template": "x"}, ["chat", "completion", "vision"]),
+        (LLAVA, {"chat_template.jinja": "x"}, {}, ["chat", "completion"]),
+        ({**LLAVA, "model_type": "blip-2"}, {"processor_config.json": "{}", "chat_template.jinja": "x"}, {},
+         ["chat", "completion"]),
+    ],
+)  # fmt: skip
+def test_files_and_preset_tell_what_a_model_will_be_able_to_do(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, str], settings: dict[str, Any], capabilities: list[str]
+) -> None:
+    folder = snapshot(tmp_path, **config)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    able = offered(read(folder), Preset(id="a", **settings))
+    assert able == capabilities
+    takes = ["text", "image"] if "vision" in capabilities else ["text"]
+    assert modalities(able) == {"input_modalities": takes, "output_modalities": ["text"]}
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,14 @@ import PIL.Image
 import pytest
 import torch
 
+from router import checkpoint
+from router.checkpoint import offered
+from router.presets import Preset
 from tests import tiny_vision
 from tests.tiny_vision import data_url, encoded, picture
 from tests.worker.loaded import load, options
 from worker import contract
+from worker.engine.architectures import VISION
 from worker.engine.engine import TransformersEngine
 from worker.images import MAX_PIXELS
 from worker.server import Server
@@ -340,3 +344,18 @@ async def test_a_model_served_without_images_says_why_and_talks(
             assert "vision" not in engine.capabilities
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("family", sorted(tiny_vision.FAMILIES))
+async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: str) -> None:
+    folder = tiny_vision.make(family, tmp_path)
+    engine = load(folder, ctx_size=100)
+    try:
+        server = Server(engine, engine.tokenizer, options(folder), token=None, announce=lambda event: None)
+        assert offered(checkpoint.read(folder), Preset(id="a")) == server.capabilities
+    finally:
+        await engine.close()
+
+
+def test_router_and_worker_know_the_same_families_that_see() -> None:
+    assert checkpoint.SEEING == set(VISION) == set(tiny_vision.FAMILIES)
