@@ -164,8 +164,7 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
     if answer.frame is not None and (route.streams or answer.body is None):
         manner = stream(route.face)
         media = manner.headers["Content-Type"]
-        # OpenAPI has no words for the frames of a stream: the extension says what each of them holds
-        content[media] = {"schema": {"type": "string", "description": _streamed(media)}, "x-frame": answer.frame}
+        content[media] = {"schema": _stream(media, answer.frame, route.face)}
     if not content:
         return {}
     headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
@@ -175,14 +174,18 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
     return {"200": {"description": answer.about, "headers": headers, "content": content}}
 
 
-def _streamed(media: str) -> str:
-    if media == "text/event-stream":
-        return (
-            "Server-sent events; each one's data is one line of JSON, lines that begin with a colon are comments. A "
-            "stream that fails ends with an error object in an event and a broken connection. Chats and text "
-            "completions of OpenAI's dialect end with the data [DONE]."
-        )
-    return "A line of JSON each; a stream that fails ends with a line that says so and a broken connection."
+def _stream(media: str, frame: Schema, face: Face) -> Schema:
+    """One event of a stream, or one of its lines."""
+    if media != "text/event-stream":
+        about = "Lines of JSON; a stream that fails ends with a line that says so and a broken connection."
+        return {"type": "string", "description": about, "contentMediaType": "application/json", "contentSchema": frame}
+    about = (
+        "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
+    )
+    told: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": frame}
+    if face is Face.OPENAI:
+        told = {"anyOf": [told, const("[DONE]")], "description": "JSON; the last event of a whole answer is [DONE]."}
+    return {**shape({"data": told}, {"event": TEXT, "id": TEXT}), "description": about}
 
 
 def _json(schema: Schema, about: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import orjson
 
-from worker.bodies import DETAILS, ROLES
+from worker.bodies import DETAILS, MAX_TOOLS, ROLES
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields, Json, parse_setting
@@ -194,7 +194,7 @@ def read(fields: Fields, template: Template, *, blind: str = TEXT_ONLY) -> Conve
     return Conversation(
         messages=messages,
         variables=_variables(fields, template),
-        tools=_tools(fields),
+        tools=read_tools(fields),
         add_generation_prompt=not is_continued if adds_prompt is None else adds_prompt,
         continue_final_message=is_continued,
     )
@@ -226,8 +226,11 @@ def _variables(fields: Fields, template: Template) -> Json:
     return variables
 
 
-def _tools(fields: Fields) -> list[Json]:
+def read_tools(fields: Fields) -> list[Json]:
+    """The functions that a model may call, with a name each; raises InvalidValue."""
     tools = fields.sequence("tools") or []
+    if len(tools) > MAX_TOOLS:
+        raise InvalidValue(f"tools must have at most {MAX_TOOLS} entries", param="tools")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

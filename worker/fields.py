@@ -136,6 +136,19 @@ class Fields:
             raise InvalidValue(f"{self.path}{name} must be an array", param=self.path + name)
         return value
 
+    def handed(self, name: str) -> Any:
+        """The value of a field that goes on as part of another body: checked here, so that it is refused by the name
+        that the client knows."""
+        assert self._table is not None, "only a table says what a field takes"
+        match sorted(kinds(self._table[name]) - {"null"}):
+            case ["integer"]:
+                self.integer(name)
+            case ["number"]:
+                self.number(name)
+            case ["boolean"]:
+                self.flag(name)
+        return self.take(name)
+
     def refuse(self, name: str, message: str) -> None:
         """Raise UnsupportedField with `message` unless the field is absent, null or of a value that the table takes."""
         value = self.take(name)

@@ -49,7 +49,7 @@ def defaults(preset: str, checkpoint: Mapping[str, Any]) -> Defaults:
         raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {', '.join(_PRESET_KEYS)}", Exit.USAGE)
     fields = Fields({_PRESET_KEYS[key]: value for key, value in values.items()}, SAMPLING)
     try:
-        return Defaults({**_of_checkpoint(checkpoint), **_tuning(fields)}, _stop(fields) or ())
+        return Defaults({**_of_checkpoint(checkpoint), **_tuning(fields)}, tuple(read_stop(fields, "stop") or ()))
     except InvalidValue as error:
         raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 
@@ -77,7 +77,7 @@ def read(
     has none. A request's seed of -1 asks for another one each time, as in llama-server.
     """
     stated = fields.integer("seed")
-    stop = _stop(fields)
+    stop = read_stop(fields, "stop")
     sampling = Sampling(
         **{**defaults.tuning, **_tuning(fields)},
         logit_bias=_logit_bias(fields.take("logit_bias"), vocab_size),
@@ -86,7 +86,7 @@ def read(
         ignore_eos=fields.flag("ignore_eos") or False,
         logprobs=logprobs,
     )
-    return sampling, defaults.stop if stop is None else stop
+    return sampling, defaults.stop if stop is None else tuple(stop)
 
 
 def _tuning(fields: Fields) -> Json:
@@ -113,18 +113,21 @@ def _tuning(fields: Fields) -> Json:
     return {name: value for name, value in stated.items() if value is not None}
 
 
-def _stop(fields: Fields) -> tuple[str, ...] | None:
-    value = fields.take("stop")
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MAX_STOPS
-        or not all(isinstance(stop, str) and stop for stop in stops)
-    ):
-        raise InvalidValue(f"stop must be a string or up to {MAX_STOPS} strings, none of them empty", param="stop")
-    return tuple(stops)
+def read_stop(fields: Fields, *names: str) -> list[str] | None:
+    """The stop strings of the first of `names` that is stated; each of them must be right."""
+    found = [(name, stated) for name in names if (stated := fields.take(name)) is not None]
+    lists = [[stated] if isinstance(stated, str) else stated for _, stated in found]
+    for (name, _), stops in zip(found, lists, strict=True):
+        if (
+            not isinstance(stops, list)
+            or len(stops) > MAX_STOPS
+            or not all(isinstance(stop, str) and stop for stop in stops)
+        ):
+            where = fields.path + name
+            raise InvalidValue(
+                f"{where} must be a string or up to {MAX_STOPS} strings, none of them empty", param=where
+            )
+    return lists[0] if lists else None
 
 
 def _to_token(key: str) -> int | None:

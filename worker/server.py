@@ -473,7 +473,12 @@ async def _read(request: web.Request) -> bytes:
 
 async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:
     exchange.prompt_tokens, exchange.keep_alive = made.prompt_tokens, made.keep_alive
-    return await _send(exchange, _json(made.body, made.ignored))
+    response = _json(made.body, made.ignored)
+    if made.stream:
+        response.body = orjson.dumps(made.body) + b"\n"
+        del response.headers["Content-Type"]
+        response.headers.update(routes.stream(exchange.request[_FACE]).headers)
+    return await _send(exchange, response)
 
 
 async def _send(exchange: _Exchange, response: web.Response) -> web.StreamResponse:

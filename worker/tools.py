@@ -10,7 +10,6 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import MAX_TOOLS
 from worker.constraints import WHITESPACE
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.families import Family, Written
@@ -43,8 +42,6 @@ def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
         wanted = None
     else:
         raise InvalidValue("tool_choice must be none, auto, required or name a function", param="tool_choice")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidValue(f"tools must have at most {MAX_TOOLS} entries", param="tools")
     if not tools:
         if choice in (None, "none", "auto"):
             return Tooling()

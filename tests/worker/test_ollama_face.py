@@ -11,6 +11,7 @@ import pytest
 from tests.worker.fake_engine import SCRIPT
 from tests.worker.serving import TOKEN, Serving, serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+from worker import routes
 
 HI: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "?", "parameters": SCHEMA}}
@@ -132,6 +133,35 @@ async def test_an_empty_request_loads_and_says_so() -> None:
         answer = await client.chat("m", keep_alive=0)
         assert (answer.done, answer.done_reason, answer.message.content) == (True, "unload", "")
         assert world.engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_load_is_the_one_line_of_the_stream_that_its_client_waits_for(path: str) -> None:
+    """Else a router that has begun the stream could only break it off."""
+    form = routes.stream(routes.Face.OLLAMA)
+    async with serving() as world:
+        async with world.client.post(world.url + path, json={"model": "m"}) as answer:
+            assert answer.content_type == form.headers["Content-Type"]
+            assert form.is_whole(await answer.read())
+        async with world.client.post(world.url + path, json={"model": "m", "stream": False}) as answer:
+            assert answer.content_type == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"options": {"temperature": -1}}, "options.temperature"),
+        ({"options": {"seed": True}}, "options.seed"),
+        ({"options": {"stop": [""]}}, "options.stop"),
+        ({"options": {"typical_p": 0.5}}, "options.typical_p"),
+        ({"tools": [5]}, "tools"),
+        ({"sse_ping_interval": 0}, "sse_ping_interval"),
+    ],
+)
+async def test_a_load_is_no_reason_to_take_what_is_wrong(body: dict[str, Any], param: str) -> None:
+    async with serving() as world:
+        status, _, answer = await world.post("/api/chat", body)
+        assert (status, answer["error"].startswith(param)) == (400, True), answer
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ async def test_invocations_take_openais_bodies_too() -> None:
 async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"inputs": 1}, "inputs"),
+        ({"inputs": "a", "parameters": {"stop_sequences": [], "stop": ["x"] * 17}}, "parameters.stop"),
+        ({"inputs": "a", "parameters": {"temperature": "hot"}}, "parameters.temperature"),
         ({"inputs": ["a", "b"], "stream": True}, "stream"),
         ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
         ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "typical_p"),

@@ -245,6 +245,8 @@ class Result:
     prompt_tokens: int = 0
     keep_alive: float | None = None
     """As `contract.Request` has it."""
+    stream: bool = False
+    """It is the one line of a stream, for a client that waits for one."""
 
 
 async def read_texts(

@@ -27,7 +27,7 @@ async def messages(body: Json, model: Model) -> Call:
     asked = _read(fields, model)
     asked["max_tokens"] = fields.integer("max_tokens") or _MAX_TOKENS
     for name in ("temperature", "top_p", "top_k", "stream", "sse_ping_interval"):
-        asked[name] = fields.take(name)
+        asked[name] = fields.handed(name)
     asked["stop"] = _stops(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"msg_{uuid.uuid4().hex[:24]}"

@@ -19,9 +19,9 @@ async def generate(body: Json, model: Model) -> Call:
     fields.refuse("top_a", "top_a is not supported; leave it out")
     fields.refuse("filters", "filters are not supported; use a grammar with POST /v1/completions")
     fields.refuse("skip_special_tokens", "skip_special_tokens must be true: special tokens are not shown")
-    asked: Json = {name: fields.take(name) for name in _SAME}
+    asked: Json = {name: fields.handed(name) for name in _SAME}
     asked |= {name: value for name, value in _DEFAULTS.items() if asked[name] is None}
-    asked["repetition_penalty"] = fields.take("token_repetition_penalty")
+    asked["repetition_penalty"] = fields.handed("token_repetition_penalty")
     prompt = fields.text("prompt") or ""
     ignored = fields.settle(strict=model.options.strict_fields)
     chat = await understand_text({**asked, "prompt": prompt}, model, id=f"text-{uuid.uuid4().hex}")

@@ -13,6 +13,7 @@ from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta
 from worker.replies import finite
+from worker.sampling import read_stop
 
 _NEW_TOKENS = 30
 """Where a request does not say how many."""
@@ -66,11 +67,11 @@ def _parameters(fields: Fields, model: Model) -> tuple[Json, dict[str, bool]]:
     within = fields.within("parameters", PARAMETERS)
     within.refuse("num_beams", "parameters.num_beams is not supported above 1; leave it out")
     within.refuse("typical_p", "parameters.typical_p is not supported; leave it out")
-    asked: Json = {name: within.take(name) for name in _SAME}
+    asked: Json = {name: within.handed(name) for name in _SAME}
     if not within.flag("do_sample"):
         asked["temperature"] = 0.0
     asked["max_tokens"] = within.integer("max_new_tokens") or _NEW_TOKENS
-    asked["stop"] = within.take("stop_sequences", "stop")
+    asked["stop"] = read_stop(within, "stop_sequences", "stop")
     asked["ignore_eos"] = within.flag("ignore_eos_token")
     settings = {"has_details": within.flag("details") or False, "is_full": within.flag("return_full_text") or False}
     for unknown in within.settle(strict=model.options.strict_fields):

@@ -12,8 +12,9 @@ import orjson
 
 from worker import routes
 from worker.bodies import OF_LOADS, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OPTIONS
+from worker.chat import read_tools
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
-from worker.faces import Call, Model, Result
+from worker.faces import Call, Model, Result, read_ping_interval
 from worker.faces import embeddings as vectors
 from worker.faces.openai import Chat, understand, understand_text
 from worker.fields import Fields, Json
@@ -21,10 +22,11 @@ from worker.generation import Delta, TokenLogprob
 from worker.images import Image, from_url, of_base64
 from worker.parts import Part, Reading
 from worker.replies import Totals, described
+from worker.sampling import read_stop
 
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta",
+    "frequency_penalty",
 )  # fmt: skip
 """Options that OpenAI's bodies have by the same name."""
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -46,6 +48,7 @@ async def chat(body: Json, model: Model) -> Call | Result:
         ignored = fields.settle(strict=model.options.strict_fields)
         understood = await understand(asked, model, id=f"chat-{uuid.uuid4().hex}")
         return _call(understood, room, keep_alive, ignored, is_chat=True)
+    read_tools(fields)
     return _loaded(fields, model, asked, keep_alive, {"message": {"role": "assistant", "content": ""}})
 
 
@@ -127,6 +130,7 @@ def _read(fields: Fields, model: Model) -> tuple[Json, int | None, float | None]
     asked, room = _options(fields, model)
     stream = fields.flag("stream")
     asked |= {"model": _named(fields, model), "stream": stream is not False}
+    read_ping_interval(fields)
     asked["sse_ping_interval"] = fields.take("sse_ping_interval")
     return asked | _format(fields) | _think(fields, model), room, _keep_alive(fields)
 
@@ -138,8 +142,12 @@ def _named(fields: Fields, model: Model) -> str:
 
 def _options(fields: Fields, model: Model) -> tuple[Json, int | None]:
     within = fields.within("options", OPTIONS)
-    asked: Json = {name: within.take(name) for name in _SAMPLING}
-    asked["stop"] = within.take("stop")
+    asked: Json = {name: within.handed(name) for name in _SAMPLING}
+    asked["stop"] = read_stop(within, "stop")
+    for name in ("typical_p", "mirostat"):
+        within.refuse(name, f"options.{name} is not supported; leave it out")
+    for name in ("mirostat_tau", "mirostat_eta"):
+        within.take(name)
     within.refuse("tfs_z", "options.tfs_z is not supported; leave it out")
     most = within.integer("num_predict")
     asked["max_tokens"] = -1 if most is not None and most < 0 else most
@@ -278,7 +286,8 @@ def _loaded(fields: Fields, model: Model, asked: Json, keep_alive: float | None,
     ignored = fields.settle(strict=model.options.strict_fields)
     reason = "unload" if keep_alive == 0 else "load"
     head = {"model": asked["model"], "created_at": routes.timestamp()}
-    return Result(body={**head, **empty, "done_reason": reason, "done": True}, ignored=ignored, keep_alive=keep_alive)
+    told = {**head, **empty, "done_reason": reason, "done": True}
+    return Result(body=told, ignored=ignored, keep_alive=keep_alive, stream=asked["stream"])
 
 
 class LineReply:

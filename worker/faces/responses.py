@@ -75,7 +75,7 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
         "tool_choice": choice,
     }
     for name in ("temperature", "top_p", "parallel_tool_calls", "stream", "sse_ping_interval"):
-        asked[name] = fields.take(name)
+        asked[name] = fields.handed(name)
     reasoning = fields.within("reasoning", REASONING)
     asked["reasoning_effort"] = reasoning.choice("effort")
     for name in ("summary", "generate_summary"):

@@ -1,0 +1,87 @@
+"""What workers answer is what the description of the API says: no member more, none less, in every frame."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from router.openapi import document
+from tests.processes.questioner import closed
+from tests.worker.fake_engine import FakeEngine
+from tests.worker.serving import serving, tokenizer
+from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
+
+pytestmark = pytest.mark.slow
+
+DOCUMENT = closed(document())
+HI = [{"role": "user", "content": "hi"}]
+FUNCTION = {"name": "weather", "parameters": SCHEMA}
+TOLD = {"type": "function", "function": FUNCTION}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"messages": HI, "tools": [TOLD], "stream_options": {"include_usage": True}},
+        {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2, "timings_per_token": True},
+        {"messages": HI, "return_progress": True},
+    ],
+    "/v1/completions": [
+        {"prompt": ["a", "b"], "logprobs": 2, "echo": True, "stream_options": {"include_usage": True}},
+        {"prompt": "a", "return_progress": True, "timings_per_token": True},
+    ],
+    "/completion": [{"prompt": "a", "n_probs": 2, "return_tokens": True}, {"prompt": ["a", "b"], "n_predict": 3}],
+    "/v1/responses": [{"input": "hi", "tools": [{"type": "function", **FUNCTION}]}],
+    "/v1/messages": [{"messages": HI, "tools": [{"name": "weather", "input_schema": SCHEMA}]}],
+    "/api/chat": [{"messages": HI, "tools": [TOLD], "logprobs": True, "top_logprobs": 1}, {}],
+    "/api/generate": [{"prompt": "hi"}, {"prompt": "hi", "raw": True}, {}],
+    "/invocations": [
+        {"inputs": "hi", "parameters": {"details": True}},
+        {"inputs": "hi"},
+    ],
+}
+
+
+def judge(path: str, status: int, media: str) -> jsonschema.Draft202012Validator:
+    content = DOCUMENT["paths"][path]["post"]["responses"][str(status)]["content"]
+    return jsonschema.Draft202012Validator({**content[media]["schema"], "components": DOCUMENT["components"]})
+
+
+def lines(body: str) -> Iterator[Any]:
+    """What the events or lines of a stream hold."""
+    for line in body.splitlines():
+        if line.startswith(("{", "data: {")):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("speaks", [False, True])
+async def test_answers_whole_and_in_frames_are_as_described(path: str, *, speaks: bool) -> None:
+    engine = Speaking(SAID) if speaks else FakeEngine(tokenizer())
+    async with serving(engine, chat_template=THINKING if speaks else TOOLS) as world:
+        for body in BODIES[path]:
+            async with world.client.post(world.url + path, json={**body, "stream": False}) as answer:
+                assert answer.status == 200, await answer.text()
+                judge(path, 200, answer.content_type).validate(await answer.json())
+            async with world.client.post(world.url + path, json={**body, "stream": True}) as answer:
+                told = await answer.text()
+                media = answer.content_type
+            schema = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"][media]["schema"]
+            frame = schema.get("contentSchema") or contained(schema["properties"]["data"])
+            validator = jsonschema.Draft202012Validator({**frame, "components": DOCUMENT["components"]})
+            frames = list(lines(told))
+            assert frames
+            for each in frames:
+                validator.validate(each)
+
+
+def contained(data: Any) -> Any:
+    """The schema of what the data of an event holds."""
+    return data["contentSchema"] if "contentSchema" in data else data["anyOf"][0]["contentSchema"]
+
+
+async def test_a_member_that_is_not_described_is_found() -> None:
+    validator = judge("/v1/messages/count_tokens", 200, "application/json")
+    validator.validate({"input_tokens": 3})
+    for wrong in ({"input_tokens": 3, "odd": 1}, {}, {"input_tokens": "3"}):
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate(wrong)
