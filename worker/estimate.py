@@ -89,7 +89,8 @@ class Traced:
     kernels: int
     """Code for the model's linear layers on the CPU."""
     loading: int
-    """Further bytes while the model is loaded: experts that are stored one by one, until all are put together."""
+    """Further bytes while the model is loaded: experts that are stored one by one, until all are put together; what
+    mapped files hold beside the model."""
     converts: bool
     """Weights have another type in memory than in the files."""
 
@@ -131,8 +132,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     with FakeTensorMode():
         # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
         model = build(cls, config, dtype, embeds=embeds)
-        is_mapped = device.type == "cpu" and not converts
-        weights = _weight_bytes(options, config, model, dtype, stored, is_mapped=is_mapped)
+        weights = _weight_bytes(options, config, model, dtype, stored)
         ctx_size = engine.context_size(options, architectures.positions(config))
         context = graphs = kernels = reordering = 0
         if embeds or scores:
@@ -151,9 +151,10 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(reordering, *(peak_bytes(step) for step in steps))
     gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
-    return Traced(
-        weights, context, compute, gathered + graphs, kernels, _stacked(options, config) * dtype.itemsize, converts
-    )
+    loading = _stacked(options, config) * dtype.itemsize
+    if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
+        loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
+    return Traced(weights, context, compute, gathered + graphs, kernels, loading, converts)
 
 
 def _device(options: contract.ModelOptions) -> torch.device:
@@ -256,13 +257,7 @@ def _first_floating(stored: list[tuple[torch.dtype, int]]) -> torch.dtype | None
 
 
 def _weight_bytes(
-    options: contract.ModelOptions,
-    config: Any,
-    model: Any,
-    dtype: torch.dtype,
-    stored: list[tuple[torch.dtype, int]],
-    *,
-    is_mapped: bool,
+    options: contract.ModelOptions, config: Any, model: Any, dtype: torch.dtype, stored: list[tuple[torch.dtype, int]]
 ) -> int:
     """Bytes of the weights as they will sit in memory, and of the buffers that the model makes itself."""
     saved = model.state_dict()
@@ -278,8 +273,6 @@ def _weight_bytes(
         return built - _saved_by_bitsandbytes(model, dtype, bits=4 if options.quantization == "bnb-4bit" else 8)
     if options.load_format == "dummy":
         return built
-    if is_mapped:  # whole files are touched: a second copy of a tied head takes room, too
-        return max(built, own + sum(each.itemsize * count for each, count in stored))
     return built + _kept_in_float32(model, dtype)
 
 

@@ -122,13 +122,16 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
         estimate.estimate(options(snapshot))
 
 
-def test_what_is_stored_and_not_used_takes_room_where_files_are_mapped(tmp_path: Path) -> None:
+def test_what_is_stored_and_not_used_takes_room_only_while_it_is_loaded(tmp_path: Path) -> None:
     snapshot = tiny.make("bert-embed", tmp_path / "m")  # with a pooler, which embedding does without
     weights, _, compute = really(options(snapshot))
     said = estimate.estimate(options(snapshot))
-    stored = (snapshot / "model.safetensors").stat().st_size
-    assert weights < said.weights[0] <= stored + 8192
+    assert said.weights == [weights]
     assert compute <= traced(said) <= compute * 1.08
+    config = loader.load_config(options(snapshot))
+    stored = sum(tensor.nbytes for tensor in safetensors.torch.load_file(snapshot / "model.safetensors").values())
+    assert estimate.trace(options(snapshot), config).loading == stored - weights > 0
+    assert estimate.trace(options(snapshot, dtype="bfloat16"), config).loading == 0, "converted ones are never mapped"
     converted = options(snapshot, dtype="bfloat16")
     assert estimate.estimate(converted).weights == [really(converted)[0]]
 
@@ -146,7 +149,7 @@ def test_layers_behind_the_model_count_as_they_are_computed(tmp_path: Path) -> N
     said = estimate.estimate(options(snapshot))
     assert said.weights[0] - bare.weights[0] == 65 * 500 * 4, "float32, whatever the model computes in"
     weights, _, compute = really(options(snapshot))
-    assert weights < said.weights[0]
+    assert weights == said.weights[0]
     assert compute <= traced(said) <= compute * 1.08
 
 
