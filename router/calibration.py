@@ -40,9 +40,10 @@ _Change = tuple[_Kind, str, Callable[[Any], Any]]
 _log = logging.getLogger(__name__)
 
 
-def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str]) -> str:
+def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str], *, forked: bool = False) -> str:
     """What a measurement holds for: this snapshot, these load settings, these kinds of device (names as the driver
-    gives them, by shard) and the installed versions of what computes.
+    gives them, by shard), the installed versions of what computes, and the way in which the worker was born: one that
+    was forked does not count what it shares with its nursery, and knows nothing of what an executed one takes.
     """
     settings = (
         effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.prefill_chunk, preset.dtype,
@@ -50,7 +51,7 @@ def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str]) -> str:
         preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
         sorted(preset.env.items()), [version(name) for name in ("torch", "transformers", "fleet-router")],
     )  # fmt: skip
-    words = json.dumps([checkpoint.identity, settings, list(devices)])
+    words = json.dumps([checkpoint.identity, settings, list(devices), "fork" if forked else "exec"])
     return hashlib.sha256(words.encode()).hexdigest()[:32]
 
 

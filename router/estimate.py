@@ -5,8 +5,9 @@
     compute   the largest live set of one prefill chunk or one decode step, beyond those two
     runtime   the process itself on main memory; the device's context and libraries on an accelerator
 
-Law: PURE. A figure here is never below the truth: what is not known exactly rounds up, and what is not known at all
-raises `UnknownArchitecture` (the way out is the key `required-memory`).
+Law: PURE. A figure here is never below the truth: what is not known exactly rounds up. Where nothing but the weights
+is known, they are multiplied with a stated factor, and the estimate says so; where not even they are,
+`UnknownArchitecture` is raised (the way out is the key `required-memory`).
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,13 @@ RUNTIME_HOST = 420 * MIB
 """Resident bytes of a worker process on main memory beside its model: 367 MiB once ready with a model of half a MiB
 (torch 2.13 for the CPU, transformers 5.23, Python 3.11; a third of it mapped libraries), and what serving adds: packing
 buffers of the matrix library and the interpreter's growth, 10 to 45 MiB seen."""
+
+RUNTIME_FORKED = 96 * MIB
+"""Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
+half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by."""
+
+INHERITED_SHARE = 0.85
+"""Of what a forked process shares with its nursery while it estimates, what a worker will share for good."""
 
 RUNTIME_DEVICE = 512 * MIB
 """Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
@@ -43,6 +51,13 @@ weights and their sums, when every row wants top-p of a flat distribution (worke
 TOKENIZER_BYTES = 1100
 """Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
 with tokenizers 0.23: 32 and 124 MiB."""
+
+GRAMMAR_BYTES = 32 * MIB
+"""What answers that are held to a grammar need, whatever the vocabulary: 8 MiB of library, and 32 compiled grammars
+that stay (worker/engine/grammar.py), of three quarters of a MiB each. Measured with llguidance 1.9."""
+
+GRAMMAR_ENTRY_BYTES = 960
+"""Of each entry of the vocabulary, once the first grammar is compiled: 140 MB for 151,000 tokens."""
 
 KERNEL_BYTES = 40 * MIB
 """Compiled kernels that oneDNN keeps on the CPU: 0.65 MiB for each shape of a matrix product, whatever its size, of
@@ -88,6 +103,15 @@ PLAIN_ENCODERS = frozenset(
 STEPWISE = frozenset({"gelu_new", "gelu_fast", "gelu_accurate", "quick_gelu", "gelu_python", "gelu_10", "laplace"})
 """Activations that transformers computes with several tensors alive."""
 
+SAFETY_FACTOR = 2
+"""What the bytes of weights are multiplied with where nothing else of a model is known. A guess, and stated as such."""
+
+LEAST_BESIDE = 512 * MIB
+"""Added to the weights at least in that case: small models can have large caches."""
+
+Source = Literal["static", "weights", "exact", "learned", "preset"]
+"""Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known."""
+
 AUTO_CTX = 8192
 """Tokens that a preset without ctx-size gets at most."""
 
@@ -107,7 +131,11 @@ class UnknownCheckpoint(EstimateError):
 
 
 class UnknownArchitecture(EstimateError):
-    """The checkpoint does not state what its memory depends on."""
+    """The checkpoint does not state what its memory depends on; `fact`: what, in words."""
+
+    def __init__(self, id: str, fact: str, way_out: str = "set required-memory in MiB"):
+        super().__init__(f"{id}: {fact}; {way_out}")
+        self.fact = fact
 
 
 class ContextTooLarge(EstimateError):
@@ -197,9 +225,11 @@ class Estimate:
     runtime: tuple[int, ...]
     host: int = 0
     """Bytes of main memory beside the shards; 0 for a model whose shard is main memory."""
-    source: Literal["static", "exact", "learned", "preset"] = "static"
+    source: Source = "static"
     reserved: int = 0
     """Bytes of each shard's runtime that only the preset asked for (`reserved-memory`)."""
+    note: str = ""
+    """What a person should know of how the figure came about."""
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -214,14 +244,18 @@ class Estimate:
     @property
     def sure(self) -> bool:
         """Whether somebody may be evicted or refused on it."""
-        return self.source != "static"
+        return self.source not in ("static", "weights")
 
 
-def exact(said: contract.Estimated, preset: Preset) -> Estimate:
-    """What `worker estimate` said, with the preset's `reserved-memory` on top."""
+def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False) -> Estimate:
+    """What `worker estimate` said, with the preset's `reserved-memory` on top; of a worker that will be `forked`
+    without what it will share with its nursery, as far as the estimating process was forked and could tell."""
     extra = preset.reserved_memory
-    runtime = tuple(each + extra for each in said.runtime)
-    return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, said.host, "exact", extra)
+    shared = int(INHERITED_SHARE * said.inherited) if forked else 0
+    on_shard = 0 if said.host else shared
+    runtime = tuple(max(0, each - on_shard) + extra for each in said.runtime)
+    host = max(0, said.host - shared)
+    return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, host, "exact", extra)
 
 
 def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
@@ -252,7 +286,7 @@ def effective_ctx(facts: Checkpoint, preset: Preset) -> int:
         return min(filter(None, (most, AUTO_CTX, preset.kv_tokens)))
     if preset.ctx_size == 0:
         if not most:
-            raise UnknownArchitecture(f"{preset.id}: config.json states no longest sequence; set ctx-size in tokens")
+            raise UnknownArchitecture(preset.id, "config.json states no longest sequence", "set ctx-size in tokens")
         return most
     if most and preset.ctx_size > most:
         raise ContextTooLarge(
@@ -270,18 +304,19 @@ def estimate(
     on_host: bool,
     runtime: int | None = None,
     threads: int = 0,
+    forked: bool = False,
 ) -> Estimate:
     """What a worker of `preset` will occupy on `shards` devices, or on main memory (`on_host`, one shard).
 
-    `runtime` is what a process occupies on each shard beside the model, in bytes; None: by the constants above.
-    `threads`: the worker's torch threads, where the preset leaves them open.
-    `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
+    `runtime` is what a process occupies on each shard beside the model, in bytes; None: by the constants above, of one
+    that is `forked` from a nursery or of one that is executed. `threads`: the worker's torch threads, where the preset
+    leaves them open. `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
     """
     preset = replace(preset, threads=preset.threads or threads)
-    tokenizer = facts.vocab_size * TOKENIZER_BYTES
+    libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
     if runtime is None:
-        runtime = RUNTIME_HOST + tokenizer if on_host else RUNTIME_DEVICE
-    beside = 0 if on_host else RUNTIME_DEVICE_HOST + tokenizer + _staged_bytes(facts, preset)
+        runtime = (RUNTIME_FORKED if forked else RUNTIME_HOST) + libraries if on_host else RUNTIME_DEVICE
+    beside = 0 if on_host else RUNTIME_DEVICE_HOST + libraries + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
     required = _required(preset, shards=shards, on_host=on_host)
     if required is not None:
@@ -289,33 +324,60 @@ def estimate(
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
         return Estimate(required, none, none, (extra,) * shards, host, "preset", extra)
     tokens = effective_ctx(facts, preset)
-    context = context_bytes(facts, preset, tokens, on_host=on_host)
-    compute = compute_bytes(facts, preset, tokens, on_host=on_host)
-    if on_host:
-        compute = RETENTION * compute
-        is_half = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)] == 2
-        compute += KERNEL_BYTES if is_half or facts.largest >= KERNELS_FROM else 0
-        if not is_mapped(facts, preset):
-            compute = max(compute, facts.largest - context)  # while weights are converted, before the pool is made
-        stacking = facts.stacked * DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
-        if stacking and not facts.quantization:
-            # each is here twice until all are put together, and those of one layer once more
-            compute = max(compute, stacking + stacking // max(facts.layers, 1) - context)
+    weights = weight_bytes(facts, preset, on_host=on_host)
+    source: Source = "static"
+    note = ""
+    try:
+        context = context_bytes(facts, preset, tokens, on_host=on_host)
+        compute = compute_bytes(facts, preset, tokens, on_host=on_host)
+    except UnknownArchitecture as unknown:
+        if not weights:
+            raise
+        source, context = "weights", 0
+        compute = max((SAFETY_FACTOR - 1) * weights, LEAST_BESIDE)
+        note = (
+            f"weights x {SAFETY_FACTOR}, and {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact};"
+            " required-memory would replace this"
+        )
+    else:
+        compute = _kept_bytes(facts, preset, compute, context) if on_host else compute
     return Estimate(
-        weights=_split(weight_bytes(facts, preset, on_host=on_host), shards),
+        weights=_split(weights, shards),
         context=_split(context, shards),
         compute=(compute,) * shards,
         runtime=(runtime + extra,) * shards,
         host=beside,
+        source=source,
         reserved=extra,
+        note=note,
     )
 
 
-def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool) -> int:
+def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked: bool) -> int:
     """Bytes of main memory, at most, of a worker that has done all it can before its weights: the process itself and
     its tokenizer, as far as they are part of what was `found`."""
     most = found.shards[0] if on_host else found.host
-    return min(most, RUNTIME_HOST + facts.vocab_size * TOKENIZER_BYTES)
+    return min(most, (RUNTIME_FORKED if forked else RUNTIME_HOST) + facts.vocab_size * TOKENIZER_BYTES)
+
+
+def _kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -> int:
+    """Bytes beside weights and pool that main memory has to hold: those that steps leave with malloc, or those that are
+    needed only while the model is loaded, before there is a pool."""
+    kept = RETENTION * compute
+    itemsize = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
+    kept += KERNEL_BYTES if itemsize == 2 or facts.largest >= KERNELS_FROM else 0
+    if not is_mapped(facts, preset):
+        kept = max(kept, facts.largest - context)  # while weights are converted
+    stacking = facts.stacked * itemsize
+    if stacking and not facts.quantization:
+        # each is here twice until all are put together, and those of one layer once more
+        kept = max(kept, stacking + stacking // max(facts.layers, 1) - context)
+    return kept
+
+
+def grammar_bytes(facts: Checkpoint, preset: Preset) -> int:
+    """Bytes of main memory that a worker takes once an answer has to follow a grammar: any request may ask for that."""
+    return 0 if embeds(facts, preset) else GRAMMAR_BYTES + facts.vocab_size * GRAMMAR_ENTRY_BYTES
 
 
 def compute_dtype(facts: Checkpoint, preset: Preset, *, on_host: bool) -> str:
@@ -384,8 +446,9 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
     if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
         raise UnknownArchitecture(
-            f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its layers, key-value"
-            " heads and head size; set required-memory in MiB"
+            preset.id,
+            f"config.json of {facts.model_type or 'this model'} does not state its layers, key-value heads and head"
+            " size",
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     attending *= 2 if facts.cross_attention else 1
@@ -410,8 +473,8 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     """
     if not facts.hidden or not facts.vocab_size:
         raise UnknownArchitecture(
-            f"{preset.id}: config.json of {facts.model_type or 'this model'} does not state its hidden size and"
-            " vocabulary; set required-memory in MiB"
+            preset.id,
+            f"config.json of {facts.model_type or 'this model'} does not state its hidden size and vocabulary",
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     rows, is_embedder = preset.parallel, embeds(facts, preset)

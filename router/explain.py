@@ -27,7 +27,8 @@ def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
         if device.id in worker.devices or device.id.index in (HOST, SLOTS)
     }
     estimate = worker.costs.estimate
-    return {"needs": list(estimate.shards), "source": estimate.source, "devices": rows}
+    note = {"note": estimate.note} if estimate.note else {}
+    return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}
 
 
 def preview(demand: Demand, found: Plan, names: Mapping[int, str], numbers: dict[str, Any]) -> dict[str, Any]:

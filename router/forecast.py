@@ -105,8 +105,8 @@ def forecast(
         folder, files = _files(preset, settings, environ, Path(spare))
         facts = _facts(preset, folder)
         is_here = files == str(folder)
-        found = cost(preset, facts, places, readings, known)
-        if exact and found.source in ("static", "exact"):
+        found = cost(preset, facts, places, readings, known, nursery=settings.nursery)
+        if exact and found.source in ("static", "weights", "exact"):
             if not is_here:
                 raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
             found = _exactly(preset, facts, str(folder), environ, on_host=on_host)
@@ -162,15 +162,25 @@ def cost(
     places: frozenset[DeviceId],
     readings: Sequence[Reading],
     known: Calibration | None,
+    *,
+    nursery: bool,
 ) -> Estimate:
-    """The best figure that can be had without asking anybody: the preset's word, learned, exact from before, static."""
+    """The best figure that can be had without asking anybody: the preset's word, learned, exact from before, static.
+
+    With a `nursery` that of a worker that is forked, if it may be; what is known of one that was executed is more, and
+    does for it, too.
+    """
     on_host = all(place.index == HOST for place in places)
-    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=life.threads(preset, on_host=on_host))
+    forked = nursery and life.program_of(preset, preset.id).may_fork
+    threads = life.threads(preset, on_host=on_host)
+    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=threads, forked=forked)
     if static.sure or known is None:
         return static
     names = {reading.id: reading.name for reading in readings}
-    key = calibration.key(facts, preset, ["cpu"] if on_host else [names.get(min(places), "")])
-    return known.learned(key) or known.exact(key) or static
+    kinds = ["cpu"] if on_host else [names.get(min(places), "")]
+    keys = [calibration.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
+    found = (known.learned(key) or known.exact(key) for key in keys)
+    return next((each for each in found if each is not None), static)
 
 
 def _files(preset: Preset, settings: Settings, environ: Mapping[str, str], spare: Path) -> tuple[Path, str]:
@@ -249,7 +259,8 @@ def _beside(
             continue
         try:
             its = life.devices_of(other, readings)
-            needs = max(cost(other, _facts(other, Path(folder)), its, readings, known).shards)
+            cheapest = cost(other, _facts(other, Path(folder)), its, readings, known, nursery=settings.nursery)
+            needs = max(cheapest.shards)
         except RouterError:
             continue  # it says so when it is asked for itself
         if its & places and needs <= left:
@@ -265,6 +276,7 @@ def document(found: Forecast) -> dict[str, Any]:
         "files": found.files,
         "downloaded": found.is_here,
         "source": estimate.source,
+        "note": estimate.note,
         "dtype": found.dtype,
         "quantization": found.facts.quantization,
         "ctx_size": found.tokens,
@@ -312,11 +324,14 @@ def text(found: Forecast) -> str:
         lines.append(f"{'host':9} {_size(estimate.host):>11}   main memory beside the device")
     sources = {
         "static": "static; not learned yet",
+        "weights": "a guess from the weights alone",
         "exact": "exact: the worker's own trace",
         "learned": "learned: measured when it ran",
         "preset": "the preset's own figure",
     }
     lines.append(f"{'total':9} {_size(estimate.total):>11}   {sources[estimate.source]}")
+    if estimate.note:
+        lines.append(f"{'note':9} {estimate.note}")
     for room in found.rooms:
         if room.fits:
             now = "and now" if room.needs <= room.free else f"not now: {_size(room.free)} are free"

@@ -22,7 +22,7 @@ from router.calibration import Calibration
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
 from router.estimate import Checkpoint, Estimate
 from router.events import EventLog
-from router.launchers import Launcher, Listen, Program, Standby, WorkerLost, WorkerProcess
+from router.launchers import Launcher, Listen, NotForked, Program, Standby, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Reading, Resident, pooled
 from router.lifecycle import State, advance
 from router.planner import Demand, Start
@@ -102,6 +102,8 @@ class Costs:
     sure: bool
     key: str
     load_seconds: float
+    forked: bool = False
+    """They hold for a worker that is forked from a nursery, and for no other."""
 
 
 class Standing:
@@ -256,7 +258,10 @@ class Worker:
         assert self.facts is not None
         traits = contract.ENGINES[self.preset.engine]
         may = not (self.luxury or traits.quiet or self.standing.wanted.is_set() or self.standing.over.is_set())
-        runtime = estimates.prepared_bytes(self.facts, self.costs.estimate, on_host=self.on_host) if may else 0
+        runtime = 0
+        if may:
+            costs = self.costs
+            runtime = estimates.prepared_bytes(self.facts, costs.estimate, on_host=self.on_host, forked=costs.forked)
         return Candidate(demand=self.demand(), runtime=runtime, stands_by=self.standing.is_charged)
 
     def standby(self) -> Resident:
@@ -316,6 +321,10 @@ async def live(worker: Worker, world: World) -> None:
     except WorkerLost as lost:
         worker.lost, worker.reason = lost, lost.cause
         error = _after_loss(worker, world, lost)
+    except NotForked as refused:
+        log.warning("%s: %s; what it takes when it is executed is reserved anew", worker, refused)
+        worker.reason = "abandoned"
+        error = Again()
     except estimates.EstimateError as unknown:
         worker.reason = "load_failed"
         worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=contract.Exit.UNUSABLE)
@@ -362,17 +371,7 @@ def _to_waiters(worker: Worker) -> "ApiError | Again":
 
 
 async def _live(worker: Worker, world: World) -> None:
-    preset = worker.preset
-    program = Program(
-        model=preset.id,
-        worker=str(worker),
-        python=preset.python,
-        env=preset.env,
-        forks=contract.ENGINES[preset.engine].forks,
-        start_timeout=preset.start_timeout,
-        stop_timeout=preset.stop_timeout,
-        stall_timeout=preset.stall_timeout,
-    )
+    preset, program = worker.preset, program_of(worker.preset, str(worker))
     if worker.state is State.DOWNLOADING:
         command = world.files.download(preset)
         worker.stages.begin("download", world.now())
@@ -384,6 +383,9 @@ async def _live(worker: Worker, world: World) -> None:
     else:
         worker.snapshot = world.files.find(preset) or ""
     await weigh(worker, world)
+    await _trace_unknown(worker, world, program)
+    assert worker.costs is not None
+    program = replace(program, must_fork=worker.costs.forked)
     if worker.state is State.DOWNLOADING:
         worker.progress = None
         _enter(worker, world, State.QUEUED)
@@ -447,6 +449,8 @@ async def _stand_by(worker: Worker, world: World, program: Program, listener: Li
             log.warning(
                 "%s: preparing ahead of its turn failed (%s); it loads when there is room", worker, lost.message
             )
+    except NotForked:
+        pass  # it hears so again when there is room, and what an executed one takes is reserved
     finally:
         standing.dismissed.set()
         held, standing.held = standing.held, 0
@@ -535,6 +539,8 @@ async def _serve(worker: Worker, world: World, process: WorkerProcess, began: fl
     worker.stages.end(world.now())
     await world.launcher.refresh()  # readings must be as new as what READY subtracts from them
     assert worker.costs is not None
+    if process.forked != worker.costs.forked:  # what it measures holds for the way in which it was really born
+        worker.costs = replace(worker.costs, key=_key(worker, world, forked=process.forked), forked=process.forked)
     _settle_reservation(worker)
     world.calibration.record_load(worker.costs.key, worker.load_seconds)
     _learn_from_load(worker, world)
@@ -580,20 +586,39 @@ async def _until_room(worker: Worker, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _refine(worker: Worker, world: World, program: Program) -> None:
-    """Replace a static estimate by the exact one; if that cannot be had, stand by the static one."""
+    """Replace an estimate by the exact one; if that cannot be had, stand by the one there is."""
     assert worker.costs is not None
     try:
         exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
     except WorkerLost as lost:
         if lost.final:
             raise
-        log.warning("%s: no exact estimate (%s); the static one stands", worker, lost.message)
+        log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(worker.costs.estimate))
         worker.costs = replace(worker.costs, sure=True)
         return
-    estimate = estimates.exact(exact, worker.preset)
+    estimate = estimates.exact(exact, worker.preset, forked=worker.costs.forked)
     world.calibration.store_exact(worker.costs.key, estimate)
     worker.costs = replace(worker.costs, estimate=estimate, sure=True)
     _tell_estimate(worker, world)
+
+
+async def _trace_unknown(worker: Worker, world: World, program: Program) -> None:
+    """Where nothing but the weights is known, ask for the exact figure before anybody plans with a guess."""
+    costs = worker.costs
+    if costs is None or costs.estimate.source != "weights":
+        return
+    worker.costs = None
+    try:
+        exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+    except WorkerLost as lost:
+        if lost.final:
+            raise
+        log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(costs.estimate))
+        worker.costs = replace(costs, sure=True)
+        return
+    estimate = estimates.exact(exact, worker.preset, forked=costs.forked)
+    world.calibration.store_exact(costs.key, estimate)
+    worker.costs = replace(costs, estimate=estimate, sure=True)
 
 
 async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> None:
@@ -802,17 +827,47 @@ def _estimate(worker: Worker, world: World) -> None:
     preset, facts = worker.preset, worker.facts
     assert facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
-    names = {reading.id: reading.name for reading in world.launcher.readings()}
-    kinds = ["cpu"] if on_host else [names.get(min(worker.devices), "")]
-    key = calibration.key(facts, preset, kinds)
+    forked = world.launcher.forks(program_of(preset, str(worker)))
+    key = _key(worker, world, forked=forked)
     seconds = world.calibration.load_seconds(key) or 0.0
-    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=threads(preset, on_host=on_host))
-    if not static.sure and (known := world.calibration.learned(key) or world.calibration.exact(key)) is not None:
-        worker.costs = Costs(known, True, key, seconds)
+    static = estimates.estimate(
+        facts, preset, shards=1, on_host=on_host, threads=threads(preset, on_host=on_host), forked=forked
+    )
+    if static.source == "preset":  # holds for whatever is started
+        worker.costs = Costs(static, True, key, seconds)
+    elif (known := world.calibration.learned(key) or world.calibration.exact(key)) is not None:
+        worker.costs = Costs(known, True, key, seconds, forked)
     else:
-        worker.costs = Costs(static, static.sure, key, seconds)
+        worker.costs = Costs(static, static.sure, key, seconds, forked)
         if not static.sure and world.hopeless(worker):
             worker.costs = replace(worker.costs, sure=True)
+
+
+def _key(worker: Worker, world: World, *, forked: bool) -> str:
+    """Of what is learned about this worker, were it forked or executed."""
+    assert worker.facts is not None
+    on_host = all(device.index == HOST for device in worker.devices)
+    names = {reading.id: reading.name for reading in world.launcher.readings()}
+    kinds = ["cpu"] if on_host else [names.get(min(worker.devices), "")]
+    return calibration.key(worker.facts, worker.preset, kinds, forked=forked)
+
+
+def program_of(preset: Preset, worker: str) -> Program:
+    """How a process of `worker` is run."""
+    return Program(
+        model=preset.id,
+        worker=worker,
+        python=preset.python,
+        env=preset.env,
+        forks=contract.ENGINES[preset.engine].forks,
+        start_timeout=preset.start_timeout,
+        stop_timeout=preset.stop_timeout,
+        stall_timeout=preset.stall_timeout,
+    )
+
+
+def _what_stands(estimate: Estimate) -> str:
+    return f"what stands is {estimate.note}" if estimate.note else f"the {estimate.source} one stands"
 
 
 def _tell_estimate(worker: Worker, world: World) -> None:
@@ -828,13 +883,16 @@ def _tell_estimate(worker: Worker, world: World) -> None:
         compute=list(found.compute),
         runtime=list(found.runtime),
         host=found.host,
+        note=found.note,
     )
 
 
 def _settle_reservation(worker: Worker) -> None:
-    """Once ready, a worker is charged its estimate or what it measures, whichever is more: its pools are allocated,
-    but what a longer prompt computes may still come."""
+    """Once ready, a worker is charged its estimate, or what it measures and may yet take of main memory, whichever is
+    more: its pools are allocated, but what a longer prompt computes may still come."""
+    later = _later(worker)
     for device, size in worker.occupied.items():
+        size += later if device.index == HOST else 0
         worker.reserved[device] = max(worker.reserved.get(device, 0), size)
 
 
@@ -842,10 +900,9 @@ def _learn_from_load(worker: Worker, world: World) -> None:
     """Replace a static estimate for next time: weights and pools are in what a ready worker measures, so that only
     what its largest step computes is still to come."""
     costs = worker.costs
-    if costs is None or costs.estimate.source != "static":
+    if costs is None or costs.estimate.source not in ("static", "weights"):
         return
-    at_ready = [worker.measured.get(device, 0) for device in worker.place]
-    host = worker.measured.get(DeviceId(worker.place[0].node, HOST), 0) if costs.estimate.host else 0
+    at_ready, host = _peaks(worker)
     if all(at_ready):
         shards = [size + step for size, step in zip(at_ready, costs.estimate.compute, strict=True)]
         world.calibration.record(costs.key, costs.estimate, shards, host)
@@ -860,11 +917,29 @@ def _learn(worker: Worker, world: World) -> None:
     costs = worker.costs
     if costs is None or costs.estimate.source == "preset" or not worker.place:
         return
-    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
-    host = worker.measured.get(DeviceId(worker.place[0].node, HOST), 0) if costs.estimate.host else 0
+    shards, host = _peaks(worker)
     seen_whole = worker.longest_prompt >= worker.preset.prefill_chunk
     if all(shards) and (seen_whole or any(a > b for a, b in zip(shards, costs.estimate.shards, strict=False))):
         world.calibration.record(costs.key, costs.estimate, shards, host)
+
+
+def _later(worker: Worker) -> int:
+    """Bytes of main memory that it does not take yet, and may at any time."""
+    if worker.pulse is not None:
+        return worker.pulse.later
+    return worker.process.ready.later if worker.process is not None else 0
+
+
+def _peaks(worker: Worker) -> tuple[tuple[int, ...], int]:
+    """Peak bytes by shard (0: not measured), and of main memory beside them, with what it may yet take of that."""
+    assert worker.costs is not None
+    main, later = DeviceId(worker.place[0].node, HOST), _later(worker)
+    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
+    if main in worker.place:  # it is the only shard
+        return tuple(size and size + later for size in shards), 0
+    beside = worker.costs.estimate.host
+    measured = worker.measured.get(main, 0)
+    return shards, measured + later if beside and measured else beside
 
 
 def _estimated(worker: Worker) -> dict[DeviceId, int]:

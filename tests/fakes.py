@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-from router.launchers import Listen, Program, WorkerLost
+from router.launchers import Listen, NotForked, Program, WorkerLost
 from router.launchers.process import uncancelled
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from router.wire import Wire
@@ -125,6 +125,8 @@ class FakeModel:
     """Bytes on each device of its place; on the CPU, all of them in main memory."""
     host: int = 0
     """Bytes of main memory beside accelerators."""
+    shared: int = 0
+    """Of them, or of its shard in main memory, bytes that it has in common with its nursery if it is forked."""
     download_seconds: float = 1.0
     estimate_seconds: float = 0.5
     load_seconds: float = 2.0
@@ -144,14 +146,15 @@ class FakeModel:
     prepare_fails: list[WorkerLost] = field(default_factory=list)
     capabilities: tuple[str, ...] = ("chat", "completion")
 
-    def on(self, place: Bytes) -> dict[DeviceId, int]:
+    def on(self, place: Bytes, *, forked: bool = False) -> dict[DeviceId, int]:
         """Bytes by device when it runs on `place`."""
         accelerators = [device for device in place if device.index >= 0]
+        shared = self.shared if forked else 0
         if not accelerators:
-            return {device: sum(self.shards) + self.host for device in place if device.index == HOST}
+            return {device: sum(self.shards) + self.host - shared for device in place if device.index == HOST}
         node = accelerators[0].node
         sizes = dict(zip(accelerators, self.shards, strict=True))
-        return sizes | ({DeviceId(node, HOST): self.host} if self.host else {})
+        return sizes | ({DeviceId(node, HOST): self.host - shared} if self.host else {})
 
 
 class FakeWorker:
@@ -159,6 +162,7 @@ class FakeWorker:
 
     def __init__(self, program: Program, pid: int, measured: Bytes, ready: contract.Ready):
         self.program = program
+        self.forked = False
         self.pid = pid
         self.measured = dict(measured)
         self.ready = ready
@@ -191,6 +195,7 @@ class FakeStandby:
         self._program = program
         self._model = model
         self._listen = listen
+        self._forked = launcher.forks(program)
         self.measured: dict[DeviceId, int] = {}
         self.told = False
         self.worker: FakeWorker | None = None
@@ -223,10 +228,10 @@ class FakeStandby:
     async def go(self, command: contract.Serve, place: Bytes) -> FakeWorker:
         self.told = True
         await self.prepared()
-        sizes = self._model.on(place)
+        sizes = self._model.on(place, forked=self._forked)
         self._launcher._begin(f"start {self._program.model}")
         self._launcher._occupy(self._program, sizes)
-        self.worker = await self._launcher._load(self._program, self._model, sizes, self._listen)
+        self.worker = await self._launcher._load(self._program, self._model, sizes, self._listen, forked=self._forked)
         return self.worker
 
 
@@ -258,6 +263,8 @@ class FakeLauncher:
         """Seconds from a change of memory until the driver shows it."""
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
+        self.nursery = False
+        """Whether workers are forked."""
         self.running: dict[str, FakeWorker] = {}
         """Ready workers, by `Program.worker`."""
         self.foreign = dict.fromkeys(self.totals, 0)
@@ -313,6 +320,9 @@ class FakeLauncher:
     def readings(self) -> Sequence[Reading]:
         return self._readings
 
+    def forks(self, program: Program) -> bool:
+        return self.nursery and program.forks
+
     async def refresh(self) -> Sequence[Reading]:
         await asyncio.sleep(0)
         self._publish()
@@ -336,7 +346,12 @@ class FakeLauncher:
         self._note(f"estimated {program.model}")
         zeros = [0] * len(model.shards)
         truth = contract.Estimated(
-            weights=list(model.shards), context=zeros, compute=zeros, runtime=zeros, host=model.host
+            weights=[size - model.shared if not model.host else size for size in model.shards],
+            context=zeros,
+            compute=zeros,
+            runtime=[0 if model.host else model.shared for _ in model.shards],
+            host=model.host,
+            inherited=model.shared if self.forks(program) else 0,
         )
         return model.estimated or truth
 
@@ -345,14 +360,17 @@ class FakeLauncher:
         self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
     ) -> AsyncIterator[FakeWorker]:
         model = self._model(program)
-        sizes = model.on(place)
+        forked = self.forks(program)
+        if program.must_fork and not forked:
+            raise NotForked(f"{program.worker}: there is no nursery")
+        sizes = model.on(place, forked=forked)
         self._begin(f"start {program.model}")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._listeners[program.worker] = listen
         self._occupy(program, sizes)
         worker = None
         try:
-            worker = await self._load(program, model, sizes, listen)
+            worker = await self._load(program, model, sizes, listen, forked=forked)
             yield worker
         finally:
             await uncancelled(self._end(program, model, worker))
@@ -360,6 +378,8 @@ class FakeLauncher:
     @asynccontextmanager
     async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[FakeStandby]:
         model = self._model(program)
+        if program.must_fork and not self.forks(program):
+            raise NotForked(f"{program.worker}: there is no nursery")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._note(f"prepare {program.model}")
         self._listeners[program.worker] = listen
@@ -374,12 +394,15 @@ class FakeLauncher:
                 self._note(f"dismissed {program.model}")
             await uncancelled(self._end(program, model, standby.worker))
 
-    async def _load(self, program: Program, model: FakeModel, sizes: dict[DeviceId, int], listen: Listen) -> FakeWorker:
+    async def _load(
+        self, program: Program, model: FakeModel, sizes: dict[DeviceId, int], listen: Listen, *, forked: bool
+    ) -> FakeWorker:
         listen(contract.Progress(stage="start"))
         await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
         self._fail(program, model.start_fails)
         self._run_out(program, sizes)
         worker = self._ready(program, model, sizes)
+        worker.forked = forked
         listen(worker.ready)
         return worker
 

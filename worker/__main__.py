@@ -210,6 +210,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         contract.Ready(
             address=address,
             measured=engine.measured,
+            later=engine.later,
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
             seconds=laps.seconds,

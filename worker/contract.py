@@ -251,13 +251,18 @@ class Downloaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimated:
-    """Bytes by shard, in the order of `ModelOptions.devices`; `host`: bytes of host memory beside the shards."""
+    """Bytes by shard, in the order of `ModelOptions.devices`; `host`: bytes of host memory beside the shards.
+
+    `inherited`: of what the process takes of main memory (`host`, or `runtime` where that is the shard), bytes that it
+    has in common with the nursery that forked it; 0 for one that was executed.
+    """
 
     weights: list[int]
     context: list[int]
     compute: list[int]
     runtime: list[int]
     host: int = 0
+    inherited: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,10 +277,12 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name."""
+    """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name; `later`:
+    as in Pulse."""
 
     address: str
     measured: dict[str, int]
+    later: int = 0
     capabilities: list[str] = dataclasses.field(default_factory=list)
     """Of chat, completion, embedding, rerank."""
     n_ctx: int = 0
@@ -312,6 +319,9 @@ class Pulse:
     running: int
     waiting: int
     measured: dict[str, int]
+    later: int = 0
+    """Bytes of main memory that it does not take yet and may at any time: tables for answers that follow a grammar,
+    pages that it shares with its nursery until it writes to them."""
     parallel: int = 0
     """Sequences that may run at once; 0: not said."""
     prefill_rate: float = 0.0

@@ -31,6 +31,7 @@ from worker.engine import (
     backends,
     encoders,
     engine,
+    grammar,
     graphs,
     layout,
     linears,
@@ -93,6 +94,8 @@ class Traced:
     mapped files hold beside the model."""
     converts: bool
     """Weights have another type in memory than in the files."""
+    generates: bool
+    """It goes on with a text, rather than turn it into numbers."""
 
 
 def estimate(options: contract.Estimate) -> contract.Estimated:
@@ -106,16 +109,21 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     tokenizer = loader.load_tokenizer(options)
     device = _device(options)
     runtime = _resident_bytes(_dtype(options, config, _stored(options), device))
+    inherited = memory.inheritance.bytes()
     traced = trace(options, config)
+    if traced.generates:
+        runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
     del tokenizer  # alive until here: its memory is part of the runtime's
     weights, context, compute = traced.weights, traced.context, traced.compute
     if device.type == "cpu":
         compute = HEAP_FACTOR * compute + options.threads * ATTENTION_TILE_BYTES
         compute = max(compute, traced.loading - context)  # a model is loaded before its cache is made
-        return _one_shard(weights, context, compute, runtime + KERNEL_BYTES + traced.kernels, host=0)
+        return _one_shard(
+            weights, context, compute, runtime + KERNEL_BYTES + traced.kernels, host=0, inherited=inherited
+        )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
     host = runtime + CUDA_HOST_BYTES + (weights if traced.converts else 0)
-    return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host)
+    return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host, inherited=inherited)
 
 
 def trace(options: contract.ModelOptions, config: Any) -> Traced:
@@ -154,7 +162,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
-    return Traced(weights, context, compute, gathered + graphs, kernels, loading, converts)
+    return Traced(
+        weights, context, compute, gathered + graphs, kernels, loading, converts, generates=not (embeds or scores)
+    )
 
 
 def _device(options: contract.ModelOptions) -> torch.device:
@@ -177,8 +187,12 @@ def _repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
     return 2 * heads * shape.head_dim * ctx_size * dtype.itemsize
 
 
-def _one_shard(weights: int, context: int, compute: int, runtime: int, *, host: int) -> contract.Estimated:
-    return contract.Estimated(weights=[weights], context=[context], compute=[compute], runtime=[runtime], host=host)
+def _one_shard(
+    weights: int, context: int, compute: int, runtime: int, *, host: int, inherited: int
+) -> contract.Estimated:
+    return contract.Estimated(
+        weights=[weights], context=[context], compute=[compute], runtime=[runtime], host=host, inherited=inherited
+    )
 
 
 # What is built

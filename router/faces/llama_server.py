@@ -93,6 +93,9 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
         memory = memory_of(model.workers)
         if memory:
             result["memory"] = memory
+        if worker.costs is not None:
+            estimate = worker.costs.estimate
+            result["estimate"] = {"source": estimate.source} | ({"note": estimate.note} if estimate.note else {})
         return result
     if model.since is not None:
         result["since"] = wall_clock(fleet, model.since)

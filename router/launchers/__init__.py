@@ -56,12 +56,25 @@ class Program:
     """Beside the launcher's allow-list."""
     forks: bool = True
     """May be born by fork from a process that has its imports done (`contract.EngineTraits`)."""
+    must_fork: bool = False
+    """What was reserved for it is enough for a worker that is forked, and for no other."""
     start_timeout: float = 240.0
     """Seconds without load progress."""
     stop_timeout: float = 10.0
     """Seconds from SIGTERM to SIGKILL."""
     stall_timeout: float = 120.0
     """Seconds without a pulse, or with work but without a step."""
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether its workers are the same, forked or executed: what a preset says of interpreter and environment is
+        looked up when libraries are loaded."""
+        return self.forks and not self.python and not self.env
+
+
+class NotForked(RouterError):
+    """There is no nursery to fork a worker for whom no more was reserved than a forked one takes; nothing was started.
+    What another one takes has to be reserved first."""
 
 
 Listen = Callable[[contract.Event], None]
@@ -81,6 +94,10 @@ class WorkerProcess(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def forked(self) -> bool:
+        """Born from a nursery; what it shares with that is not in `measured`."""
 
     @property
     def measured(self) -> Bytes:
@@ -126,6 +143,9 @@ class Launcher(Protocol):
     def readings(self) -> Sequence[Reading]:
         """The latest reading of every device that this router may use, HOST included; never blocks."""
 
+    def forks(self, program: Program) -> bool:
+        """Whether a worker of `program` would be forked, were it started now."""
+
     async def refresh(self) -> Sequence[Reading]:
         """Read all devices now; returns once that is done (bounded by a second)."""
 
@@ -140,9 +160,9 @@ class Launcher(Protocol):
     ) -> AbstractAsyncContextManager[WorkerProcess]:
         """Run a worker on the devices of `place` (in the order of its shards) for the length of the block.
 
-        Entering returns once the worker is ready, or raises WorkerLost. Leaving returns once the process is reaped
-        and the driver has settled (two readings agree; bounded), and cannot be cancelled half-way. `command.devices`,
-        `listen`, `leashed` and `spawner` are filled in by the launcher.
+        Entering returns once the worker is ready, or raises WorkerLost, or NotForked where `program.must_fork`. Leaving
+        returns once the process is reaped and the driver has settled (two readings agree; bounded), and cannot be
+        cancelled half-way. `command.devices`, `listen`, `leashed` and `spawner` are filled in by the launcher.
         """
 
     def prepare(
@@ -155,5 +175,5 @@ class Launcher(Protocol):
 
 
 __all__ = [
-    "Cause", "DeviceId", "Launcher", "Listen", "Program", "Standby", "WorkerLost", "WorkerProcess",
+    "Cause", "DeviceId", "Launcher", "Listen", "NotForked", "Program", "Standby", "WorkerLost", "WorkerProcess",
 ]  # fmt: skip

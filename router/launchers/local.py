@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import secrets
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from router.launchers import Cause, Listen, Program, WorkerLost, orphans
+from router.launchers import Cause, Listen, NotForked, Program, WorkerLost, orphans
 from router.launchers import environment as environments
 from router.launchers import nursery as nurseries
 from router.launchers.environment import Verb
@@ -53,6 +54,8 @@ FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 """Seconds until a nursery that has ended is replaced: twice as long each time, from the first again after one that
 lived so long."""
+REFUSAL_PAUSE = 60.0
+"""Seconds for which a nursery that would not fork is not counted on."""
 
 _NOUNS: Mapping[Verb, str] = {"download": "download", "estimate": "estimate", "serve": "worker"}
 _MEANINGS: Mapping[int, str] = {
@@ -122,6 +125,8 @@ class LocalLauncher:
         self._nursery_pause = nursery_pause
         self._nursery_timeout = nursery_timeout
         self._nursing: asyncio.Task[None] | None = None
+        self._refused_at = -math.inf
+        """When a nursery would not fork, by the loop's clock."""
         self._estimating = asyncio.Lock()
         """One at a time: the 360 MiB that an estimate's process takes of main memory are charged to nobody, and lie
         within the margin as long as there are not several of them."""
@@ -181,6 +186,15 @@ class LocalLauncher:
 
     async def refresh(self) -> Sequence[Reading]:
         return await self._probe.refresh()
+
+    def forks(self, program: Program) -> bool:
+        """Whether a worker of `program` would be forked, were it started now: it may be, and there is a nursery that
+        has refused nobody of late."""
+        is_willing = asyncio.get_running_loop().time() - self._refused_at > REFUSAL_PAUSE
+        return is_willing and self._can_fork(program, "serve")
+
+    def _can_fork(self, program: Program, verb: Verb) -> bool:
+        return self.nursery is not None and self.nursery.can_fork and may_fork(program, verb)
 
     # Verbs
 
@@ -306,12 +320,15 @@ class LocalLauncher:
         words = Log(program.model, name, secrets=(token, *environments.secrets(env)))
         nursery = self.nursery
         child = None
-        if nursery is not None and nursery.can_fork and may_fork(program, verb):
+        if nursery is not None and self._can_fork(program, verb):
             argv = contract.to_argv(replace(command, leashed=True, spawner=nursery.pid))
             try:
                 child = await nursery.spawn(argv, env, name=name, log=words)
             except NurseryRefused as refused:
-                log.warning("%s: the nursery cannot fork, so it is executed: %s", name, refused)
+                self._refused_at = asyncio.get_running_loop().time()
+                log.warning("%s: the nursery cannot fork, so it has to be executed: %s", name, refused)
+        if child is None and verb == "serve" and program.must_fork:
+            raise NotForked(f"{program.worker} was to be forked, and there is no nursery that would")
         if child is None:
             argv = contract.to_argv(replace(command, leashed=True, spawner=os.getpid()))
             argv = [program.python or self._argv[0], *self._argv[1:], *argv]
@@ -480,7 +497,7 @@ class LocalWorker:
         self._listen = listen
         self._ooms = ooms
         self._loop = loop
-        self._forked = forked
+        self.forked = forked
         self._began = began
         self._ready: asyncio.Future[contract.Ready] = loop.create_future()
         self._lost: asyncio.Future[WorkerLost] = loop.create_future()
@@ -566,7 +583,7 @@ class LocalWorker:
                 self._measure(event.measured)
                 birth = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
                 self._ready.set_result(
-                    replace(event, seconds={"fork" if self._forked else "exec": birth, **event.seconds})
+                    replace(event, seconds={"fork" if self.forked else "exec": birth, **event.seconds})
                 )
             case contract.Pulse():
                 self._measure(event.measured)
@@ -671,9 +688,9 @@ def model_devices(names: Mapping[str, DeviceId]) -> tuple[str, ...]:
 
 
 def may_fork(program: Program, verb: Verb) -> bool:
-    """Whether a process of `verb` is the same, forked or executed: what a preset says of interpreter and environment is
-    looked up when libraries are loaded, and a download reaches the network, which the nursery's libraries do not."""
-    return verb != "download" and program.forks and not program.python and not program.env
+    """Whether a process of `verb` is the same, forked or executed; a download reaches the network, which the nursery's
+    libraries do not."""
+    return verb != "download" and program.may_fork
 
 
 def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_killed: bool) -> WorkerLost:

@@ -1,5 +1,6 @@
 """The worker program, forked by the real nursery: it loads, answers, measures and fails as an executed one does."""
 
+import asyncio
 import json
 import os
 import time
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from router.launchers import Program, WorkerLost
+from router import checkpoint
+from router.estimate import Estimate, estimate, exact
+from router.launchers import NotForked, Program, WorkerLost
 from router.launchers.local import LocalWorker
+from router.presets import Preset
 from tests import tiny
 from tests.fakes import CPU, GIB, FixedDevices
 from tests.processes.asking import asked, everything
@@ -22,6 +26,7 @@ from worker.contract import Exit
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).resolve().parents[2]
 FORKED, EXECUTED = Program(model="m", worker="m#1"), Program(model="m", worker="m#2", forks=False)
+CTX, ROWS = 256, 4
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +43,34 @@ async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fo
         yield found
 
 
-async def answer(worker: LocalWorker) -> list[int]:
-    body = {"prompt": "One model", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def traced(launcher: ForkingLauncher, snapshot: Path) -> dict[bool, contract.Estimated]:
+    """What the real program estimates, forked (True) and executed."""
+    command = contract.Estimate(snapshot=str(snapshot), ctx_size=CTX, parallel=ROWS)
+    return {way.forks: await launcher.estimate(way, command) for way in (FORKED, EXECUTED)}
+
+
+async def post(worker: LocalWorker, **body: Any) -> Any:
     async with asked(worker, "/v1/completions", body) as exchange:
         told: Any = json.loads(await everything(exchange))
         assert exchange.status == 200, told
-        return [told["choices"][0]["text"], told["usage"]]
+        return told
+
+
+async def answer(worker: LocalWorker) -> list[int]:
+    told = await post(worker, prompt="One model", max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
+    return [told["choices"][0]["text"], told["usage"]]
+
+
+async def fill(worker: LocalWorker) -> None:
+    """A full batch at full context with every option that costs memory, and answers held to grammars."""
+    full = {"prompt": [5 + at % 300 for at in range(CTX - 24)], "max_tokens": 24, "temperature": 1.0, "top_p": 0.9,
+            "logprobs": 5, "ignore_eos": True}  # fmt: skip
+    for _ in range(2):
+        await asyncio.gather(*(post(worker, **full, seed=seed) for seed in range(2 * ROWS)))
+    for number in range(6):
+        listed = {"type": "object", "properties": {f"a{number}": {"type": "array", "items": {"type": "number"}}}}
+        await post(worker, prompt="a", max_tokens=16, guided_json=listed)
 
 
 async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLauncher, snapshot: Path) -> None:
@@ -69,10 +96,54 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
     assert spent[0]["imports"] < spent[1]["imports"] / 3
 
 
-async def test_an_estimate_is_the_same_by_both_ways(launcher: ForkingLauncher, snapshot: Path) -> None:
-    command = contract.Estimate(snapshot=str(snapshot), ctx_size=64)
-    forked, executed = await launcher.estimate(FORKED, command), await launcher.estimate(EXECUTED, command)
+async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, contract.Estimated]) -> None:
+    forked, executed = traced[True], traced[False]
     assert (forked.weights, forked.context, forked.compute) == (executed.weights, executed.context, executed.compute)
+    assert forked.inherited > 100 << 20
+    assert executed.inherited == 0
+
+
+@pytest.mark.parametrize("program", [FORKED, EXECUTED], ids=["forked", "executed"])
+async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included(
+    launcher: ForkingLauncher, snapshot: Path, traced: dict[bool, contract.Estimated], program: Program
+) -> None:
+    forked = program.forks
+    assert launcher.forks(program) == forked
+    said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1)
+    static = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked)
+    pulses: asyncio.Queue[contract.Pulse] = asyncio.Queue()
+
+    def listen(event: contract.Event) -> None:
+        if isinstance(event, contract.Pulse):
+            pulses.put_nowait(event)
+
+    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
+    async with launcher.serve(program, command, {CPU: GIB}, listen) as worker:
+        assert worker.forked == forked
+        at_ready, later = worker.measured[CPU], worker.ready.later
+        await fill(worker)
+        while not pulses.empty():
+            pulses.get_nowait()
+        last = await asyncio.wait_for(pulses.get(), 30)
+    peak = last.measured["cpu"]
+    assert at_ready < peak, "something was really used"
+    for each in (static, exact(traced[forked], said, forked=forked)):
+        assert peak + last.later <= each.total <= 1.9 * peak, f"{each.source}: {peak >> 20} MiB of {segments(each)}"
+    assert last.later < later, "the tables for grammars are there now"
+
+
+def segments(found: Estimate) -> str:
+    return f"{[sum(each) >> 20 for each in (found.weights, found.context, found.compute, found.runtime)]} MiB"
+
+
+async def test_what_was_reserved_for_a_fork_is_never_used_for_an_executed_worker(
+    launcher: ForkingLauncher, snapshot: Path
+) -> None:
+    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX)
+    program = Program(model="m", worker="m#3", env={"A": "b"}, must_fork=True)
+    with pytest.raises(NotForked, match="m#3 was to be forked"):
+        async with launcher.serve(program, command, {CPU: GIB}, lambda event: None):
+            raise AssertionError("it got ready")
 
 
 async def test_a_forked_worker_says_why_it_fails(launcher: ForkingLauncher, tmp_path: Path) -> None:

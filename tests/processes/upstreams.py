@@ -69,6 +69,7 @@ class SocketWorker:
         self._worker = worker
         self.wire = wire
         self.token, self.pid, self.ready = worker.token, worker.pid, worker.ready
+        self.forked = worker.forked
 
     @property
     def measured(self) -> Bytes:

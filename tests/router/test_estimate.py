@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 from router import estimate as estimates
 from router.estimate import (
     GATHERED_BYTES,
+    GRAMMAR_BYTES,
+    GRAMMAR_ENTRY_BYTES,
     GRAPH_BYTES,
+    INHERITED_SHARE,
     KERNEL_BYTES,
+    LEAST_BESIDE,
     RUNTIME_DEVICE,
     RUNTIME_DEVICE_HOST,
+    RUNTIME_FORKED,
     RUNTIME_HOST,
+    SAFETY_FACTOR,
     TILE_BYTES,
     TOKENIZER_BYTES,
     Checkpoint,
@@ -44,8 +50,9 @@ QWEN3_4B = Checkpoint(
 )  # fmt: skip
 """Its config has head_dim 128, where hidden / heads is 80."""
 
+GRAMMARS = GRAMMAR_BYTES + 151936 * GRAMMAR_ENTRY_BYTES
 TOKENIZER = 151936 * TOKENIZER_BYTES
-BESIDE = RUNTIME_DEVICE_HOST + TOKENIZER
+BESIDE = RUNTIME_DEVICE_HOST + TOKENIZER + GRAMMARS
 
 
 def preset(**changes: Any) -> Preset:
@@ -154,12 +161,12 @@ def test_converting_on_the_way_to_an_accelerator_needs_main_memory_for_a_copy() 
     straight = estimate(QWEN3_4B, preset(), on_host=False)
     converted = estimate(QWEN3_4B, preset(dtype="float16"), on_host=False)
     assert straight.host == BESIDE
-    assert converted.host == BESIDE + 8_044_936_192
+    assert converted.host == BESIDE + 8_044_936_192, "beside what the process itself takes"
 
 
 def test_segments_and_source_are_stated_by_shard() -> None:
     one = estimate(QWEN3_4B, preset(), on_host=True)
-    assert one.runtime == (RUNTIME_HOST + TOKENIZER,)
+    assert one.runtime == (RUNTIME_HOST + TOKENIZER + GRAMMARS,)
     assert one.host == 0
     assert (one.source, one.sure) == ("static", False)
     assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
@@ -258,10 +265,10 @@ def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
         estimate(QWEN3_4B, preset(ctx_size=50000), on_host=True)
 
 
-def test_what_the_config_does_not_state_is_refused_with_the_way_out() -> None:
+def test_where_not_even_the_weights_are_known_it_is_refused_with_the_way_out() -> None:
     for unknown in (replace(QWEN3_4B, kv_heads=0), replace(QWEN3_4B, layers=0), replace(QWEN3_4B, hidden=0)):
         with pytest.raises(UnknownArchitecture, match="set required-memory in MiB"):
-            estimate(unknown, preset(), on_host=True)
+            estimate(replace(unknown, tensors={}, file_bytes=0), preset(), on_host=True)
     with pytest.raises(UnknownArchitecture, match="set ctx-size"):
         estimate(replace(QWEN3_4B, max_positions=0), preset(ctx_size=0), on_host=True)
 
@@ -389,11 +396,43 @@ def test_quantizing_never_enlarges(
         replace(QWEN3_4B, vocab_size=0),
     ],
 )
-def test_what_cannot_be_estimated_is_never_unlimited_but_refused_or_stated(facts: Checkpoint) -> None:
-    with pytest.raises(UnknownArchitecture, match="required-memory"):
-        estimate(facts, preset(), on_host=True)
+def test_what_cannot_be_estimated_is_never_unlimited_but_a_multiple_of_its_weights_or_stated(facts: Checkpoint) -> None:
+    guess = estimate(facts, preset(), on_host=True)
+    assert (guess.source, guess.sure, guess.context) == ("weights", False, (0,))
+    assert guess.weights[0] == weight_bytes(facts, preset(), on_host=True)
+    assert guess.weights[0] + guess.compute[0] == SAFETY_FACTOR * guess.weights[0]
+    assert f"weights x {SAFETY_FACTOR}" in guess.note
+    assert "does not state" in guess.note
+    small = replace(facts, tensors={"bfloat16": Tally(1000, 2000)}, file_bytes=2000)
+    assert estimate(small, preset(), on_host=True).compute == (LEAST_BESIDE,)
     stated = estimate(facts, preset(required_memory={"": 900 * MIB}), on_host=True)
     assert (stated.total, stated.source, stated.sure) == (900 * MIB, "preset", True)
+
+
+def test_a_forked_worker_takes_less_than_an_executed_one() -> None:
+    forked, executed = (estimate(QWEN3_4B, preset(), on_host=True, forked=way) for way in (True, False))
+    assert executed.total - forked.total == RUNTIME_HOST - RUNTIME_FORKED
+    assert (
+        estimate(QWEN3_4B, preset(), on_host=False, forked=True).shards
+        == estimate(QWEN3_4B, preset(), on_host=False).shards
+    ), "a device's context is each worker's own"
+
+
+def test_what_an_estimating_process_shares_with_its_nursery_counts_for_forked_workers_alone() -> None:
+    said = contract.Estimated(weights=[9], context=[9], compute=[9], runtime=[1000], inherited=700)
+    shared = int(INHERITED_SHARE * 700)
+    assert estimates.exact(said, preset()).runtime == (1000,)
+    assert estimates.exact(said, preset(), forked=True).runtime == (1000 - shared,)
+    beside = replace(said, host=2000)
+    assert estimates.exact(beside, preset(), forked=True).host == 2000 - shared
+    assert estimates.exact(beside, preset(), forked=True).runtime == (1000,)
+
+
+def test_whoever_generates_may_be_asked_to_follow_a_grammar() -> None:
+    embedder = replace(QWEN3_4B, capabilities=("embedding",))
+    assert estimates.grammar_bytes(QWEN3_4B, preset()) == GRAMMARS
+    assert estimates.grammar_bytes(embedder, preset()) == 0
+    assert estimates.grammar_bytes(QWEN3_4B, preset(task="embed")) == 0
 
 
 @settings(deadline=None)

@@ -38,6 +38,8 @@ class FakeFiles:
 
     def __init__(self, missing: tuple[str, ...] = ()):
         self.missing = set(missing)
+        self.facts = LLAMA
+        """In each of them."""
         self._changes: Counter[str] = Counter()
 
     def change(self, name: str) -> None:
@@ -55,7 +57,7 @@ class FakeFiles:
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         await asyncio.sleep(0)
-        return LLAMA
+        return self.facts
 
     def download(self, preset: Preset) -> contract.Download:
         return contract.Download(repo=preset.id)

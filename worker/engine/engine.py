@@ -255,6 +255,11 @@ class TransformersEngine:
         return memory.measured(self._options.devices)
 
     @property
+    def later(self) -> int:
+        """As in `contract.Pulse`."""
+        return memory.yet_to_copy() + (self._grammars.bytes_to_come if self._generating is not None else 0)
+
+    @property
     def fatal(self) -> Future[StartError]:
         """Done once the step loop has died, and only then; every running request has ended by then.
 

@@ -53,9 +53,9 @@ def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def measured(devices: Sequence[str]) -> dict[str, int]:
-    """Peak bytes by device name. `cpu`: resident bytes of this process, mapped files included; without what a forked
-    one shares with its nursery, which nobody gets back when it ends."""
-    peaks = {"cpu": max(0, _peak_resident() - inheritance.bytes())} if "cpu" in devices else {}
+    """Peak bytes by name, of `devices` and of `cpu`, which every process needs: its resident bytes, mapped files
+    included; without what a forked one shares with its nursery, which nobody gets back when it ends."""
+    peaks = {"cpu": max(0, _peak_resident() - inheritance.bytes())}
     for name in devices:
         if name != "cpu":
             peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + CUDA_CONTEXT_BYTES
@@ -125,6 +125,11 @@ class Inheritance:
 
 inheritance = Inheritance()
 """Of this process, or of the one that it was forked from."""
+
+
+def yet_to_copy() -> int:
+    """Bytes that this process shares with its nursery and may come to have for itself, as it writes to them."""
+    return inheritance.bytes() // 10
 
 
 def keep_small() -> None:

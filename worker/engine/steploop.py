@@ -43,6 +43,8 @@ class Report:
     cache_reusable: int = 0
     cache_total: int = 0
     slots: tuple[tuple[int, int, int, int, int], ...] = ()
+    later: int = 0
+    """Bytes."""
 
 
 class Rate:
@@ -200,6 +202,7 @@ class StepLoop:
                 running=now.running,
                 waiting=now.waiting,
                 measured=memory.measured(self._devices),
+                later=report.later + memory.yet_to_copy(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),
                 decode_rate=self._decode.since(report.decode_tokens, at),

@@ -1,0 +1,197 @@
+"""What is reserved for a worker and what its measurements teach, by the way in which it is born: never too little."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from router.errors import LoadFailed
+from router.estimate import SAFETY_FACTOR, estimate
+from router.faces.llama_server import status
+from router.launchers import WorkerLost
+from router.life import Worker, threads
+from router.presets import Preset
+from tests.fakes import CPU, GIB, FakeModel, virtual
+from tests.schedules.worlds import LLAMA, Schedule
+from worker import contract
+
+MIB = 1 << 20
+TOTALS = {CPU: 8 * GIB}
+SHARED = 250 * MIB
+NEEDS = 500 * MIB
+
+
+def forking(**models: FakeModel) -> Schedule:
+    """One model or more, whose workers are forked as long as `launcher.nursery` is True."""
+    others = {name: {"parallel": 3} for name in models if name != "a"}  # what one teaches says nothing of another
+    world = Schedule(dict.fromkeys(models, NEEDS), totals=TOTALS, models=models, keys=others, stated=False)
+    world.launcher.nursery = True
+    return world
+
+
+def model() -> FakeModel:
+    return FakeModel(shards=(NEEDS,), shared=SHARED)
+
+
+def only(world: Schedule, name: str) -> Worker:
+    return world.fleet.models[name].workers[0]
+
+
+def needs(*, forked: bool) -> int:
+    """What is reserved for one of these models before anything was learned."""
+    said = Preset(id="a")
+    return estimate(LLAMA, said, on_host=True, threads=threads(said, on_host=True), forked=forked).total
+
+
+async def leave(world: Schedule, name: str) -> None:
+    workers = list(world.fleet.models[name].workers)
+    world.fleet.unload(name)
+    await asyncio.gather(*(worker.stopped.wait() for worker in workers))
+
+
+@virtual
+async def test_a_forked_worker_is_charged_without_what_it_shares_with_its_nursery() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    forked = only(world, "a").reserved[CPU]
+    await leave(world, "a")
+    world.launcher.nursery = False
+    await world.ask("a")
+    assert (forked, only(world, "a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
+    assert needs(forked=False) - needs(forked=True) > SHARED
+    await world.stop()
+
+
+@virtual
+async def test_what_a_forked_worker_taught_is_not_believed_of_an_executed_one() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    assert only(world, "a").measured == {CPU: NEEDS - SHARED}
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.source == "learned"
+    assert costs.estimate.total < NEEDS
+    await leave(world, "a")
+    world.launcher.nursery = False
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.source == "static", "nothing is known of this way yet"
+    assert only(world, "a").reserved[CPU] >= NEEDS
+    await world.stop()
+
+
+@virtual
+async def test_a_worker_for_whom_a_fork_was_reserved_is_never_executed_instead() -> None:
+    world = forking(a=model(), b=model())
+    world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=True) - 100 * MIB)  # a forked one fits, no other
+    world.launcher.hold("start a")
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(1)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    world.launcher.nursery = False  # it died while b was in the queue
+    world.launcher.release("start a")
+    await asking
+    await leave(world, "a")
+    await asyncio.sleep(5)
+    assert "start b" not in world.journal, "it has to wait for the room of an executed one"
+    assert not world.launcher.over_commits
+    world.launcher.set_foreign(CPU, 0)
+    await waiting
+    assert only(world, "b").reserved[CPU] >= NEEDS
+    assert world.fleet.models["b"].failure is None
+    await world.stop()
+
+
+@virtual
+async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_born() -> None:
+    world = forking(a=model(), b=model())
+    world.launcher.nursery = False
+    world.launcher.hold("start a")
+    world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=False) - 100 * MIB)
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(1)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    world.launcher.nursery = True  # warm only now: b was weighed as an executed one
+    world.launcher.release("start a")
+    await asking
+    await leave(world, "a")
+    await waiting
+    assert only(world, "b").measured == {CPU: NEEDS - SHARED}
+    world.launcher.say("b", contract.Request(id="r", prompt_tokens=2048))  # it has seen a whole prompt, and so teaches
+    await leave(world, "b")
+    world.launcher.nursery = False
+    world.launcher.set_foreign(CPU, 0)
+    await world.ask("b")
+    costs = only(world, "b").costs
+    assert costs is not None
+    assert costs.estimate.source == "exact", "nothing was learned of this way"
+    assert costs.estimate.total >= NEEDS
+    await world.stop()
+
+
+@virtual
+async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_learned() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    pulse = contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB)
+    world.launcher.say("a", pulse)
+    assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.total == 3 * GIB + 200 * MIB
+    await world.stop()
+
+
+@virtual
+async def test_where_only_the_weights_are_known_the_exact_figure_is_asked_for_before_anybody_plans() -> None:
+    world = forking(a=model())
+    world.files.facts = replace(LLAMA, kv_heads=0)
+    await world.ask("a")
+    assert world.journal == ["estimate a", "start a"]
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    assert shown["estimate"] == {"source": "exact"}
+    await world.stop()
+
+
+@virtual
+async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_is_told() -> None:
+    world = forking(a=model())
+    world.launcher.nursery = False
+    world.files.facts = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
+    with pytest.raises(LoadFailed, match="set required-memory"):
+        await world.ask("a")
+    world.files.facts = replace(LLAMA, kv_heads=0)
+    world.files.change("a")
+    world.launcher.models["a"].estimate_fails = [WorkerLost("its code wants numbers", cause="crashed", exit=1)]
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert (costs.estimate.source, costs.sure) == ("weights", True)
+    weights = costs.estimate.weights[0]
+    assert only(world, "a").reserved[CPU] >= SAFETY_FACTOR * weights
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)["estimate"]
+    assert shown["source"] == "weights"
+    assert f"weights x {SAFETY_FACTOR}" in shown["note"]
+    told = [event.data for event in world.events.since(0) or () if event.kind == "estimate"]
+    assert told[-1]["source"] == "weights"
+    await world.stop()
+
+
+@virtual
+async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
+    weights = 5 * GIB
+    world = forking(a=model())
+    world.files.facts = replace(LLAMA, kv_heads=0, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"],
+                                elements=weights // 2, bytes=weights)})  # fmt: skip
+    world.launcher.models["a"].estimate_fails = [WorkerLost("its code wants numbers", cause="crashed", exit=1)]
+    with pytest.raises(Exception, match="does not fit even alone"):
+        await world.ask("a")
+    assert world.journal == ["estimate a"]
+    await world.stop()
