@@ -524,6 +524,26 @@ COMPONENTS: Mapping[str, Schema] = {
     ),
 }
 
+_REQUEST = shape(
+    {
+        "id": TEXT,
+        "model": TEXT,
+        "endpoint": TEXT,
+        "client": TEXT,
+        "key": TEXT,
+        "arrived": NUMBER,
+        "phase": enum("queued", "starting", "streaming"),
+        "status": maybe(COUNT),
+        "seconds": NUMBER,
+        "queue_seconds": maybe(NUMBER),
+        "load_seconds": maybe(NUMBER),
+        "ttft": maybe(NUMBER),
+        "prompt_tokens": maybe(COUNT),
+        "cached_tokens": maybe(COUNT),
+        "completion_tokens": maybe(COUNT),
+        "tokens_per_second": maybe(NUMBER),
+    }
+)
 _SUCCESS = shape({"success": const(True)})
 _PULLED = shape({"status": TEXT}, {"digest": TEXT, "total": COUNT, "completed": COUNT})
 _HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT)})
@@ -678,6 +698,37 @@ ANSWERS: Mapping[str, Answer] = {
     "reload": Answer(body=ref("Reload"), about="Presets, folders and caches were read again."),
     "index": Answer(body=shape({"message": TEXT, "version": TEXT}), about="What this is."),
     "openapi": Answer(body=ANY_OBJECT, about="This description."),
+    "pin": Answer(
+        body=shape({"success": const(True), "model": TEXT, "pinned": FLAG}),
+        about="It may be put out no longer, or again.",
+    ),
+    "config": Answer(
+        body=shape(
+            {
+                "schema": const(1),
+                "model": TEXT,
+                "settings": several(shape({"key": TEXT, "value": TEXT, "origin": TEXT})),
+            }
+        ),
+        about="Every setting of a model, and where it comes from.",
+    ),
+    "logs": Answer(
+        body=shape(
+            {
+                "schema": const(1),
+                "lines": several(shape({"id": COUNT, "time": NUMBER, "level": TEXT, "logger": TEXT, "message": TEXT})),
+            }
+        ),
+        about="The newest log lines.",
+    ),
+    "requests": Answer(
+        body=shape({"schema": const(1), "running": several(_REQUEST), "ended": several(_REQUEST)}),
+        about="Requests for workers: those that run, and the last 1000 that ended.",
+    ),
+    "cancel": Answer(
+        body=shape({"success": const(True), "cancelled": {"type": "integer", "minimum": 1}}),
+        about="The running requests of that id end with an error.",
+    ),
     "slots": Answer(body=several(ref("Slot")), about="Places in the batches of loaded models."),
     "streams_lookup": Answer(body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."),
 }

@@ -34,6 +34,7 @@ from router.hub import Hub
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openapi import document
 from router.proxy import PHASE, Call, Proxy
+from router.requests import Record, Requests
 from router.settings import Key
 from router.site import Site, flag
 from worker.routes import FACES, FLAGS, ROUTES, Face, Loads, Plane, Route, error_body, query, stream
@@ -77,6 +78,8 @@ class App:
         self._site = site
         self._prefix = site.settings.api_prefix
         self._hub = Hub(site)
+        self._requests = Requests()
+        site.events.fold(self._requests.hear)
         self._proxy = proxy
         self._metrics = metrics
         self._buffered = 0
@@ -108,6 +111,11 @@ class App:
             "plan": self._plan,
             "events": self._events,
             "reload": self._reload,
+            "pin": self._pin,
+            "config": self._config,
+            "logs": self._logs,
+            "requests": self._list_requests,
+            "cancel": self._cancel,
             "index": self._index,
             "ping": self._ping,
             "ollama_tags": self._ollama_tags,
@@ -322,15 +330,22 @@ class App:
                 read=read,
                 timeout=max(0.0, timeout),
             )
-            with self._site.access.running(key, lambda: self._site.fleet.turnover(id)):
+            record = Record(
+                request[_ID], id, route.name, request.remote or "", key.name, time.time(), request[_ARRIVED], request
+            )
+            with (
+                self._site.access.running(key, lambda: self._site.fleet.turnover(id)),
+                self._requests.running(record),
+            ):
                 answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
+                assert answer.response is not None
+                record.status = answer.failed or answer.response.status
         if answer.failed is not None:
             request[_STATUS] = answer.failed
         if answer.first_byte is not None:
             self._metrics.ttft.labels(id).observe(answer.first_byte - request[_ARRIVED])
         if answer.overhead is not None:
             self._metrics.overhead.observe(answer.overhead)
-        assert answer.response is not None
         return answer.response
 
     # Answers of the router itself
@@ -398,6 +413,22 @@ class App:
 
     async def _reload(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await self._site.reload())
+
+    async def _pin(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(admin.pin(self._site, key, await self._object(request)))
+
+    async def _config(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id, _ = self._site.choose(key, path=None, body=None, query=_asked(request))
+        return _json(admin.config(self._site, id))
+
+    async def _logs(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(admin.logs(self._site, key, _asked(request)))
+
+    async def _list_requests(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(admin.requests(self._site, self._requests, key, _asked(request)))
+
+    async def _cancel(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json({"success": True, "cancelled": self._requests.cancel(request.match_info["request"])})
 
     async def _ping(self, request: web.Request, key: Key) -> web.StreamResponse:
         status, body = lmi.ping(self._site)

@@ -11,6 +11,7 @@
         ├── Forbidden                403 admin_required, host_not_allowed, origin_not_allowed
         ├── ModelNotFound            404 model_not_found
         ├── PathNotFound             404 not_found
+        ├── RequestNotFound          404 not_found
         ├── MethodNotAllowed         405 method
         ├── BodyTimeout              408 body_timeout
         ├── InUse                    409 in_use
@@ -29,6 +30,7 @@
         ├── SlotsBusy                503 no_slot             only to those who ask for it
         ├── RequestTimeout           504 request_timeout
         ├── Stalled                  504 stalled
+        ├── Cancelled                504 cancelled           by an administrator
         └── DoesNotFit               507 does_not_fit
 
 `retry_after` (seconds, 1 to 60) becomes Retry-After; `should_retry` becomes X-Should-Retry.
@@ -112,6 +114,10 @@ class PathNotFound(ApiError):
     status, type, reason = 404, "not_found_error", "not_found"
 
 
+class RequestNotFound(ApiError):
+    status, type, reason = 404, "not_found_error", "not_found"
+
+
 class MethodNotAllowed(ApiError):
     status, type, reason = 405, "not_found_error", "method"
 
@@ -182,6 +188,10 @@ class RequestTimeout(ApiError):
 
 class Stalled(ApiError):
     status, type, reason = 504, "timeout_error", "stalled"
+
+
+class Cancelled(ApiError):
+    status, type, reason = 504, "timeout_error", "cancelled"
 
 
 class DoesNotFit(ApiError):

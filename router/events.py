@@ -20,7 +20,7 @@ class Event:
     """One thing that happened. `time` is wall-clock seconds, for people; order is by `id`.
 
     Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
-    `request` (one has ended), `config` (presets changed), `shutdown`.
+    `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `shutdown`.
     """
 
     id: int

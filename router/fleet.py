@@ -544,6 +544,13 @@ class Fleet:
             self.events.append("removed", id)
         return workers
 
+    def change(self, preset: Preset) -> None:
+        """One model has other settings from now on. Raises ModelNotFound."""
+        model = self.model(preset.id)
+        if preset != model.preset:
+            self._change(model, preset)
+            self.changed()
+
     def _change(self, model: Model, preset: Preset) -> bool:
         """Whether a worker must make room for one with the new settings."""
         live = same_load(preset, model.preset)

@@ -68,7 +68,7 @@ class Hub:
         if site.files.find(model.preset) is not None:
             if not is_new:
                 raise BadRequest(f"model '{id}' already exists", param="model")
-            site.events.append("config", "*", added=[id], changed=[], restarted=[], removed=[])
+            site.events.append("listed", id)
             return id, None
         worker = site.fleet.fetch(id)
         async for event in self.follow(worker):

@@ -1,18 +1,40 @@
 """Log lines: one per transition, rendered from the event log; text and JSON carry the same fields."""
 
+import itertools
 import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.events import Event, EventLog
 
 log = logging.getLogger("router.fleet")
 
+KEPT = 2000
+"""Lines that can be looked at later."""
+LONGEST = 2000
+"""Characters of one of them."""
 GIB, MIB = 1 << 30, 1 << 20
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One log line. `id` rises, `time` is in seconds since 1970."""
+
+    id: int
+    time: float
+    level: str
+    logger: str
+    message: str
+
+    def is_about(self, model: str) -> bool:
+        """Whether it is a word of this model's worker, or of the router about it."""
+        return self.logger == f"worker.{model}" or f"{model}#" in self.message or f"model={model} " in self.message
 
 
 def set_up(level: str, form: str) -> None:
@@ -95,6 +117,22 @@ def size(count: int | None) -> str:
     if count is None:
         return "-"
     return f"{count / GIB:.1f}GiB" if count >= 10 * GIB else f"{count / MIB:.0f}MiB"
+
+
+class Ring(logging.Handler):
+    """The newest lines, for people who look from elsewhere."""
+
+    def __init__(self, size: int = KEPT):
+        super().__init__()
+        self.lines: deque[Line] = deque(maxlen=size)
+        self._ids = itertools.count(1)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage().translate(CONTROL)[:LONGEST]
+        except (TypeError, ValueError):
+            return  # whoever wrote it hears so from the other handler
+        self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
 
 
 class _Text(logging.Formatter):

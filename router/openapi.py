@@ -20,6 +20,8 @@ _PARAMETERS: Mapping[str, str] = {
     "wait": "Answer once it is done.",
     "force": "Do not wait for running requests.",
     "snapshot": "Begin with the state of every model.",
+    "level": "Leave out lines that are less severe: debug, info, warning or error.",
+    "lines": "How many at most, the newest; 200 unless stated.",
     "fail_on_no_slot": "503 where no slot is free.",
 }
 _FACES: Mapping[Face, tuple[str, str]] = {
@@ -47,6 +49,11 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "props": (404, 501, 502, 503, 504, 507),
     "slots": (404, 501, 503),
     "plan": (404, 503, 507),
+    "pin": (404,),
+    "config": (404,),
+    "logs": (404,),
+    "requests": (404,),
+    "cancel": (404,),
     "ollama_show": (404,),
     "ollama_pull": (503,),
     "ollama_delete": (404, 409),
@@ -211,18 +218,23 @@ def _named(route: Route) -> str:
     return "".join(word.capitalize() for word in route.name.split("_")) + "Request"
 
 
+_IN_PATH: Mapping[str, str] = {
+    "id": "Id or alias of a model; its slashes and colons may be percent-encoded.",
+    "request": "X-Request-Id of a request.",
+}
+
+
 def _in_path(route: Route) -> list[dict[str, Any]]:
-    if "{id}" not in route.path:
-        return []
-    about = "Id or alias of a model; its slashes and colons may be percent-encoded."
     return [
         {
-            "name": "id",
+            "name": name,
             "in": "path",
             "required": True,
             "description": about,
             "schema": {"type": "string", "minLength": 1},
         }
+        for name, about in _IN_PATH.items()
+        if f"{{{name}}}" in route.path
     ]
 
 

@@ -111,6 +111,9 @@ class Answer:
         """The status of what went wrong after the status line had been sent."""
         self.lease: Lease | None = None
         """The hold of the attempt that runs, or ran last."""
+        self.queued: float | None = None
+        self.loaded: float | None = None
+        """Seconds that the last attempt waited for others, and for its own load; None: it waits, or never did."""
         self.request = request
         self._face = call.route.face
         self.form = stream(self._face)
@@ -230,6 +233,10 @@ class Answer:
             transport.close()
 
 
+ANSWER = web.RequestKey("answer", Answer)
+"""Of a request that has been forwarded."""
+
+
 class Proxy:
     """Forwards calls to the workers of one fleet."""
 
@@ -243,7 +250,7 @@ class Proxy:
         Raises ApiError while nothing has been sent, CancelledError if the client has left. Cancelling, which is how
         that is told otherwise, gives the lease back and closes the connection to the worker: that cancels its work.
         """
-        answer = Answer(request, call, self._pace, headers)
+        request[ANSWER] = answer = Answer(request, call, self._pace, headers)
         left = max(0.0, call.arrived + call.timeout - time.monotonic()) if call.timeout else None
         try:
             async with asyncio.timeout(left) as limit:
@@ -285,8 +292,9 @@ class Proxy:
             before = time.monotonic()
             process = await self._ready(lease, answer)
             waited = time.monotonic() - before
+            load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
+            answer.queued, answer.loaded = waited - load, load
             if not answer.committed:
-                load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
                 timing = f"queue;dur={(waited - load) * 1000:.1f}, load;dur={load * 1000:.1f}"
                 answer.headers["Server-Timing"] = timing
             if answer.overhead is None:

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from router.fleet import Fleet, Model
 from router.launchers import Launcher
 from router.life import Files, Worker
 from router.lifecycle import State
+from router.log import Ring
 from router.names import Names, choose
 from router.presets import Found, Loaded, Preset
 from router.settings import Key, Settings
@@ -61,6 +62,9 @@ class Site:
     """Models that somebody asked to be fetched, and that are not complete yet."""
     registered: dict[str, str] = field(default_factory=dict)
     """Sections of models that came by a call, by id."""
+    pinned: dict[str, bool] = field(default_factory=dict)
+    """Models that were pinned, or no longer, by a call."""
+    logs: Ring = field(default_factory=Ring)
     leaving: set[str] = field(default_factory=set)
     """Models whose files are being deleted: they are not listed again."""
     _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
@@ -141,7 +145,7 @@ class Site:
             self.reloaded, self.reload_errors = time.time(), ()
             self.access.keys = keys
             self._facts.clear()
-            presets = {id: preset for id, preset in loaded.presets.items() if id not in self.leaving}
+            presets = {id: self._as_told(preset) for id, preset in loaded.presets.items() if id not in self.leaving}
             self.awaited &= presets.keys()
             result = self.fleet.apply(presets)
             self._listed()
@@ -168,7 +172,7 @@ class Site:
                 self.fetched[id] = found
             if section:
                 self.registered[id] = section
-            self.fleet.add(preset)
+            self.fleet.add(self._as_told(preset))
             self._listed()
             return preset
 
@@ -181,6 +185,16 @@ class Site:
         workers = self.fleet.remove(id, reason)
         self._listed()
         return workers
+
+    def pin(self, id: str, *, pinned: bool) -> None:
+        """Whether model `id` may be put out, from now on and whatever its preset says."""
+        self.pinned[id] = pinned
+        self.fleet.change(self._as_told(self.fleet.model(id).preset))
+        self.events.append("listed", id)
+
+    def _as_told(self, preset: Preset) -> Preset:
+        """The preset with what calls have changed of it."""
+        return replace(preset, pin=self.pinned.get(preset.id, preset.pin))
 
     def _is_taken(self, id: str) -> bool:
         try:

@@ -21,7 +21,7 @@ ROUTER = [
     "router.openapi",
     "router.faces.admin  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
-    "router.hub",
+    "router.hub  router.requests",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.fleet  router.access  router.launchers.orphans",
     "router.explain  router.model  router.forecast",

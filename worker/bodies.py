@@ -914,5 +914,9 @@ FETCH: Body = {
     **NAMED,
     "model": {"type": "string", "minLength": 1, "description": "org/name, or org/name:revision."},
 }
+PIN: Body = {
+    "model": {"type": "string", "minLength": 1},
+    "pinned": {"type": "boolean", "description": "true unless stated."},
+}
 NOTHING: Body = {}
 """A call whose body, if it has one, is not looked at."""

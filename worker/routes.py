@@ -148,6 +148,11 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/router/plan", _A, "plan", False, Plane.ADMIN),
     Route("GET", "/router/events", _A, "events", False, Plane.ADMIN),
     Route("POST", "/router/reload", _A, "reload", False, Plane.ADMIN),
+    Route("POST", "/router/pin", _A, "pin", False, Plane.ADMIN),
+    Route("GET", "/router/config", _A, "config", False, Plane.ADMIN),
+    Route("GET", "/router/logs", _A, "logs", False, Plane.ADMIN),
+    Route("GET", "/router/requests", _A, "requests", False, Plane.ADMIN),
+    Route("DELETE", "/router/requests/{request}", _A, "cancel", False, Plane.ADMIN),
     Route("GET", "/", _A, "index", False, Plane.PUBLIC),
     Route("GET", "/openapi.json", _A, "openapi", False),
     Route("GET", "/slots", _L, "slots", False),
@@ -192,6 +197,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
     "detokenize": (bodies.DETOKENIZE,),
     "apply_template": (bodies.TEMPLATE,),
     "fetch": (bodies.FETCH,),
+    "pin": (bodies.PIN,),
     "load": (bodies.NAMED,),
     "unload": (bodies.NAMED,),
 }
@@ -211,6 +217,9 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "load": ("wait",),
     "unload": ("wait", "force"),
     "plan": _CHOSEN,
+    "config": _CHOSEN,
+    "logs": ("model", "level", "lines"),
+    "requests": ("model",),
 }
 """The parameters that a route reads of its query, by the name of the route; see `query`."""
 
@@ -271,7 +280,7 @@ ERRORS: tuple[Trouble, ...] = (
     Trouble(501, "not_supported_error", ("unsupported_by_model", "not_offered")),
     Trouble(502, "server_error", ("worker_crashed",)),
     Trouble(503, "unavailable_error", ("starting", "draining", "queue_timeout", "load_backoff", "no_slot")),
-    Trouble(504, "timeout_error", ("request_timeout", "stalled")),
+    Trouble(504, "timeout_error", ("request_timeout", "stalled", "cancelled")),
     Trouble(507, "insufficient_memory_error", ("does_not_fit",), ("devices",)),
 )  # fmt: skip
 

@@ -2,14 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from router import __version__
+from router.errors import BadRequest
 from router.events import Event
 from router.faces.llama_server import KEEP_ALIVE, pulse, status
 from router.lifecycle import State
+from router.log import KEPT
+from router.presets import effective
+from router.requests import Requests
+from router.settings import Key
 from router.site import Site
+
+LEVELS = {name: rank for rank, name in enumerate(("debug", "info", "warning", "error"))}
 
 
 def state(site: Site) -> dict[str, Any]:
@@ -65,6 +73,49 @@ async def plan(site: Site, id: str) -> dict[str, Any]:
     return {"schema": 1, "model": id, **found}
 
 
+def pin(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
+    """POST /router/pin: from now on, until this router ends or is told otherwise. Raises ModelNotFound, BadRequest."""
+    name, pinned = body.get("model"), body.get("pinned", True)
+    if not isinstance(name, str) or not name:
+        raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
+    if not isinstance(pinned, bool):
+        raise BadRequest("pinned must be true or false", param="pinned")
+    id = site.model(key, name).preset.id
+    site.pin(id, pinned=pinned)
+    return {"success": True, "model": id, "pinned": pinned}
+
+
+def config(site: Site, id: str) -> dict[str, Any]:
+    """GET /router/config: every setting of a model, and where it comes from; secrets are masked."""
+    rows = effective(site.fleet.model(id).preset)
+    settings = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
+    if id in site.pinned:
+        settings = [{**row, "origin": "/router/pin"} if row["key"] == "pin" else row for row in settings]
+    return {"schema": 1, "model": id, "settings": settings}
+
+
+def logs(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+    """GET /router/logs: the newest lines, the oldest of them first. Raises BadRequest, ModelNotFound."""
+    level, text = query.get("level", "debug").casefold(), query.get("lines", "200")
+    if level not in LEVELS:
+        raise BadRequest(f"level must be one of {', '.join(LEVELS)}", param="level")
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= KEPT):
+        raise BadRequest(f"lines must be a number from 1 to {KEPT}", param="lines")
+    model = site.model(key, query["model"]).preset.id if query.get("model") else None
+    shown = [
+        line
+        for line in site.logs.lines
+        if LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (model is None or line.is_about(model))
+    ]
+    return {"schema": 1, "lines": [asdict(line) for line in shown[-int(text) :]]}
+
+
+def requests(site: Site, known: Requests, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+    """GET /router/requests: those that run and the last that ended. Raises ModelNotFound."""
+    model = site.model(key, query["model"]).preset.id if query.get("model") else None
+    return {"schema": 1, **known.told(may_see=lambda id: model is None or id == model)}
+
+
 async def events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
     """Every event, numbered, as it comes; `event:` names its kind. Starts with the whole state."""
     after = site.events.last_id
@@ -93,4 +144,4 @@ def _frame(id: int, kind: str, body: dict[str, Any]) -> bytes:
     return f"id: {id}\nevent: {kind}\ndata: {text}\n\n".encode()
 
 
-__all__ = ["events", "plan", "state"]
+__all__ = ["config", "events", "logs", "pin", "plan", "requests", "state"]

@@ -449,7 +449,7 @@ async def render(site: Site, event: Event) -> list[bytes]:
     """The frames that llama-server's clients get for one event of ours; none for what they do not know."""
     data = event.data
     match event.kind:
-        case "config":
+        case "config" | "listed":
             return [frame(event.id, "*", "models_reload", {})]
         case "removed":
             return [frame(event.id, event.model, "model_remove", {})]

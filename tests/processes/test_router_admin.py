@@ -1,0 +1,126 @@
+"""The router's own plane: pins, settings, log lines, requests and their end, over a real router and fake workers."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes.routers import Router, chat, error_of, lines_written, presets, router, until
+
+pytestmark = pytest.mark.slow
+
+MARGIN = ("--models-memory-margin", "64")
+
+
+async def requests(up: Router, **query: str) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = (await up.client.get("/router/requests", params=query)).json()
+    return found
+
+
+async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {"pin": "on"}, "c": {}})
+    options = ("--models-max", "1", "--swap-patience", "0", "--queue-timeout", "0.5")
+    async with router("--models-preset", str(file), *options, *MARGIN) as up:
+        client = up.client
+        await client.post("/v1/chat/completions", json=chat("a"))
+        assert (await client.post("/router/pin", json={"model": "a"})).json() == {
+            "success": True, "model": "a", "pinned": True,
+        }  # fmt: skip
+        assert (await up.status("a"))["pinned"] is True
+        assert error_of(await client.post("/v1/chat/completions", json=chat("c"))) == (503, "queue_timeout")
+        await client.get("/models?reload=1")
+        assert (await up.status("a"))["pinned"] is True
+        rows = (await client.get("/router/config", params={"model": "a"})).json()["settings"]
+        assert {"key": "pin", "value": "on", "origin": "/router/pin"} in rows
+        await client.post("/router/pin", json={"model": "a", "pinned": False})
+        await client.post("/router/pin", json={"model": "b", "pinned": False})
+        assert (await up.status("b"))["pinned"] is False
+        assert (await client.post("/v1/chat/completions", json=chat("c"))).status_code == 200
+        assert error_of(await client.post("/router/pin", json={"model": "x"})) == (404, "model_not_found")
+        assert error_of(await client.post("/router/pin", json={})) == (400, "model_missing")
+        assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
+
+
+async def test_settings_tell_where_they_come_from_and_no_secret(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"ctx-size": 128, "env.API_TOKEN": "verysecret"}, "b": {}})
+    line = next(number for number, text in enumerate(file.read_text().split("\n"), 1) if "ctx-size" in text)
+    async with router("--models-preset", str(file), "--parallel", "2", *MARGIN) as up:
+        response = await up.client.get("/router/config", params={"model": "a"})
+        rows = {row["key"]: (row["value"], row["origin"]) for row in response.json()["settings"]}
+        assert rows["ctx-size"] == ("128", f"{file}:{line}")
+        assert rows["parallel"] == ("2", "--parallel")
+        assert rows["ttl"][1] == "built-in"
+        assert "verysecret" not in response.text
+        assert error_of(await up.client.get("/router/config", params={"model": "x"})) == (404, "model_not_found")
+        assert error_of(await up.client.get("/router/config")) == (400, "model_missing")
+
+
+async def test_log_lines_can_be_read_by_model_level_and_number(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {"_last_words": "hello from a"}, "b": {"_die_at_start": 1, "_last_words": "oh"}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        for name in "ab":
+            await up.client.post("/v1/chat/completions", json=chat(name))
+
+        async def lines(**query: Any) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = (await up.client.get("/router/logs", params=query)).json()["lines"]
+            return found
+
+        everything = await lines()
+        assert [line["id"] for line in everything] == sorted(line["id"] for line in everything)
+        about_a = "\n".join(line["message"] for line in await lines(model="a"))
+        assert "hello from a" in about_a
+        assert "a#1 starting→ready" in about_a
+        assert "b#2" not in about_a
+        assert {line["level"] for line in await lines(level="warning")} <= {"warning", "error"}
+        assert any("b#2" in line["message"] for line in await lines(level="warning"))
+        assert [len(await lines(lines=number)) for number in (1, 2)] == [1, 2]
+        assert min(line["id"] for line in await lines(lines=2)) > everything[-1]["id"]
+        for query in ({"level": "loud"}, {"lines": "0"}, {"lines": "x"}):
+            assert error_of(await up.client.get("/router/logs", params=query)) == (400, "invalid_value")
+        assert error_of(await up.client.get("/router/logs", params={"model": "x"})) == (404, "model_not_found")
+
+
+async def read(response: httpx.Response, lines: list[str]) -> None:
+    async for line in response.aiter_lines():
+        lines.append(line)  # noqa: PERF401 - what came before it fails counts
+
+
+async def test_requests_are_told_while_they_run_and_when_they_have_ended(tmp_path: Path) -> None:
+    go, fifo = tmp_path / "go", tmp_path / "journal"
+    file = presets(tmp_path, {"a": {}, "held": {"_hold": str(go), "_journal": str(fifo)}})
+    options = ("--models-preset", str(file), "--stream-commit-seconds", "0", *MARGIN)
+    async with lines_written(fifo) as journal, router(*options) as up:
+        await up.client.post("/v1/chat/completions", json=chat("a", "one two"), headers={"X-Request-Id": "first"})
+        (ended,) = (await requests(up))["ended"]
+        assert {name: ended[name] for name in ("id", "model", "endpoint", "status", "phase", "client")} == {
+            "id": "first", "model": "a", "endpoint": "chat", "status": 200, "phase": "streaming", "client": "127.0.0.1",
+        }  # fmt: skip
+        assert ended["load_seconds"] > 0
+        assert 0 < ended["ttft"] <= ended["seconds"]
+        body = chat("held", stream=True)
+        sent = {"X-Request-Id": "second"}
+        async with up.client.stream("POST", "/v1/chat/completions", json=body, headers=sent) as response:
+            (running,) = (await requests(up))["running"]
+            assert (running["id"], running["status"]) == ("second", None)
+            assert (await requests(up, model="a"))["running"] == []
+            assert error_of(await up.client.delete("/router/requests/nobody")) == (404, "not_found")
+            answer = await up.client.delete("/router/requests/second")
+            assert answer.json() == {"success": True, "cancelled": 1}
+            lines: list[str] = []
+            with pytest.raises(httpx.RemoteProtocolError):
+                await read(response, lines)
+            assert any('"reason":"cancelled"' in line for line in lines)
+        (ended,) = (await requests(up, model="held"))["ended"]
+        assert (ended["id"], ended["status"]) == ("second", 504)
+        asking = asyncio.create_task(
+            up.client.post("/v1/chat/completions", json=chat("held"), headers={"X-Request-Id": "third"})
+        )
+        await until(journal, "request third")
+        await up.client.delete("/router/requests/third")
+        assert error_of(await asking) == (504, "cancelled")
+        assert error_of(await up.client.delete("/router/requests/third")) == (404, "not_found")
+        go.touch()
+        assert (await up.client.post("/v1/chat/completions", json=chat("held"))).status_code == 200
+        assert error_of(await up.client.get("/router/requests", params={"model": "x"})) == (404, "model_not_found")
