@@ -278,7 +278,7 @@ class Pace:
     BURST = 4.0
     """Weight of each further prompt that waits, beside one that decodes: a step with few of those who could decode is
     dear for each, so that a burst of requests is soonest through if their prompts come first."""
-    FEWEST = 8
+    FEWEST = 16
     """Below this a step's fixed cost outweighs what is saved."""
     FEWEST_APART = 64
     """The same where each part of a prompt is a pass of its own, and so reads all the weights once more."""
@@ -292,19 +292,22 @@ class Pace:
         self._fewest = self.FEWEST_APART if apart else self.FEWEST
         self._decodes: dict[int, tuple[float, float]] = {}
         """Sequences and seconds of steps that only decode: running means, by the number of bits of the former."""
-        self._token_seconds: float | None = None
+        self._prompt = 0.0, 0.0
+        """Tokens of prompts, and the seconds that they took: sums that fade. A few tokens in a step that stumbled weigh
+        little beside many, so that they make no prompt look dear for long."""
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1) -> int:
         """Prompt tokens for the next step, in which `decoding` sequences decode and `prompts` wait for their first
         token: all but one of those weigh BURST, as after a burst of requests small steps would make everybody late.
         """
-        if self._token_seconds is None:
+        tokens, seconds = self._prompt
+        if not tokens:
             return min(chunk, self._UNKNOWN)
         allowed = self.PROMPT_SECONDS
         alone = self._decode_seconds(decoding)
         if alone is not None:
             allowed = min(allowed, self.STRETCH * alone * max(1.0, self.BURST * (prompts - 1) / decoding))
-        return min(chunk, max(self._fewest, int(allowed / self._token_seconds)))
+        return min(chunk, max(self._fewest, int(allowed * tokens / max(seconds, 1e-9))))
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""
@@ -315,7 +318,9 @@ class Pace:
             self._decodes[decodes.bit_length()] = self._mean(count, decodes), self._mean(before, seconds)
             return
         seconds = max(seconds - (self._decode_seconds(decodes) or 0.0), 0.0)
-        self._token_seconds = max(self._mean(self._token_seconds, seconds / prompt_tokens), 1e-9)
+        tokens, before = self._prompt
+        fades = 1.0 - self._WEIGHT
+        self._prompt = fades * tokens + prompt_tokens, fades * before + seconds
 
     def _decode_seconds(self, count: int) -> float | None:
         """Of a step in which `count` sequences decode and nothing else happens; None if there are none, or no step of
