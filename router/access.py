@@ -22,6 +22,8 @@ from worker.routes import Plane
 ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
 """Who asks while no key exists."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+MOST_HOSTS = 256
+"""Host headers that are remembered: clients have few, and who sends many wants to fill memory."""
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
@@ -41,6 +43,8 @@ class Access:
         self._hosts = tuple(host.casefold() for host in allowed_hosts)
         self._metrics_public = metrics_public
         self._running: Counter[bytes] = Counter()
+        self._fine_hosts: set[tuple[str, bool]] = set()
+        """Host headers that were looked at and let pass, with whether keys existed then."""
 
     def identify(self, request: web.Request) -> Key | None:
         """The key that a request carries; None if it carries none that is known."""
@@ -103,7 +107,14 @@ class Access:
             return
         if len(values) != 1:
             raise BadRequest("exactly one Host header is needed")
-        value = values[0].strip()
+        looked_at = values[0], bool(self.keys)
+        if looked_at in self._fine_hosts:
+            return
+        self._check_host(values[0].strip())
+        if len(self._fine_hosts) < MOST_HOSTS:
+            self._fine_hosts.add(looked_at)
+
+    def _check_host(self, value: str) -> None:
         if not value or any(mark in value for mark in "@/\\,?#") or any(char.isspace() for char in value):
             raise BadRequest("the Host header is not a host")
         host = _hostname(f"//{value}").rstrip(".")

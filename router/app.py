@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -50,6 +49,7 @@ PROTOCOL: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": LINGE
 """What connections of this application need, as options of aiohttp's protocol."""
 ID, OTHER_ID = ".+", "(?!(?:load|unload)$).+"
 """A model in a path; without /v1 two names are calls, and GET of them is a wrong method."""
+NO_QUERY: Mapping[str, str] = {}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ID = web.RequestKey("id", str)
 _ARRIVED = web.RequestKey("arrived", float)
@@ -162,6 +162,7 @@ class App:
             self._metrics.disconnects.labels(request.get(PHASE, "queued")).inc()
             raise
         finally:
+            self._buffered -= request.get(_BUFFERED, 0)
             self._tell(request, status)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -223,7 +224,7 @@ class App:
         route = request.get(_ROUTE)
         endpoint = route.name if route is not None else "unknown"
         model = request.get(_MODEL, "unknown")
-        self._metrics.requests.labels(model, endpoint, str(status)).inc()
+        self._metrics.count(model, endpoint, str(status))
         quiet = self._site.settings.access_log
         if quiet == "all" or (quiet == "errors" and status >= 400):
             seconds = time.monotonic() - request[_ARRIVED]
@@ -241,10 +242,10 @@ class App:
     def _guarded(self, route: Route, work: Callable[[web.Request, Key], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             request[_ROUTE] = route
-            plane = Plane.ADMIN if request.query.get("reload") and route.name == "models" else route.plane
+            plane = Plane.ADMIN if route.name == "models" and request.query.get("reload") else route.plane
             key = self._site.access.authorize(request, plane, route.name)
             asked = _asked(request)
-            for name in FLAGS:
+            for name in FLAGS if asked else ():
                 flag(asked, name)  # a parameter that a call knows is checked whether or not it comes to matter
             return await work(request, key)
 
@@ -252,48 +253,48 @@ class App:
 
     # Bodies
 
-    @asynccontextmanager
-    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The whole body, bounded in size, time and sum, and counted for the length of the block. Raises ApiError."""
-        try:
-            yield await self._read(request)
-        finally:
-            self._buffered -= request.get(_BUFFERED, 0)
-
     async def _read(self, request: web.Request) -> bytes:
+        """The whole body, bounded in size, time and sum, and counted until the request ends. Raises ApiError."""
         settings = self._site.settings
         if request.headers.get("Content-Encoding", "identity").casefold() not in ("", "identity"):
             raise EncodingUnsupported("send the body without Content-Encoding")
         limit = settings.max_body_size
         if request.content_length is not None and request.content_length > limit:
             raise TooLarge(f"the body has {request.content_length} bytes, {limit} are allowed", headers=CLOSE)
+        if request.content.is_eof() and "Expect" not in request.headers:  # all of it came with the head
+            body = request.content.read_nowait()
+            self._count(request, len(body))
+            return body
         parts: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(settings.body_timeout or None):
                 await _invite(request)
                 async for chunk in request.content.iter_any():
-                    size += len(chunk)
-                    self._buffered += len(chunk)
-                    request[_BUFFERED] = size
-                    if size > limit:
-                        raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
-                    if self._buffered > BUFFERED_IN_ALL:
-                        raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
+                    self._count(request, len(chunk))
                     parts.append(chunk)
         except TimeoutError:
             seconds = f"{settings.body_timeout:g}"
             raise BodyTimeout(f"the body did not arrive within {seconds} s (--body-timeout)", headers=CLOSE) from None
         return b"".join(parts)
 
+    def _count(self, request: web.Request, more: int) -> None:
+        """Raises TooLarge, QueueFull."""
+        self._buffered += more
+        request[_BUFFERED] = size = request.get(_BUFFERED, 0) + more
+        limit = self._site.settings.max_body_size
+        if size > limit:
+            raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
+        if self._buffered > BUFFERED_IN_ALL:
+            raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
+
     async def _object(self, request: web.Request) -> dict[str, Any]:
         """The body as a JSON object, for calls that the router itself answers."""
-        async with self._body(request) as body:
-            peek(body)
-            try:
-                found = orjson.loads(body)
-            except orjson.JSONDecodeError as bad:
-                raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
+        body = await self._read(request)
+        peek(body)
+        try:
+            found = orjson.loads(body)
+        except orjson.JSONDecodeError as bad:
+            raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
         assert isinstance(found, dict)
         return found
 
@@ -301,49 +302,49 @@ class App:
 
     async def _forward(self, request: web.Request, key: Key) -> web.StreamResponse:
         route: Route = request[_ROUTE]
-        async with self._body(request) as body:
-            read = time.monotonic()
-            seen = peek(body)
-            named = seen.model
-            if named is None and route.face is Face.OLLAMA:
-                named = seen.name
-            if named is not None and not isinstance(named, str):
-                raise BadRequest("model must be a string", param="model")
-            asked = _asked(request)
-            if route.face is Face.OLLAMA and named is not None:
-                named = ollama.known(self._site, key, named)
-            id, _ = self._site.choose(key, path=request.match_info.get("id"), body=named, query=asked)
-            request[_MODEL] = id
-            autoload = flag(asked, "autoload")
-            if autoload is None and route.loads is not Loads.FOLLOWS:
-                autoload = False
-            preset = self._site.fleet.model(id).preset
-            timeout = self._site.settings.timeout if preset.request_timeout is None else preset.request_timeout
-            call = Call(
-                route=route,
-                model=id,
-                body=body,
-                stream=route.streams and (seen.stream is True or (route.streams_unless_told and seen.stream is None)),
-                autoload=autoload,
-                request_id=request[_ID],
-                arrived=request[_ARRIVED],
-                read=read,
-                timeout=max(0.0, timeout),
-            )
-            record = Record(
-                request[_ID], id, route.name, request.remote or "", key.name, time.time(), request[_ARRIVED], request
-            )
-            with (
-                self._site.access.running(key, lambda: self._site.fleet.turnover(id)),
-                self._requests.running(record),
-            ):
-                answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
-                assert answer.response is not None
-                record.status = answer.failed or answer.response.status
+        body = await self._read(request)
+        read = time.monotonic()
+        seen = peek(body)
+        named = seen.model
+        if named is None and route.face is Face.OLLAMA:
+            named = seen.name
+        if named is not None and not isinstance(named, str):
+            raise BadRequest("model must be a string", param="model")
+        asked = _asked(request)
+        if route.face is Face.OLLAMA and named is not None:
+            named = ollama.known(self._site, key, named)
+        id, _ = self._site.choose(key, path=request.match_info.get("id"), body=named, query=asked)
+        request[_MODEL] = id
+        autoload = flag(asked, "autoload")
+        if autoload is None and route.loads is not Loads.FOLLOWS:
+            autoload = False
+        preset = self._site.fleet.model(id).preset
+        timeout = self._site.settings.timeout if preset.request_timeout is None else preset.request_timeout
+        call = Call(
+            route=route,
+            model=id,
+            body=body,
+            stream=route.streams and (seen.stream is True or (route.streams_unless_told and seen.stream is None)),
+            autoload=autoload,
+            request_id=request[_ID],
+            arrived=request[_ARRIVED],
+            read=read,
+            timeout=max(0.0, timeout),
+        )
+        record = Record(
+            request[_ID], id, route.name, request.remote or "", key.name, time.time(), request[_ARRIVED], request
+        )
+        with (
+            self._site.access.running(key, lambda: self._site.fleet.turnover(id)),
+            self._requests.running(record),
+        ):
+            answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
+            assert answer.response is not None
+            record.status = answer.failed or answer.response.status
         if answer.failed is not None:
             request[_STATUS] = answer.failed
         if answer.first_byte is not None:
-            self._metrics.ttft.labels(id).observe(answer.first_byte - request[_ARRIVED])
+            self._metrics.first_byte(id, answer.first_byte - request[_ARRIVED])
         if answer.overhead is not None:
             self._metrics.overhead.observe(answer.overhead)
         return answer.response
@@ -515,6 +516,8 @@ def peek(body: bytes) -> Peek:
 
 def _asked(request: web.Request) -> Mapping[str, str]:
     """What the query says, as far as the table knows its call to read it."""
+    if "?" not in request.raw_path:  # the query itself costs more to make than to look for
+        return NO_QUERY
     known = query(request[_ROUTE])
     return {name: request.query[name] for name in known if name in request.query}
 
@@ -548,9 +551,14 @@ def _last_event_id(request: web.Request) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
+_CONTROL = dict.fromkeys((*range(32), 127), "?")
+
+
 def _clean(text: str) -> str:
     """One line, whatever a client put into it."""
-    return text.encode("ascii", "backslashreplace").decode().translate(dict.fromkeys((*range(32), 127), "?"))[:300]
+    if text.isascii() and text.isprintable():
+        return text[:300]
+    return text.encode("ascii", "backslashreplace").decode().translate(_CONTROL)[:300]
 
 
 def _json(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -46,6 +46,8 @@ from worker.contract import Exit
 log = logging.getLogger("router.fleet")
 
 MIB = 1 << 20
+IDLE_LOOK = 0.05
+"""Seconds until it is looked at when a worker that fell idle may go, where nobody wants its room."""
 PLAN_AGAIN = 1.0
 """Seconds until a plan that failed is made again."""
 WAITS = {"download": "download", "wait": "memory"}
@@ -270,7 +272,19 @@ class Fleet:
             worker.last_used = self.now()
             lease.model.took(self.now() - max(lease.arrived, worker.ready_at or 0.0))
         if not worker.leases:
+            self._fell_idle(lease.model, worker)
+
+    def _fell_idle(self, model: Model, worker: Worker) -> None:
+        """Plan, if that could change anything now: with nobody on the way and nobody to leave it is enough to see
+        before long when its time is up, however many requests come and go until then."""
+        at_once = worker.retired.is_set() or worker.keep_alive == 0 or model.preset.replicas[1] > 1
+        if at_once or worker.state is not State.READY or any(w.state is not State.READY for w in self._alive.values()):
             self.changed()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_LOOK, self.changed)
+        elif self._timer.when() > (soon := self.now() + IDLE_LOOK):
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(soon, self.changed)
 
     def _move(self, lease: Lease) -> None:
         """Carry a lease over to the model's next life. Raises ApiError if there will be none."""

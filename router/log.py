@@ -1,5 +1,7 @@
 """Log lines: one per transition, rendered from the event log; text and JSON carry the same fields."""
 
+import asyncio
+import functools
 import itertools
 import json
 import logging
@@ -7,8 +9,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from router.events import Event, EventLog
 
@@ -39,8 +42,9 @@ class Line:
 
 def set_up(level: str, form: str) -> None:
     """Send all log records to stderr, as text or one JSON object a line."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Spool(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # in no line, and not for nothing
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -135,6 +139,34 @@ class Ring(logging.Handler):
         self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
 
 
+class Spool(logging.Handler):
+    """Writes what is logged in one pass of the loop at its end; what warns, or comes from another thread, at once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.append(self.format(record) + "\n")
+            loop = asyncio._get_running_loop()
+            if loop is None or record.levelno >= logging.WARNING:
+                self.flush()
+            elif len(self._lines) == 1:
+                loop.call_soon(self.flush)
+        except Exception:  # noqa: BLE001  # as every handler does: a line that cannot be written harms nobody
+            self.handleError(record)
+
+    def flush(self) -> None:
+        with self.lock or nullcontext():
+            lines, self._lines = self._lines, []
+            if lines:
+                with suppress(ValueError, OSError):  # nobody reads any more
+                    self._stream.write("".join(lines))
+                    self._stream.flush()
+
+
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage().translate(CONTROL)
@@ -157,4 +189,9 @@ class _Json(logging.Formatter):
 
 
 def _stamp(record: logging.LogRecord) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
+
+
+@functools.lru_cache(maxsize=2)
+def _second(of: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(of))

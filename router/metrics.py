@@ -39,6 +39,8 @@ class Metrics:
     def __init__(self, fleet: Fleet, events: EventLog):
         self._fleet = fleet
         self._registry = CollectorRegistry()
+        self._counted: dict[tuple[str, ...], Counter] = {}
+        self._first_bytes: dict[str, Histogram] = {}
         self._tokens: dict[tuple[str, str], float] = {}
         registry = self._registry
         self.requests = Counter(
@@ -126,6 +128,25 @@ class Metrics:
             await asyncio.sleep(LAG_INTERVAL)
             self.loop_lag.observe(max(0.0, loop.time() - due))
 
+    def count(self, model: str, endpoint: str, code: str) -> None:
+        """One more request has been answered."""
+        self._child(self.requests, model, endpoint, code).inc()
+
+    def first_byte(self, model: str, seconds: float) -> None:
+        """An answer began `seconds` after its request."""
+        child = self._first_bytes.get(model)
+        if child is None:
+            child = self._first_bytes[model] = self.ttft.labels(model)
+        child.observe(seconds)
+
+    def _child(self, counter: Counter, *labels: str) -> Counter:
+        """`counter.labels(*labels)`, found at once from the second time on."""
+        key = (counter._name, *labels)
+        child = self._counted.get(key)
+        if child is None:
+            child = self._counted[key] = counter.labels(*labels)
+        return child
+
     def _fold(self, event: Event) -> None:
         data = event.data
         match event.kind:
@@ -138,7 +159,8 @@ class Metrics:
                     ("cached", data["cached_tokens"]),
                     ("completion", data["completion_tokens"]),
                 ):
-                    self._token_count.labels(event.model, kind).inc(count)
+                    if count:
+                        self._child(self._token_count, event.model, kind).inc(count)
                 if data.get("token_seconds"):
                     self._token_seconds.labels(event.model).observe(data["token_seconds"])
             case "progress" if data["stage"] == "download":

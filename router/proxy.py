@@ -143,8 +143,8 @@ class Answer:
 
     async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """All of an answer at once. Raises ClientGone like `write`."""
-        self.response = web.Response(status=status, headers={**self.headers, **headers}, body=body)
-        await self._reach(self._say(self.response), len(body))
+        self.response = response = web.Response(status=status, headers={**self.headers, **headers}, body=body)
+        await self._reach(self._say(response), len(body))
 
     async def _say(self, response: web.Response) -> None:
         await response.prepare(self.request)

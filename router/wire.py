@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
@@ -330,8 +330,7 @@ class _Connection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         self._wire.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from router.launchers import orphans
@@ -33,7 +33,20 @@ _READ_BYTES = 1 << 16
 _READS_AT_ONCE = 32
 """A pipe holds 64 KiB, so all that was in it comes with one or two reads; more only if somebody goes on writing."""
 
-_HINTS: Mapping[type, Mapping[str, Any]] = {kind: get_type_hints(kind) for kind in get_args(contract.Event)}
+_FIELDS: Mapping[type, tuple[tuple[str, frozenset[type], Any], ...]] = {
+    kind: tuple(
+        (name, frozenset({hint, *get_args(hint)} & {str, int, float, NoneType}), hint)
+        for name, hint in get_type_hints(kind).items()
+        if get_origin(hint) in (None, UnionType)
+    )
+    + tuple(
+        (name, frozenset(), hint)
+        for name, hint in get_type_hints(kind).items()
+        if get_origin(hint) not in (None, UnionType)
+    )
+    for kind in get_args(contract.Event)
+}
+"""Of each kind of event: name, types that are right at a glance, and the hint, of every field."""
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -391,7 +404,11 @@ class Child:
 
 def _is_sound(event: contract.Event) -> bool:
     """Whether every field of a decoded event has the type that it should have."""
-    return all(_has_type(getattr(event, name), hint) for name, hint in _HINTS[type(event)].items())
+    for name, kinds, hint in _FIELDS[type(event)]:
+        value = getattr(event, name)
+        if type(value) not in kinds and not _has_type(value, hint):
+            return False
+    return True
 
 
 def _has_type(value: object, hint: Any) -> bool:

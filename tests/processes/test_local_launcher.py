@@ -642,7 +642,7 @@ async def test_a_standby_is_told_its_devices_only_when_it_goes(launcher: LocalLa
         assert worker.pid == standby.pid
         assert worker.measured == {GPU1: 3}, "of what it held before nothing counts any more"
         async with asked(worker, "/fake/environ") as response:
-            assert (json.loads(await everything(response)))["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
+            assert json.loads(await everything(response))["CUDA_VISIBLE_DEVICES"] == "GPU-fake-1"
         async with post(worker, PROMPT) as response:
             assert response.status == 200
     assert not is_there(worker.pid)
