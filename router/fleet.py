@@ -178,6 +178,9 @@ class Fleet:
         self.breaches: Counter[DeviceId] = Counter()
         """Readings by which less than the margin was free."""
         self._readings: Sequence[Reading] = ()
+        self._is_fresh = False
+        """The readings were begun for the next plan."""
+        self._looking: asyncio.Task[None] | None = None
         self._ledger = ledger
         self._ids = 0
         self._arranging = False
@@ -592,6 +595,8 @@ class Fleet:
                 worker.cut(Draining("the router is shutting down; the answer was cut", retry_after=5))
         if self._timer is not None:
             self._timer.cancel()
+        if self._looking is not None:
+            await asyncio.wait({self._looking})
         while self._tasks or self._loads:
             await asyncio.wait({*self._tasks, *self._loads})
 
@@ -652,6 +657,10 @@ class Fleet:
         waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
         refining = [worker.demand() for worker in queued if worker.refine.is_set()]
         plan = planner.plan(waiting + refining, residents, devices, now, self._policy())
+        fresh, self._is_fresh = self._is_fresh, False
+        if plan.start and not fresh:
+            self._look()
+            return
         self.last_plan = plan
         candidates = [worker.candidate() for worker in queued if not worker.refine.is_set()]
         decision = standby.decide(plan, candidates, residents, devices)
@@ -660,9 +669,20 @@ class Fleet:
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
+    def _look(self) -> None:
+        """Read the devices, then plan again: nobody starts in memory that another program has taken by now."""
+
+        async def look() -> None:
+            await self.launcher.refresh()
+            self._is_fresh = True
+            self.changed()
+
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(look(), name="a look before a start")
+
     def _mark_surplus(self) -> None:
         """Say which copies end when they idle, and begin those that are wanted."""
-        for model in list(self.models.values()):
+        for model in {id(model): model for model in self._homes.values()}.values():  # no others have any
             if model.preset.replicas[1] == 1 and len(model.workers) <= 1:
                 continue
             surplus = model.surplus()

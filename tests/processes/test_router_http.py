@@ -654,3 +654,28 @@ async def test_many_requests_to_one_cold_model_start_one_worker(tmp_path: Path) 
         texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
         assert texts == [f"n{number} " for number in range(100)]
         assert sum(line.startswith("started") for line in journal.read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+async def test_a_key_at_its_limit_is_refused_while_others_wait_and_all_of_it_is_counted(tmp_path: Path) -> None:
+    """Two requests wait for a load, of which one key may have only one at once; the third of it hears when to come."""
+    go, keys = tmp_path / "go", tmp_path / "keys"
+    keys.write_text("one max-concurrent=1\ntwo\n")
+    keys.chmod(0o600)
+    file = presets(tmp_path, {"a": {"_hold_load": str(go)}})
+    async with router("--models-preset", str(file), *MARGIN, "--api-key-file", str(keys)) as up:
+        path, one, two = "/v1/chat/completions", {"X-Api-Key": "one"}, {"X-Api-Key": "two"}
+        up.client.headers.update(two)
+        waiting = [asyncio.create_task(up.client.post(path, json=chat("a"), headers=one))]
+        await up.becomes("a", "loading")
+        waiting.append(asyncio.create_task(up.client.post(path, json=chat("a"), headers=two)))
+        refused_ = await up.client.post(path, json=chat("a"), headers=one)
+        assert error_of(refused_) == (429, "key_concurrency")
+        assert 1 <= int(refused_.headers["retry-after"]) <= 5  # nothing is known of its loads, and part of one is over
+        go.touch()
+        assert [(await each).status_code for each in waiting] == [200, 200]
+        assert (await up.client.post(path, json=chat("a"), headers=one)).status_code == 200
+        told = (await up.client.get("/metrics")).text
+        assert 'router_queue_seconds_count{cause="start",model="a"} 2.0' in told
+        assert "router_overhead_seconds_count 3.0" in told
+        assert 'router_rejections_total{reason="key_concurrency"} 1.0' in told

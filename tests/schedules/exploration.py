@@ -195,7 +195,8 @@ class Exploration:
     def _is_about_to_plan(self) -> bool:
         fleet = self.world.fleet
         again = fleet.last_plan.look_again if fleet.last_plan is not None else None
-        return fleet._arranging or (again is not None and again <= fleet.now())
+        looks = fleet._looking is not None and not fleet._looking.done()
+        return fleet._arranging or looks or (again is not None and again <= fleet.now())
 
     def bound(self, model: str) -> float:
         """Seconds that a request for `model` may wait that asks now, in a calm world."""

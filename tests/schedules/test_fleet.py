@@ -462,6 +462,23 @@ async def test_foreign_memory_is_respected() -> None:
 
 
 @virtual
+async def test_nobody_starts_in_memory_that_another_program_has_taken_since_the_last_reading() -> None:
+    """As routers do that share a machine: the driver is asked again before each start."""
+    world = Schedule({"a": 4 * GIB})
+    world.launcher.reading_lag = 1000.0
+    world.launcher.set_foreign(CPU, 6 * GIB)
+    assert world.launcher.readings()[0].used == 0
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(5)
+    assert world.journal == []
+    world.launcher.reading_lag = 0.0
+    world.launcher.set_foreign(CPU, 0)
+    await asking
+    assert world.journal == ["start a"]
+    await world.stop()
+
+
+@virtual
 async def test_a_device_limit_is_a_budget_for_our_workers() -> None:
     world = Schedule({"a": 2 * GIB, "b": 2 * GIB}, limit={CPU: 3 * GIB})
     world.launcher.set_foreign(CPU, 4 * GIB)
