@@ -34,6 +34,7 @@ from router.errors import (
 from router.estimate import EstimateError
 from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, shortages
+from router.holding import Holding, Wish, hold, make_room
 from router.launchers import Launcher, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.life import Again, Files, Worker, end, live, lost_error, take, tell, weigh
@@ -67,6 +68,8 @@ class Limits:
     drain_timeout: float = 30.0
     evict_timeout: float = -1.0
     models_max: int = 0
+    sleep_memory: int = 0
+    """Bytes of main memory for holdings."""
     memory: bool = True
     """False with a margin of 0: then only the count decides."""
 
@@ -171,6 +174,8 @@ class Fleet:
         self.limits = limits
         self.models: dict[str, Model] = {}
         self.devices: list[Device] = []
+        self.planned_on: list[Device] = []
+        """The devices as the last plan took them: what standbys may still take counts as used."""
         self.closing = False
         self.broken = asyncio.Event()
         """Plans keep failing: nobody will start any more."""
@@ -189,6 +194,8 @@ class Fleet:
         self._alive: dict[int, Worker] = {}
         """All workers that are not stopped, those of removed models too."""
         self._homes: dict[int, Model] = {}
+        self._holdings: dict[int, Holding] = {}
+        """All that are not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()
         self._said: dict[int, str] = {}
@@ -238,7 +245,7 @@ class Fleet:
             autoload = model.preset.autoload if model.preset.autoload is not None else self.limits.autoload
         if self.closing:
             raise Draining("the router is shutting down", retry_after=5)
-        if not autoload and (worker is None or worker.state is State.DOWNLOADING):
+        if not autoload and not model.sleeps and (worker is None or worker.state is State.DOWNLOADING):
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
         if model.preset.max_concurrent and model.leases >= model.preset.max_concurrent:
             raise QueueFull(
@@ -393,6 +400,8 @@ class Fleet:
             model.reason, model.since = worker.reason, self.now()
             self._remember(model, worker)
         model.load_seconds = worker.load_seconds or model.load_seconds
+        if self.limits.sleep_memory and not model.workers and not self.closing:
+            model.wish = worker.wish(self.files.weights(worker.snapshot))
         model.promote()
         if worker.preset.id not in self.models and not model.workers:
             self.events.append("removed", worker.preset.id)
@@ -458,7 +467,7 @@ class Fleet:
     def load(self, id: str) -> asyncio.Task[None]:
         """Queue a load like a request that asks nothing. Raises AlreadyRunning, ModelNotFound, QueueFull, Draining."""
         model = self.model(id)
-        if model.open is not None:
+        if model.open is not None or model.sleeps:
             raise AlreadyRunning(f"model '{id}' is already running")
         return self.wanted(id)
 
@@ -521,16 +530,19 @@ class Fleet:
         """One more model, beside those that are applied."""
         self.models[preset.id] = Model(preset, int(time.time()))
 
-    def unload(self, id: str, *, force: bool = False) -> list[Worker]:
-        """Retire all workers of `id` and return them. Raises NotRunning, ModelNotFound."""
+    def unload(self, id: str, *, force: bool = False) -> list[Worker | Holding]:
+        """Retire all workers of `id`, let its weights go if it sleeps, and return them. Raises NotRunning,
+        ModelNotFound."""
         model = self.model(id)
         workers = list(model.workers)
         ending = [worker.retired.is_set() and worker.deadline is not None for worker in workers]
-        if all(ending) and not (workers and force):
+        holdings = [] if model.holding is None else [model.holding]
+        if all(ending) and not (workers and force) and not model.sleeps:
             raise NotRunning(f"model '{id}' is not running")
+        self._let_go(model, "requested")
         for worker in workers:
             self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
-        return workers
+        return [*workers, *holdings]
 
     def apply(self, presets: Mapping[str, Preset]) -> dict[str, list[str]]:
         """Take over new presets: changed and removed ones retire. Returns ids by what became of them."""
@@ -554,6 +566,7 @@ class Fleet:
     def remove(self, id: str, reason: str) -> list[Worker]:
         """Strike a model off; its workers, which drain and stop."""
         model = self.models.pop(id)
+        self._let_go(model, reason)
         workers = list(model.workers)
         for worker in workers:
             self.retire(worker, reason, drain=self.limits.drain_timeout)
@@ -576,6 +589,7 @@ class Fleet:
             for worker in model.workers:
                 worker.preset = preset
             return False
+        self._let_go(model, "config_changed")
         model.failure, model.ran_out = None, 0
         model.crashes.forget()
         worker_ = model.open
@@ -589,6 +603,8 @@ class Fleet:
     async def close(self, *, force: bool = False) -> None:
         """Retire everybody; returns once all their processes are reaped. A second call with `force` cuts at once."""
         self.closing = True
+        for holding in self._holdings.values():
+            holding.release("shutdown")
         for worker in self.workers():
             self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
             if force:
@@ -607,9 +623,19 @@ class Fleet:
         return list(self._alive.values())
 
     def _residents(self) -> list[Resident]:
-        return [worker.resident() for worker in self.workers() if worker.state.holds_memory] + [
-            worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held
+        return [
+            *(worker.resident() for worker in self.workers() if worker.state.holds_memory),
+            *(worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held),
+            *(holding.resident() for holding in self._holdings.values()),
         ]
+
+    def reserved(self, id: DeviceId) -> int:
+        """Bytes of a device that are set aside for what is ours: workers, standbys, weights of those who sleep."""
+        return sum(one.reserved.get(id, 0) for one in self._residents())
+
+    @property
+    def holdings(self) -> Sequence[Holding]:
+        return tuple(self._holdings.values())
 
     def _policy(self) -> Policy:
         return Policy(patience=self.limits.patience, memory=self.limits.memory)
@@ -652,7 +678,7 @@ class Fleet:
             self.breaches.update(d.id for d in self.devices if d.id.index != SLOTS and d.total - d.used < d.margin)
         standings = [worker.standing for worker in workers if worker.state is State.QUEUED]
         unseen = sum(each.held for each in standings if not each.is_prepared)
-        devices = standby.cautious(self.devices, unseen)
+        devices = self.planned_on = standby.cautious(self.devices, unseen)
         by_id = {worker.id: worker for worker in workers}
         waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
         refining = [worker.demand() for worker in queued if worker.refine.is_set()]
@@ -666,6 +692,7 @@ class Fleet:
         decision = standby.decide(plan, candidates, residents, devices)
         self._record(plan, by_id, queued)
         self._stand_by(decision, by_id)
+        self._put_to_sleep(standby.spare(plan, waiting + refining, residents, devices) - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
@@ -704,7 +731,10 @@ class Fleet:
         for id in plan.refine:
             by_id[id].refine.set()
         for id, eviction in plan.evict.items():
-            self._evict(by_id[id], eviction, by_id, plan)
+            if (holding := self._holdings.get(id)) is not None:
+                holding.release(eviction.reason)
+            else:
+                self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
             self._start(by_id[id], start)
         order = sorted(queued, key=lambda worker: (worker.luxury, -worker.preset.priority, worker.since))
@@ -728,6 +758,45 @@ class Fleet:
                     position=ahead + 1,
                     **numbers(worker, self.devices),
                 )
+
+    def _put_to_sleep(self, spare: int) -> None:
+        """Hold the weights of those who have just left, as far as there are so many bytes that nobody needs; let go of
+        those whose model is loaded again."""
+        for model in self.models.values():
+            if model.holding is not None and any(worker.state is State.READY for worker in model.workers):
+                self._let_go(model, "awake")
+            wish, model.wish = model.wish, None
+            if wish is None or model.workers or model.holding is not None or wish.size > spare:
+                continue
+            gone = make_room(self._holdings.values(), wish.size, self.limits.sleep_memory)
+            if gone is None:
+                continue
+            for holding in gone:
+                holding.release("evicted")
+            spare -= wish.size
+            self._begin_holding(model, wish)
+
+    def _begin_holding(self, model: Model, wish: Wish) -> None:
+        self._ids += 1
+        model.holding = self._holdings[self._ids] = holding = Holding(self._ids, model.preset, wish)
+        task = asyncio.get_running_loop().create_task(hold(holding, self.launcher, self.events), name=str(holding))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._held(task, model, holding))
+
+    def _held(self, task: asyncio.Task[None], model: Model, holding: Holding) -> None:
+        """A holding is over."""
+        self._tasks.discard(task)
+        del self._holdings[holding.id]
+        holding.stopped.set()
+        if model.holding is holding:
+            model.holding = None
+            model.since = self.now()
+        self.changed()
+
+    def _let_go(self, model: Model, reason: str) -> None:
+        model.wish = None
+        if model.holding is not None:
+            model.holding.release(reason)
 
     def _stand_by(self, decision: standby.Decision, by_id: Mapping[int, Worker]) -> None:
         for id in decision.end:
@@ -795,7 +864,8 @@ class Fleet:
         residents = self._residents()
         devices = self._ledger.observe(self.launcher.readings(), residents)
         found = planner.plan([demand], residents, devices, self.now(), self._policy())
-        names = {each.id: each.preset.id for each in self.workers()}
+        here: list[Worker | Holding] = [*self.workers(), *self._holdings.values()]
+        names = {each.id: each.preset.id for each in here}
         return preview(demand, found, names, numbers(worker, devices))
 
 

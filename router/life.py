@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from router.calibration import Calibration
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
 from router.estimate import Checkpoint, Estimate
 from router.events import EventLog
+from router.holding import Wish
 from router.launchers import Launcher, Listen, NotForked, Program, Standby, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Reading, Resident, pooled
 from router.lifecycle import State, advance
@@ -63,6 +64,9 @@ class Files(Protocol):
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         """The facts in it, as `preset` changes them. Raises UnknownCheckpoint."""
+
+    def weights(self, snapshot: str) -> Mapping[str, int]:
+        """Bytes of each of its weight files, by path; looks at a few names only."""
 
     def look(self, preset: Preset) -> object:
         """What is on disk of it: equal as long as nothing there has changed; looks at a few names only."""
@@ -282,7 +286,7 @@ class Worker:
     def resident(self) -> Resident:
         """This worker as the planner sees it while it holds memory."""
         busy = bool(self.leases)
-        ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
+        ttl = self.time_to_live
         if self.surplus:
             ttl = min(ttl, self.preset.replica_idle) if ttl >= 0 else self.preset.replica_idle
         return Resident(
@@ -304,6 +308,27 @@ class Worker:
             linger=self.preset.linger if self.preset.linger >= 0 else None,
             load_seconds=self.load_seconds,
         )
+
+    @property
+    def time_to_live(self) -> float:
+        """Seconds that it may idle, whatever then becomes of its weights; below 0: for ever."""
+        ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
+        return self.preset.sleep_idle if self.falls_asleep else ttl
+
+    @property
+    def falls_asleep(self) -> bool:
+        """Whether, when it has idled for long, its weights stay in main memory if they may."""
+        ttl = self.preset.ttl if self.keep_alive is None else self.keep_alive
+        return self.preset.sleep_idle >= 0 and (ttl < 0 or self.preset.sleep_idle < ttl)
+
+    def wish(self, files: Mapping[str, int]) -> Wish | None:
+        """What is worth holding of it now that it has left, if anything is: it made room, or had idled for long."""
+        if self.ready_at is None or self.luxury or self.lost is not None or not files:
+            return None
+        if self.reason != "evicted" and not (self.reason == "idle" and self.falls_asleep):
+            return None
+        expires = self.last_used + self.preset.ttl if self.preset.ttl >= 0 else None
+        return Wish(files=tuple(files), size=sum(files.values()), last_used=self.last_used, expires=expires)
 
     def cut(self, error: ApiError) -> None:
         """End every request that holds this worker."""

@@ -69,6 +69,9 @@ def _tell(event: Event) -> None:
             total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
             parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
+        case "holding":
+            why = f" reason={data['reason']}" if "reason" in data else ""
+            log.info("%s#%s weights %s %s%s", event.model, data["id"], data["state"], size(data["bytes"]), why)
         case "config_refused":
             log.error("presets not reloaded, the old ones still are: %s", "; ".join(data["errors"]))
         case "config":

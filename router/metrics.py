@@ -22,7 +22,7 @@ RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 
 MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 LAG_INTERVAL = 1.0
 """Seconds between two looks at how late the loop is."""
-STATES = ("unloaded", "downloading", "loading", "loaded")
+STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
 SPENT = ("fork", "exec", "imports", "config", "tokenizer", "read", "build", "warmup", "server")
 """What a start is made of, as its worker tells."""
 STAGES = ("download", "wait", "start", "weights", "warmup")
@@ -262,7 +262,7 @@ class _Gauges(Collector):
             total.add_metric(at, device.total)
             margin.add_metric(at, device.margin)
             breaches.add_metric(at, self._fleet.breaches[device.id])
-            ours = sum(worker.reserved.get(device.id, 0) for worker in self._fleet.workers())
+            ours = self._fleet.reserved(device.id)
             reserved.add_metric(at, ours)
             memory.add_metric([*at, "foreign"], device.foreign)
             memory.add_metric([*at, "free"], max(0, device.total - device.used))
@@ -293,7 +293,7 @@ class _Gauges(Collector):
         words = {State.DOWNLOADING: "downloading", State.QUEUED: "loading", State.STARTING: "loading"}
         for id, model in self._fleet.models.items():
             shown = model.shown
-            value = "unloaded" if shown is None else words.get(shown.state, "loaded")
+            value = ("sleeping" if model.sleeps else "unloaded") if shown is None else words.get(shown.state, "loaded")
             for word in STATES:
                 state.add_metric([id, word], float(word == value))
             running.add_metric([id], sum(len(w.leases) for w in model.workers if w.state >= State.READY))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.backoff import Crashes, Failure
+from router.holding import Holding, Wish
 from router.life import Worker
 from router.lifecycle import State
 from router.presets import Preset
@@ -37,6 +38,10 @@ class Model:
     """Why its last worker ended."""
     since: float | None = None
     """When its last worker ended."""
+    holding: Holding | None = None
+    """Its weights in main memory, without a worker or while one is being loaded: without one, the model sleeps."""
+    wish: Wish | None = None
+    """Its last worker has just left room: what might be held from now on."""
     no_copy_before: float = 0.0
     asked: float = -inf
     """When it was last asked for."""
@@ -59,6 +64,11 @@ class Model:
     def shown(self) -> Worker | None:
         """The worker that its status is read off: the open one, else the last that still drains or stops."""
         return self.open or (self.workers[-1] if self.workers else None)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its weights are held, and nothing else of it is here."""
+        return self.holding is not None and not self.workers and not self.holding.released.is_set()
 
     @property
     def leases(self) -> int:

@@ -118,6 +118,8 @@ class Preset:
     pin: bool = False
     priority: int = 0
     ttl: float = -1.0
+    sleep_idle: float = -1.0
+    """Like `ttl`; but the weights stay in main memory, within --sleep-memory."""
     linger: float = -1.0
     """-1.0: half the waiting model's expected load, 0.2 to 2 seconds."""
     min_residency: float = -1.0

@@ -35,6 +35,7 @@ from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet import Fleet, Limits
 from router.launchers.devices import Devices
+from router.launchers.keeper import lockable
 from router.launchers.local import LocalLauncher
 from router.ledger import HOST, Ledger
 from router.metrics import Metrics
@@ -54,6 +55,7 @@ KEEP_ALIVE = 75.0
 ESSENTIAL = frozenset({"devices"})
 """Tasks, by name, that must not end before the router does: without readings every plan is a guess."""
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
@@ -160,6 +162,7 @@ async def _router(
     """One router, listening for the length of the block."""
     _raise_file_limit()
     state = _state_folder(settings)
+    _check_locking(settings.sleep_memory, lockable())
     sockets = _bind(settings)
     port = _port(sockets[0])
     runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / _run_name(sockets[0])
@@ -209,6 +212,7 @@ async def _router(
                 drain_timeout=settings.drain_timeout,
                 evict_timeout=settings.evict_timeout,
                 models_max=settings.workers_at_once,
+                sleep_memory=settings.sleep_memory,
                 memory=has_margin,
             ),
         )
@@ -418,6 +422,17 @@ def _raise_file_limit() -> None:
     if soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check_locking(wanted: int, allowed: int | None) -> None:
+    """Raises ConfigError if so many bytes could not be held in memory by this user."""
+    if allowed is not None and wanted > allowed:
+        raise ConfigError(
+            [
+                f"--sleep-memory {wanted // MIB}: this user may lock only {allowed / MIB:g} MiB of main memory; raise"
+                " that (ulimit -l, LimitMEMLOCK= of a systemd unit, --ulimit memlock= of a container), or lower it"
+            ]
+        )
 
 
 def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:

@@ -19,7 +19,7 @@ from router.values import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevi
 MAX_BUFFERED = 512 * MIB
 """Bytes of all request bodies together, so no single one may be larger."""
 LATER = frozenset({
-    "cluster", "log-file", "secure-mode", "sleep-memory",
+    "cluster", "log-file", "secure-mode",
     "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
 })  # fmt: skip
 """Router options of the design that this version does not have: not to be mistaken for model keys."""
@@ -46,6 +46,8 @@ class Settings:
     """Bytes by device name; "" holds for all others."""
     device_limit: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes by device name."""
+    sleep_memory: int = 0
+    """Bytes."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -184,6 +186,8 @@ OPTIONS: tuple[Option, ...] = (
            help="kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count"),
     Option(flag="device-limit", kind=MemoryByDevice(low=1, named=True, hint="DEV=MiB"), group=MEMORY, unset="none",
            help="treat a device as smaller than it is: cpu=600"),
+    Option(flag="sleep-memory", kind=Memory(), group=MEMORY, unset="0: none",
+           help="main memory, in MiB, in which weights of models that had to leave are held"),
     Option(flag="models-max", kind=Integer(0, 100_000), group=MEMORY, env=("LLAMA_ARG_MODELS_MAX",),
            unset="0; 4 if the margin is 0", help="workers at once; 0: as memory allows"),
 

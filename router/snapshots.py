@@ -52,6 +52,14 @@ class Snapshots:
             needs_weights=preset.load_format != "dummy",
         )
 
+    def weights(self, snapshot: str) -> dict[str, int]:
+        """Bytes of each safetensors file of a snapshot, by its path; nothing if it cannot be read."""
+        try:
+            with os.scandir(snapshot) as entries:
+                return {each.path: each.stat().st_size for each in entries if each.name.endswith(".safetensors")}
+        except OSError:
+            return {}
+
     def download(self, preset: Preset) -> contract.Download:
         if preset.demo:
             return contract.Download(demo=preset.demo, target=str(self._demo))

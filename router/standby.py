@@ -73,6 +73,15 @@ def decide(
     return Decision(begin, frozenset(end))
 
 
+def spare(plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device]) -> int:
+    """Bytes of main memory that are left for what is merely nice: after this plan nobody has them, nobody who waits is
+    going to take them, and nobody who waits lacks any."""
+    hosts = {each.pool or each.id for each in devices if each.id.index == HOST}
+    if any(not hosts.isdisjoint(wait.shortage) for wait in plan.waits.values()):
+        return 0
+    return _free(plan, residents, devices) - sum(_on_host(each, hosts) for each in waiting if each.id in plan.waits)
+
+
 def _free(plan: Plan, residents: Sequence[Resident], devices: Sequence[Device]) -> int:
     """Bytes of main memory that nobody has, nor is given by this plan."""
     view = View(devices, residents)
@@ -93,4 +102,4 @@ def _place_in_line(candidate: Candidate) -> tuple[bool, int, float, int]:
     return demand.luxury, -demand.priority, demand.since, demand.id
 
 
-__all__ = ["Candidate", "Decision", "cautious", "decide", "less"]
+__all__ = ["Candidate", "Decision", "cautious", "decide", "less", "spare"]

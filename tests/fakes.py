@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-from router.launchers import Listen, NotForked, Program, WorkerLost
+from router.launchers import Listen, NotForked, NotHeld, Program, WorkerLost
 from router.launchers.process import uncancelled
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from router.wire import Wire
@@ -235,13 +235,27 @@ class FakeStandby:
         return self.worker
 
 
+class FakeHeld:
+    """Files in main memory, as far as a fleet can see."""
+
+    def __init__(self) -> None:
+        self._lost: asyncio.Future[NotHeld] = asyncio.get_running_loop().create_future()
+
+    async def lost(self) -> NotHeld:
+        return await asyncio.shield(self._lost)
+
+    def lose(self) -> None:
+        self._lost.set_result(NotHeld("the process that held them has ended"))
+
+
 class FakeLauncher:
     """A machine of `totals` bytes by device, on which nothing runs and everything takes the time that it says.
 
     `journal` lists what the fleet asked for, in order: `download M`, `estimate M`, `start M`, `stop M`. `timeline` has
     (virtual seconds, entry) with the outcomes as well: `downloaded M`, `estimated M`, `ready M`, `stopped M`, `lost M`
     (died or failed), `abandoned M` (cancelled before it was ready), `cancelled M` (a download or an estimate); and, of
-    a standby, `prepare M`, `prepared M`, `dismissed M` (ended without having been told to go).
+    a standby, `prepare M`, `prepared M`, `dismissed M` (ended without having been told to go); of files `hold M`,
+    `held M`, `let go M`, `read M`, `stopped reading M`.
     """
 
     def __init__(
@@ -261,6 +275,11 @@ class FakeLauncher:
         """Called after each new reading; assign it once there is a fleet."""
         self.reading_lag = reading_lag
         """Seconds from a change of memory until the driver shows it."""
+        self.hold_seconds = 0.5
+        """What reading the files of any model takes."""
+        self.file_bytes = 128 * MIB
+        """Of each of them."""
+        self.held: dict[str, FakeHeld] = {}
         self.journal: list[str] = []
         self.timeline: list[tuple[float, str]] = []
         self.nursery = False
@@ -405,6 +424,29 @@ class FakeLauncher:
         worker.forked = forked
         listen(worker.ready)
         return worker
+
+    @asynccontextmanager
+    async def keep(self, files: Sequence[str]) -> AsyncIterator["FakeHeld"]:
+        name = Path(files[0]).parent.name
+        self._note(f"hold {name}")
+        key = f"holding {next(self._pids)}"
+        self._occupied[key] = {CPU: self.file_bytes}
+        self._memory_changed()
+        held = self.held[name] = FakeHeld()
+        try:
+            await self._take(self.hold_seconds, f"hold {name}", "")
+            self._note(f"held {name}")
+            yield held
+        finally:
+            self._note(f"let go {name}")
+            del self._occupied[key], self.held[name]
+            self._memory_changed()
+
+    async def read_ahead(self, files: Sequence[str]) -> int:
+        name = Path(files[0]).parent.name
+        self._note(f"read {name}")
+        await self._take(self.hold_seconds, f"read {name}", f"stopped reading {name}")
+        return self.file_bytes
 
     def _occupy(self, program: Program, sizes: dict[DeviceId, int]) -> None:
         self._occupied[program.worker] = sizes

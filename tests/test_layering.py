@@ -26,8 +26,9 @@ ROUTER = [
     "router.fleet  router.access  router.launchers.orphans",
     "router.explain  router.model  router.forecast",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
+    "router.holding",
     "router.calibration  router.hubcache  router.snapshots  router.launchers  router.launchers.environment"
-    "  router.launchers.guard  router.launchers.oom  router.launchers.vitals",
+    "  router.launchers.guard  router.launchers.keeper  router.launchers.oom  router.launchers.vitals",
     "router.standby",
     "router.planner  router.checkpoint  router.catalogue  router.remote",
     "router.ledger  router.estimate  router.names",

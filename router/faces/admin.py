@@ -37,7 +37,7 @@ def state(site: Site) -> dict[str, Any]:
                 "foreign": device.foreign,
                 "margin": device.margin,
                 "limit": device.limit,
-                "reserved": sum(worker.reserved.get(device.id, 0) for worker in fleet.workers()),
+                "reserved": fleet.reserved(device.id),
             }
             for device in fleet.devices
         ],
@@ -56,6 +56,10 @@ def state(site: Site) -> dict[str, Any]:
                 "pulse": pulse(worker),
             }
             for worker in fleet.workers()
+        ],
+        "sleeping": [
+            {"model": holding.preset.id, "bytes": holding.wish.size, "held": holding.is_held}
+            for holding in fleet.holdings
         ],
         "queue": [
             {"model": worker.preset.id, "position": worker.ahead + 1, "waiting_for": worker.waits_for}

@@ -59,6 +59,8 @@ NEUTRAL = {
 
 def value_of(model: Model) -> str:
     worker = model.shown
+    if model.sleeps:
+        return "sleeping"
     return VALUES[worker.state] if worker is not None and worker.state in VALUES else "unloaded"
 
 
@@ -99,6 +101,10 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
         return result
     if model.since is not None:
         result["since"] = wall_clock(fleet, model.since)
+    if model.holding is not None and model.sleeps:
+        size = -(-model.holding.wish.size // MIB)
+        held = size if model.holding.is_held else None
+        result["memory"] = {"cpu": {"estimated_mib": size, "measured_mib": held, "reserved_mib": size}}
     if model.reason in REASONS:
         result["reason"] = model.reason
     failure = model.failure
@@ -370,7 +376,7 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
         "eos_token": words.eos_token,
         "capabilities": able,
         "build_info": BUILD,
-        "is_sleeping": False,
+        "is_sleeping": chosen.sleeps,
         "is_loaded": worker is not None and worker.state is State.READY,
     }
 
@@ -462,6 +468,9 @@ async def render(site: Site, event: Event) -> list[bytes]:
             told = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
             bar = _bar(min(1.0, share), told)
             return [frame(event.id, event.model, "status_change", {"status": "loading", "progress": bar})]
+        case "holding" if event.model in site.fleet.models and not site.fleet.models[event.model].workers:
+            value = "unloaded" if data["state"] == "released" else "sleeping"
+            return [frame(event.id, event.model, "status_change", {"status": value})]
         case "state":
             return await _render_state(site, event)
     return []

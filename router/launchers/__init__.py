@@ -137,6 +137,17 @@ class Standby(Protocol):
         """
 
 
+class NotHeld(RouterError):
+    """Files could not be had in main memory, or stay there; the message says why."""
+
+
+class Held(Protocol):
+    """Files that are in main memory to stay."""
+
+    async def lost(self) -> NotHeld:
+        """Returns once they are held no longer, though nobody wanted that. Cancelling gives nothing back."""
+
+
 class Launcher(Protocol):
     """Everything a router does to one machine or more."""
 
@@ -173,7 +184,20 @@ class Launcher(Protocol):
         Entering returns once the process is there. Leaving is as with `serve`.
         """
 
+    def keep(self, files: Sequence[str]) -> AbstractAsyncContextManager[Held]:
+        """All of `files` in main memory, locked there, for the length of the block.
+
+        Entering returns once they are; raises NotHeld. Leaving lets them go, which is done at once.
+        """
+
+    async def read_ahead(self, files: Sequence[str]) -> int:
+        """Returns once all of `files` have been read into what the kernel keeps of them: their bytes. Raises NotHeld.
+
+        Cancelling stops it.
+        """
+
 
 __all__ = [
-    "Cause", "DeviceId", "Launcher", "Listen", "NotForked", "Program", "Standby", "WorkerLost", "WorkerProcess",
+    "Cause", "DeviceId", "Held", "Launcher", "Listen", "NotForked", "NotHeld", "Program", "Standby", "WorkerLost",
+    "WorkerProcess",
 ]  # fmt: skip

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from router.launchers import Cause, Listen, NotForked, Program, WorkerLost, orphans
+from router.launchers import Cause, Listen, NotForked, NotHeld, Program, WorkerLost, orphans
 from router.launchers import environment as environments
 from router.launchers import nursery as nurseries
 from router.launchers.environment import Verb
 from router.launchers.guard import Guard
+from router.launchers.keeper import Keeper, KeeperFailed
 from router.launchers.nursery import Nursery, NurseryRefused
 from router.launchers.oom import OomKills, counted
 from router.launchers.probe import Devices, Probe
@@ -130,6 +131,7 @@ class LocalLauncher:
         self._estimating = asyncio.Lock()
         """One at a time: the 360 MiB that an estimate's process takes of main memory are charged to nobody, and lie
         within the margin as long as there are not several of them."""
+        self._keeper = Keeper(self._keeper_born, self._keeper_gone)
         self._entered = contextlib.ExitStack()
 
     @property
@@ -158,6 +160,7 @@ class LocalLauncher:
             self._guard = Guard()
             stack.callback(self._close_guard)
             orphans.known.add(self._guard.pid)
+            stack.callback(self._keeper.close)
             stack.callback(self._probe.close)
             await self._probe.start()
             self._entered = stack.pop_all()
@@ -294,6 +297,34 @@ class LocalLauncher:
             if code != contract.Exit.OK or not answers:
                 raise lost_by_exit(program, verb, code, child.said, oom_killed=self._oom_killed(code))
             return answers[-1]
+
+    # Files in main memory
+
+    @asynccontextmanager
+    async def keep(self, files: Sequence[str]) -> AsyncIterator["LocalHeld"]:
+        try:
+            async with self._keeper.hold(files) as lost:
+                yield LocalHeld(lost)
+        except KeeperFailed as failed:
+            raise NotHeld(str(failed)) from None
+
+    async def read_ahead(self, files: Sequence[str]) -> int:
+        try:
+            return await self._keeper.read(files)
+        except KeeperFailed as failed:
+            raise NotHeld(str(failed)) from None
+
+    def _keeper_born(self, pid: int) -> None:
+        orphans.known.add(pid)
+        if self._guard is not None:
+            with contextlib.suppress(OSError):  # its pipe and its parent's death end it all the same
+                self._guard.add(pid)
+
+    def _keeper_gone(self, pid: int) -> None:
+        orphans.known.discard(pid)
+        if self._guard is not None:
+            with contextlib.suppress(OSError):
+                self._guard.remove(pid)
 
     # Processes
 
@@ -607,6 +638,17 @@ class LocalWorker:
     def _lose(self, lost: WorkerLost) -> None:
         if not self._lost.done():
             self._lost.set_result(lost)
+
+
+class LocalHeld:
+    """Files that the keeper holds. See `Held`."""
+
+    def __init__(self, lost: "asyncio.Future[None]"):
+        self._lost = lost
+
+    async def lost(self) -> NotHeld:
+        await asyncio.shield(self._lost)
+        return NotHeld("the process that held them has ended")
 
 
 class LocalStandby:

@@ -1,6 +1,7 @@
 """What clients see: statuses, bodies, headers, over a real router and fake workers."""
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from router.launchers.keeper import lockable
 from tests.processes.routers import Router, chat, error_of, fake_snapshot, is_alive, presets, refused, router
 from worker.routes import ROUTES, Face
 
@@ -341,6 +343,28 @@ async def test_load_unload_and_their_errors(tmp_path: Path) -> None:
         status = await up.status("a")
         assert (status["value"], status["reason"]) == ("unloaded", "requested")
         assert not is_alive(pid)
+
+
+@pytest.mark.skipif((lockable() or 1 << 60) < 8 << 20, reason="this user may not lock 8 MiB of memory")
+async def test_an_evicted_model_sleeps_in_main_memory_until_it_is_asked_for_or_unloaded(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    async with router(
+        "--models-preset", str(file), "--models-max", "1", "--swap-patience", "0", "--sleep-memory", "8", *MARGIN
+    ) as up:
+        ask = functools.partial(up.client.post, "/v1/chat/completions")
+        for name in ("a", "b"):
+            assert (await ask(json=chat(name))).status_code == 200
+        status = await up.becomes("a", "sleeping")
+        assert status["reason"] == "evicted"
+        assert status["memory"]["cpu"]["reserved_mib"] == 1
+        assert (await up.client.get("/props?model=a")).json()["is_sleeping"] is True
+        assert 'router_model_state{model="a",state="sleeping"} 1.0' in (await up.client.get("/metrics")).text
+        assert error_of(await up.client.post("/models/load", json={"model": "a"})) == (400, "already_running")
+        assert (await ask(json=chat("a"))).status_code == 200
+        await up.becomes("b", "sleeping")
+        assert (await up.client.post("/models/unload?wait=1", json={"model": "b"})).json() == {"success": True}
+        assert (await up.status("b"))["value"] == "unloaded"
+        assert error_of(await up.client.post("/models/unload", json={"model": "b"})) == (400, "not_running")
 
 
 async def test_three_models_and_two_places(tmp_path: Path) -> None:

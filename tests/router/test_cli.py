@@ -89,7 +89,7 @@ def test_all_faults_of_a_preset_are_printed_before_anything_starts(
         (["--model-max", "1"], "No such option '--model-max'. Did you mean '--models-max'?"),
         (["serve", "--prot", "1"], "No such option '--prot'. Did you mean '--port'?"),
         (["--zzzzzz"], "No such option '--zzzzzz'."),
-        (["--sleep-memory", "1"], "--sleep-memory is not offered by this version; remove it."),
+        (["--log-file", "x"], "--log-file is not offered by this version; remove it."),
         (["--cluster", "auto"], "--cluster is not offered by this version; remove it."),
         (["--port"], "Option '--port' requires an argument."),
         (["chek"], "No such command 'chek'."),

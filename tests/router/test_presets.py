@@ -259,7 +259,7 @@ def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, mess
         ("models-max = 1", "use --models-max"),
         ("timeout = 5", "use --timeout, or request-timeout for one model"),
         ("ssl-key-file = x", '"ssl-key-file" is an option of the router that this version does not offer: remove it'),
-        ("sleep-memory = 1", "this version does not offer"),
+        ("sleep-memory = 1", "use --sleep-memory"),
     ],
 )
 def test_an_option_of_the_router_is_no_key(line: str, message: str) -> None:
@@ -622,4 +622,4 @@ def test_a_number_may_have_as_many_places_as_a_float_is_written_with() -> None:
 
 
 def test_llama_servers_word_for_idle_time_ends_the_worker_too() -> None:
-    assert read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m").presets["a"].ttl == 300.0
+    assert read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m").presets["a"].sleep_idle == 300.0

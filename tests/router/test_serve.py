@@ -2,7 +2,10 @@
 
 import asyncio
 
-from router.serve import ESSENTIAL, _Stop
+import pytest
+
+from router.errors import ConfigError
+from router.serve import ESSENTIAL, _check_locking, _Stop
 
 
 async def dies(name: str) -> _Stop:
@@ -17,6 +20,17 @@ async def dies(name: str) -> _Stop:
     loop = asyncio.get_running_loop()
     loop.call_exception_handler({"message": "has ended", "exception": task.exception(), "task": task})
     return stop
+
+
+def test_memory_that_this_user_may_not_lock_cannot_be_slept_in() -> None:
+    _check_locking(64 << 20, None)
+    _check_locking(64 << 20, 64 << 20)
+    _check_locking(0, 0)
+    with pytest.raises(ConfigError) as refused:
+        _check_locking(65 << 20, 64 << 20)
+    assert "--sleep-memory 65: this user may lock only 64 MiB of main memory; raise that (ulimit -l" in str(
+        refused.value
+    )
 
 
 async def test_a_router_does_not_live_on_without_readings() -> None:

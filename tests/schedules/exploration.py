@@ -57,6 +57,7 @@ class Exploration:
             models_max=pick.choice([0, 0, 1, 2, 3]),
             patience=pick.choice([0.0, 2.0, 10.0]),
             queue_timeout=600.0,
+            sleep_memory=pick.choice([0, GIB // 4]),
         )
         if self.crowded:
             limits = replace(limits, drain_timeout=pick.choice([0.0, 5.0, 30.0]))
@@ -132,6 +133,7 @@ class Exploration:
         fleet = self.world.fleet
         for device, total in self.totals.items():
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
+            reserved += sum(each.wish.size for each in fleet._holdings.values() if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
@@ -172,7 +174,7 @@ class Exploration:
             return
         queued = [w for w in fleet.workers() if w.state is State.QUEUED and not (w.room.done() or w.retired.is_set())]
         waiting = [worker.demand() for worker in queued if worker.costs]
-        question = Question(waiting, fleet._residents(), fleet.devices, fleet.now(), fleet.limits.patience)
+        question = Question(waiting, fleet._residents(), fleet.planned_on, fleet.now(), fleet.limits.patience)
         try:
             for model in fleet.models.values():
                 ours = model.all_open
@@ -320,6 +322,7 @@ class Exploration:
         await fleet.close()
         assert fleet.workers() == []
         assert self.world.launcher.running == {}
+        assert self.world.launcher.held == {}
         assert set(self.states.values()) <= {State.STOPPED}
         if self.calm:
             assert self.world.launcher.over_commits == []

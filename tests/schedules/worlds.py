@@ -52,6 +52,9 @@ class FakeFiles:
     def find(self, preset: Preset) -> str | None:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
 
+    def weights(self, snapshot: str) -> dict[str, int]:
+        return {f"{snapshot}/model.safetensors": 128 << 20}
+
     def fetched(self, preset: Preset, snapshot: str) -> None:
         self.missing.discard(preset.id)
 

@@ -1,0 +1,116 @@
+"""The keeper, with real files: what it holds is in memory and locked, what it reads is there, and it leaves nothing."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from router.launchers.keeper import Keeper, KeeperFailed, lockable
+from tests.children import await_end
+from tests.fakes import DEADLINE
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = pytest.mark.skipif((lockable() or 1 << 60) < 40 * MIB, reason="this user may not lock 40 MiB of memory")
+
+
+@pytest.fixture
+def processes() -> list[int]:
+    """Those that were started and are not reaped."""
+    return []
+
+
+@pytest.fixture
+async def keeper(processes: list[int]) -> AsyncIterator[Keeper]:
+    found = Keeper(processes.append, processes.remove)
+    yield found
+    found.close()
+    assert processes == []
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """Of 33 MiB and a bit, and not in memory."""
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(MIB) * 33 + b"end")
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return str(path)
+
+
+def locked(pid: int) -> int:
+    """Bytes that a process has locked."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmLck:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmLck")
+
+
+def opened(pid: int) -> list[str]:
+    return [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+@LOCKS
+async def test_what_is_held_is_locked_in_memory_until_the_block_is_left(keeper: Keeper, file: str) -> None:
+    async with asyncio.timeout(DEADLINE), keeper.hold([file]):
+        assert keeper.pid is not None
+        assert locked(keeper.pid) >= 33 * MIB
+    assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3, "by then it has heard of the end"
+    assert locked(keeper.pid) == 0
+
+
+async def test_reading_ahead_locks_nothing_and_says_how_much_it_was(keeper: Keeper, file: str) -> None:
+    assert await asyncio.wait_for(keeper.read([file, file]), DEADLINE) == 2 * (33 * MIB + 3)
+    assert keeper.pid is not None
+    assert locked(keeper.pid) == 0
+    assert not any("weights" in name for name in opened(keeper.pid))
+
+
+async def test_a_file_that_cannot_be_read_is_told(keeper: Keeper, file: str) -> None:
+    with pytest.raises(KeeperFailed, match="No such file"):
+        await asyncio.wait_for(keeper.read([file, file + "-not"]), DEADLINE)
+    with pytest.raises(KeeperFailed, match="No such file"):
+        async with keeper.hold([file + "-not"]):
+            raise AssertionError("it was held")
+
+
+async def test_whoever_leaves_while_it_reads_stops_it(keeper: Keeper, file: str) -> None:
+    reading = asyncio.create_task(keeper.read([file] * 200))
+    await asyncio.wait_for(keeper.read([file]), DEADLINE)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3
+
+
+@LOCKS
+async def test_a_keeper_that_is_killed_is_replaced_and_who_counted_on_it_hears(
+    keeper: Keeper, file: str, processes: list[int]
+) -> None:
+    async with asyncio.timeout(DEADLINE):
+        async with keeper.hold([file]) as lost:
+            assert keeper.pid is not None
+            os.kill(keeper.pid, signal.SIGKILL)
+            await lost
+        assert processes == []
+        async with keeper.hold([file]) as lost:
+            assert not lost.done()
+
+
+def test_a_keeper_ends_with_its_router(file: str) -> None:
+    code = (
+        "import asyncio, os, sys; from router.launchers.keeper import Keeper\n"
+        "async def main():\n"
+        "    keeper = Keeper(lambda pid: print(pid, flush=True), print)\n"
+        "    await keeper.read([sys.argv[1]])\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())"
+    )
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-P", "-c", code, file], env=env, capture_output=True, check=False)
+    await_end(int(done.stdout), timeout=2.0)
