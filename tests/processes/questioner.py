@@ -60,13 +60,16 @@ positive_data_acceptance.enabled = false
 """
 
 
-def write_models(folder: Path) -> Path:
-    """Presets of two tiny models, one that chats and one that embeds."""
-    tiny.make("llama", folder / "llama")
+def write_models(folder: Path, *, template: str = "") -> Path:
+    """Presets of two tiny models, one that chats and one that embeds. `template`: a chat template, on one line."""
+    tiny.make("llama", folder / "llama", max_position_embeddings=2048)
     tiny.make("bert-embed", folder / "bert")
     presets = folder / "models.ini"
     presets.write_text(
-        f"[*]\nn-predict = 8\n[chat]\nmodel = {folder / 'llama'}\n[embed]\nmodel = {folder / 'bert'}\n", "utf-8"
+        f"[*]\nn-predict = 8\n[chat]\nmodel = {folder / 'llama'}\n"
+        + (f"chat-template = {template}\n" if template else "")
+        + f"[embed]\nmodel = {folder / 'bert'}\n",
+        "utf-8",
     )
     return presets
 
