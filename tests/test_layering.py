@@ -45,7 +45,7 @@ WORKER = [
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi",
     "worker.faces.*  worker.engine.engine",
-    "worker.native",
+    "worker.native  worker.engine.shelf",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
     "worker.engine.backends",
     "worker.engine.trial",

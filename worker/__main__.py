@@ -24,6 +24,10 @@ _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY":
 """Matrix kernels that oneDNN and torch's layer above it keep, one for each shape (`engine.linears`). Each takes about
 0.65 MB whatever its size: with the default of 1024 a worker could grow by more than half a gigabyte that no estimate
 knows. One that was dropped is made again in about 0.4 ms (measured on torch 2.13 with AVX-512)."""
+_NURSERY = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whoever asks for devices while it is imported must not start the driver
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # no threads
+}
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -91,7 +95,7 @@ def _nurse(words: list[str]) -> int:
         print(f"worker: {error}; see worker --help", file=sys.stderr)
         return contract.Exit.USAGE
     assert isinstance(command, contract.Nursery)
-    os.environ.update(_QUIET)
+    os.environ.update(_QUIET | _NURSERY)
     _prepare(1)  # what libraries look up when they are loaded must be so here; each child settles it once more
     return nursery.serve(command, _begin_forked)
 

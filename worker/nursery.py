@@ -1,7 +1,9 @@
 """The fork server: a process with the imports done, which forks workers as its router orders.
 
-It runs no model code and computes nothing. What it forks runs the same `main` as an executed worker, in a session of
-its own, with the descriptors and the environment that it was handed and none of the nursery's.
+It computes nothing. What it forks runs the same `main` as an executed worker, in a session of its own, with the
+descriptors and the environment that it was handed and none of the nursery's. Of models that it has forked workers for
+it keeps ready what can be made without weights (`worker.engine.shelf`), each tried in a child first: whatever crashes,
+hangs or starts a thread does so there.
 
 Laws. One thread, and no device: a fork copies only the thread that called it, and no driver survives one. That is
 looked at before every fork; if it is not so, the fork is refused and the router executes. A child that has ended stays
@@ -19,11 +21,15 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from worker import contract, leash
+
+if TYPE_CHECKING:
+    from worker.engine.shelf import Shelf
 
 ALWAYS = (
     "torch", "transformers", "aiohttp.web", "tokenizers", "jinja2", "worker.engine.engine", "worker.server",
@@ -35,8 +41,14 @@ ALWAYS = (
     "encodings.unicode_escape",
 )  # fmt: skip
 """Modules of every worker that computes, whatever its model."""
-DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-DEVICE_LIBRARIES = ("/libcuda.so", "/libamdhip64.so", "/libhsa-runtime64.so")
+DEVICE_FILES = ("/dev/nvidia", "/dev/nvhost", "/dev/nvmap", "/dev/nvgpu", "/dev/dxg", "/dev/kfd", "/dev/dri/")
+"""Held open by a driver that has been started: NVIDIA's, the same on Jetson and in WSL, AMD's."""
+CUDA_DRIVER, NOT_INITIALIZED = "libcuda.so.1", 3
+"""CUDA_ERROR_NOT_INITIALIZED of the driver's API."""
+QUIET_BEFORE = 1.0
+"""Seconds from the birth of a model's worker until what can be made of the model is: the worker has started by then."""
+TRIAL_TIMEOUT = 60.0
+TIDY_INTERVAL = 30.0
 
 Run = Callable[[list[str]], NoReturn]
 
@@ -65,17 +77,24 @@ class Nursery:
         self._orders = orders
         self._tied = tied
         self._run = run
+        self._shelf: Shelf | None = None
+        self._wanted: dict[str, tuple[float, contract.Serve]] = {}
+        """Models to keep ready, by snapshot: from when on (by the monotonic clock), and as what."""
+        self._trial: Trial | None = None
 
     def serve(self) -> int:
         """Returns once the router has closed stdin or the socket of orders."""
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        poll.register(self._orders, select.POLLIN)
         while True:
-            ready = dict(poll.poll())
+            poll = select.poll()
+            poll.register(0, select.POLLIN)
+            poll.register(self._orders, select.POLLIN)
+            if self._trial is not None:
+                poll.register(self._trial.told, select.POLLIN)
+            ready = dict(poll.poll(self._patience()))
             if 0 in ready and not os.read(0, 4096):
                 return leash.ORPHANED
             if self._orders.fileno() not in ready:
+                self._keep_ready()
                 continue
             packet, descriptors, _, _ = socket.recv_fds(self._orders, contract.MAX_ORDER_BYTES, 4)
             if not packet:
@@ -96,6 +115,61 @@ class Nursery:
             case contract.Import():
                 self.import_all(name for name in order.modules if contract.is_warmable(name))
 
+    # What is kept ready
+
+    def _patience(self) -> float | None:
+        """Milliseconds until there is something to do unasked; None: nothing."""
+        now = time.monotonic()
+        if self._trial is not None:
+            due = self._trial.ends
+        elif self._wanted:
+            due = min(due for due, _ in self._wanted.values())
+        elif self._shelf:
+            due = now + TIDY_INTERVAL
+        else:
+            return None
+        return 1000 * max(0.0, due - now)
+
+    def _want(self, argv: Sequence[str]) -> None:
+        """A worker of `argv` was born: the next one may find its model ready."""
+        if self._shelf is None or argv[0] != "serve":
+            return
+        with suppress(ValueError):
+            command = contract.from_argv(argv)
+            assert isinstance(command, contract.Serve)
+            if command.snapshot not in self._wanted and self._shelf.wants(command):
+                self._wanted[command.snapshot] = (time.monotonic() + QUIET_BEFORE, command)
+
+    def _keep_ready(self) -> None:
+        """Nobody wants anything: see to the model whose turn it is."""
+        if self._shelf is None:
+            return
+        now = time.monotonic()
+        if self._trial is not None:
+            if not select.select([self._trial.told], [], [], 0)[0] and now < self._trial.ends:
+                return
+            trial, self._trial = self._trial, None
+            if why := trial.end():
+                print(f"nursery: {trial.command.snapshot} is left to its workers: {why}", file=sys.stderr)
+                self._shelf.leave(trial.command)
+                return
+            with suppress(Exception):  # it went well a moment ago; if the files have changed since, its workers say so
+                self._shelf.make(trial.command)
+            self._survey()
+            self._tied.say(contract.Warm())
+        elif self._wanted:
+            snapshot, (due, command) = min(self._wanted.items(), key=lambda each: each[1][0])
+            if due <= now:
+                del self._wanted[snapshot]
+                self._trial = Trial(command, self._shelf)
+        else:
+            self._shelf.tidy()
+
+    def _survey(self) -> None:
+        """What children share of us, they do not count as their own."""
+        if (memory := sys.modules.get("worker.engine.memory")) is not None:
+            memory.inheritance.survey()
+
     def import_all(self, modules: Iterable[str]) -> None:
         """Have `modules`, and say so. One that cannot be imported is a matter for the worker that needs it."""
         wanted = list(modules)
@@ -107,11 +181,12 @@ class Nursery:
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)
         _prime()
-        # What is there now is there for good: no collection of a child looks at it, and so copies its pages.
         gc.collect()
-        gc.freeze()
-        if (memory := sys.modules.get("worker.engine.memory")) is not None:
-            memory.inheritance.survey()
+        if not self._shelf:  # what is on it must be found when it goes
+            gc.freeze()
+        self._survey()
+        if self._shelf is None and (shelves := sys.modules.get("worker.engine.shelf")) is not None:
+            self._shelf = shelves.shelf
         self._tied.say(contract.Warm(modules=[name for name in wanted if name in sys.modules]))
 
     def _fork(self, id: int, descriptors: Sequence[int]) -> None:
@@ -143,18 +218,69 @@ class Nursery:
         with suppress(BrokenPipeError):
             os.write(tell, b"!")
         os.close(tell)
+        self._want(birth.argv)
+
+
+class Trial:
+    """A child that makes of a model what is to be kept ready of it, and tells whether that would have done harm."""
+
+    def __init__(self, command: contract.Serve, shelf: "Shelf"):
+        self.command = command
+        self.told, tell = os.pipe()
+        self.ends = time.monotonic() + TRIAL_TIMEOUT
+        parent = os.getpid()
+        self._pid: int | None = None
+        with suppress(OSError):
+            self._pid = os.fork()
+        if self._pid == 0:
+            _try(command, shelf, parent, tell)
+        os.close(tell)
+
+    def end(self) -> str:
+        """Returns once the child is gone: why it would be wrong to do the same here; empty if it is right."""
+        if self._pid is None:
+            os.close(self.told)
+            return "cannot fork"
+        if not select.select([self.told], [], [], 0)[0]:
+            os.kill(self._pid, signal.SIGKILL)
+        with os.fdopen(self.told, encoding="utf-8", errors="replace") as told:
+            said = told.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return (said or f"its trial ended with exit code {code}") if code else ""
+
+
+def _try(command: contract.Serve, shelf: "Shelf", parent: int, tell: int) -> NoReturn:
+    """In the child: make it, and look at what that has done to this process."""
+    try:
+        leash.bind(parent)
+        shelf.make(command)
+        why = unfit()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the nursery must not do it
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    with suppress(OSError):
+        os.write(tell, why.encode())
+    os._exit(1 if why else 0)
 
 
 def unfit() -> str:
-    """Why a fork of this process would not be safe; empty if it is."""
+    """Why a fork of this process would not be safe; empty if it is.
+
+    A driver that was started does not survive a fork. One that is merely loaded does: libraries load CUDA's when they
+    are imported, and start it when they first ask for a device. torch does not know whether somebody else did: a look
+    at the number of devices starts it, too, and leaves `is_initialized` false. So the driver itself is asked: each of
+    its functions returns CUDA_ERROR_NOT_INITIALIZED until cuInit has been called (CUDA Driver API, "Initialization").
+    HIP opens its device files when it starts.
+    """
     if len(threads := os.listdir("/proc/self/task")) > 1:
         return f"it has {len(threads)} threads"
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialised"
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        if mapped := next((line for line in maps if any(name in line for name in DEVICE_LIBRARIES)), ""):
-            return f"{mapped.split()[-1]} is mapped"
+    with suppress(OSError, AttributeError):  # it is not loaded
+        driver = ctypes.CDLL(CUDA_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        context = ctypes.c_void_p()
+        if driver.cuCtxGetCurrent(ctypes.byref(context)) != NOT_INITIALIZED:
+            return "the CUDA driver is started"
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             if (path := os.readlink(f"/proc/self/fd/{descriptor}")).startswith(DEVICE_FILES):
@@ -187,6 +313,7 @@ def _become(birth: contract.Birth, streams: Sequence[int], told: int) -> None:
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    gc.freeze()  # what is there now is there for good: no collection looks at it, and so copies its pages
     _show(birth.argv)
     os.environ.clear()
     os.environ.update(birth.env)

@@ -2,9 +2,10 @@
 verb `nursery` is the real fork server, whose children run the same.
 
 It says one `progress` event whose stage is a JSON object. The environment variable NURSERY_HAS names what is wrong with
-its nursery: `thread`.
+its nursery: `thread`, or `loaded` or `started`, that of the CUDA driver in NURSERY_CUDA.
 """
 
+import ctypes
 import json
 import os
 import random
@@ -71,5 +72,9 @@ if __name__ == "__main__":
     if isinstance(order, contract.Nursery):
         if os.environ.get("NURSERY_HAS") == "thread":
             threading.Thread(target=threading.Event().wait, daemon=True).start()
+        if "NURSERY_CUDA" in os.environ:
+            driver = ctypes.CDLL(os.environ["NURSERY_CUDA"])
+            if os.environ["NURSERY_HAS"] == "started":
+                driver.cuInit(0)
         os._exit(nursery.serve(order, run, modules=("json", "worker.no_such_module")))
     run(words)

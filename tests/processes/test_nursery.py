@@ -129,6 +129,31 @@ async def test_a_nursery_with_a_second_thread_forks_nobody() -> None:
         assert nursery.can_fork, "it says so each time, and may be asked again"
 
 
+CUDA = """
+static int started;
+int cuInit(unsigned int flags) { started = 1; return 0; }
+int cuCtxGetCurrent(void **context) { *context = 0; return started ? 0 : 3; }
+"""
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+async def test_a_driver_that_is_only_loaded_prevents_no_fork_and_a_started_one_does(
+    is_started: bool, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text(CUDA)
+    built = await asyncio.create_subprocess_exec(
+        "cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source
+    )
+    assert await built.wait() == 0
+    async with nursing(NURSERY_HAS="started" if is_started else "loaded", NURSERY_CUDA=str(library)) as nursery:
+        if is_started:
+            with pytest.raises(NurseryRefused, match="CUDA driver is started"):
+                await forked(nursery)
+        else:
+            assert (await told(await forked(nursery)))["path"]
+
+
 async def test_only_what_is_the_same_is_forked() -> None:
     plain = Program(model="m", worker="m#1")
     assert may_fork(plain, "serve")

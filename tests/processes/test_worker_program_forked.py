@@ -17,7 +17,7 @@ from router.launchers import NotForked, Program, WorkerLost
 from router.launchers.local import LocalWorker
 from router.presets import Preset
 from tests import tiny
-from tests.fakes import CPU, GIB, FixedDevices
+from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
 from worker import contract
@@ -94,6 +94,40 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
     stages = ["imports", "config", "tokenizer", "read", "build", "warmup", "server"]
     assert [list(each) for each in spent] == [["fork", *stages], ["exec", *stages]]
     assert spent[0]["imports"] < spent[1]["imports"] / 3
+
+
+async def test_a_model_that_was_served_once_is_ready_for_the_next_time(
+    launcher: ForkingLauncher, tmp_path: Path
+) -> None:
+    """Nothing is built and no tokenizer loaded; the answer is the same."""
+    folder = tiny.make("qwen3", tmp_path / "tiny")
+    command = contract.Serve(snapshot=str(folder), listen="", name="m", ctx_size=64)
+    answers = []
+    kept = asyncio.Event()
+    async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
+        answers.append(await answer(worker))
+        nursery = launcher.nursery
+        assert nursery is not None
+        before = launcher.on_nursery
+        launcher.on_nursery = kept.set
+        async with asyncio.timeout(DEADLINE):
+            while not _mapped(nursery.pid, folder / "model.safetensors"):
+                kept.clear()
+                await kept.wait()
+        launcher.on_nursery = before
+    async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
+        assert parent(worker.pid) == nursery.pid
+        answers.append(await answer(worker))
+        assert len(_mapped(worker.pid, folder / "model.safetensors")) == 1, "the nursery's, and no other"
+        assert worker.ready.seconds["tokenizer"] < 0.01
+    assert answers[0] == answers[1]
+    assert _mapped(nursery.pid, folder / "model.safetensors") == [0], "it read weights"
+
+
+def _mapped(pid: int, path: Path) -> list[int]:
+    """Of each place where the file is mapped into that process, the bytes that are in memory."""
+    areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
+    return [int(area.partition("Rss:")[2].split()[0]) << 10 for area in areas if str(path) in area]
 
 
 async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, contract.Estimated]) -> None:

@@ -39,15 +39,15 @@ def load(
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Callable[[contract.Progress], None],
     over: Callable[[str], None] = lambda stage: None,
+    built: loader.Built | None = None,
 ) -> Loaded:
     """An embedder or a cross-encoder, as the loader finds it to be. Changes `tokenizer` to what the snapshot's files
-    say of it. `over` as for `loader.load_model`. Raises StartError."""
+    say of it. `over` and `built` as for `loader.load_model`. Raises StartError."""
     snapshot, scores = Path(options.snapshot), loader.is_cross_encoder(options, config)
     if scores and options.pooling not in ("", "rank"):
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else layout.read(snapshot, options.pooling)
-    implementation = None if options.attention == "auto" else options.attention
-    loaded = loader.load_model(options, config, implementation, progress, over)
+    loaded = loader.load_model(options, config, implementation(options), progress, over, built)
     if not options.enforce_eager:
         Linears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
@@ -57,6 +57,11 @@ def load(
         _lowercase(tokenizer)
     limits = (architectures.positions(config), layout.max_tokens(snapshot))
     return Loaded(encoder, encoding, loaded.device, min(filter(None, limits), default=0))
+
+
+def implementation(options: contract.ModelOptions) -> str | None:
+    """transformers' name of the attention; None: what the model's own code prefers."""
+    return None if options.attention == "auto" else options.attention
 
 
 def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:

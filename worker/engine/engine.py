@@ -36,6 +36,7 @@ from worker.engine.sampler import Pick, has_penalties, sample
 from worker.engine.scheduler import Pace, Segment
 from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
+from worker.engine.shelf import shelf
 from worker.engine.steploop import Outbox, StepLoop
 from worker.engine.vision import Eyes, Tower, see, unmoved
 from worker.errors import (
@@ -59,6 +60,8 @@ class Prepared:
 
     config: Any
     tokenizer: transformers.PreTrainedTokenizerBase
+    built: loader.Built | None = None
+    """The model, but for its weights: the nursery had it."""
 
 
 class TransformersEngine:
@@ -125,6 +128,10 @@ class TransformersEngine:
         _check(options)
         torch.set_num_threads(options.threads)
         memory.keep_small()
+        if (made := shelf.find(options)) is not None:
+            over("config")
+            over("tokenizer")
+            return Prepared(made.config, made.tokenizer, made.built)
         config = loader.load_config(options)
         over("config")
         tokenizer = loader.load_tokenizer(options)
@@ -148,29 +155,28 @@ class TransformersEngine:
         """
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
-        config, tokenizer = prepared.config, prepared.tokenizer
         loader.device_of(options)
         memory.cap(options.devices, options.reserved)
-        if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
-            return cls._load_encoder(options, config, tokenizer, progress, pulse, over)
-        return cls._load_generator(options, config, tokenizer, progress, pulse, over)
+        if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
+            return cls._load_encoder(options, prepared, progress, pulse, over)
+        return cls._load_generator(options, prepared, progress, pulse, over)
 
     @classmethod
     def _load_generator(
         cls,
         options: contract.Serve,
-        config: Any,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        prepared: Prepared,
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None],
     ) -> "TransformersEngine":
+        config = prepared.config
         attention.register()
         implementation = backends.implementation(options.attention, config)
-        loaded = loader.load_model(options, config, implementation, progress, over)
+        loaded = loader.load_model(options, config, implementation, progress, over, prepared.built)
         ctx_size = context_size(options, architectures.positions(config))
         rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
-        processor, blind = see(options, config, tokenizer)
+        processor, blind = see(options, config, prepared.tokenizer)
         try:
             tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
             backend, capacity = backends.make_runner(
@@ -203,7 +209,7 @@ class TransformersEngine:
             eyes = Eyes(processor, loaded.dtype, most=options.limit_images, place=unmoved)
         return cls(
             options,
-            tokenizer,
+            prepared.tokenizer,
             config=config,
             ctx_size=ctx_size,
             pulse=pulse,
@@ -219,13 +225,13 @@ class TransformersEngine:
     def _load_encoder(
         cls,
         options: contract.Serve,
-        config: Any,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        prepared: Prepared,
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None],
     ) -> "TransformersEngine":
-        loaded = encoders.load(options, config, tokenizer, progress, over)
+        config, tokenizer = prepared.config, prepared.tokenizer
+        loaded = encoders.load(options, config, tokenizer, progress, over, prepared.built)
         over("build")
         ctx_size = context_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))

@@ -7,9 +7,10 @@ in the way is a StartError that names it and the way out.
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel
 """How classes are called that have a head for text."""
 _UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
 """Layers behind the last hidden state, which pooling reads; checkpoints often leave them out."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on the CPU, around weights that are views of mapped files, of which nothing has been read."""
+
+    model: Any
+    files: list[weights.WeightFile]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -222,30 +232,32 @@ def load_model(
     attention: str | None,
     report: Report,
     over: Callable[[str], None] = lambda stage: None,
+    built: Built | None = None,
 ) -> Loaded:
     """The model of `config` with its weights, in evaluation mode; `attention` by transformers' name, None: its default.
 
     Progress counts bytes of weights; `over` is told of the ends of `read` and `build`, of each several times, as they
-    go hand in hand. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY where memory ran
-    out.
+    go hand in hand. `built` by `build`, for the same options. Raises StartError; Exit.DAMAGED for files cut short,
+    DEVICE_MEMORY and HOST_MEMORY where memory ran out.
     """
     device = device_of(options)
     embeds = is_embedder(options, config)
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
+        if built is not None:
+            model, files = _filled(built, device, report, over), tuple(built.files)
+            return Loaded(model, model.config, device, built.dtype, embeds, files)
         cls = model_class(options, config, embeds)
-        files: tuple[weights.WeightFile, ...] = ()
+        files = ()
         with _quiet():
             if options.load_format == "dummy":
                 model, dtype = _random(cls, options, config, device)
-            elif getattr(config, "quantization_config", None) or options.quantization not in ("auto", "none"):
+            elif _is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
                 model, dtype, files = _stored(cls, options, config, device, embeds, report, over)
-        if attention is not None:
-            model.set_attn_implementation(attention)
-        return Loaded(model.eval().requires_grad_(False), model.config, device, dtype, embeds, files)
+        return Loaded(_set_up(model, attention), model.config, device, dtype, embeds, files)
     except Exception as error:
         if memory.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
@@ -253,6 +265,63 @@ def load_model(
                 f"no memory for the weights on {options.devices[0]}: {memory.one_line(error)}", where
             ) from error
         raise
+
+
+def _set_up(model: Any, attention: str | None) -> Any:
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model.eval().requires_grad_(False)
+
+
+def build(options: contract.ModelOptions, config: Any, attention: str | None) -> Built | None:
+    """The model for `load_model` to fill, where its weights can be used as they lie on disk: None if any would have to
+    be converted, put together or quantised. Reads headers only. Raises StartError."""
+    if _is_quantized(options, config) or "auto_map" in config.to_dict():
+        return None
+    embeds = is_embedder(options, config)
+    cls = model_class(options, config, embeds)
+    files = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
+    dtype = _dtype(options, config, files, torch.device(options.devices[0].partition(":")[0]))
+    if any(file.converts_to(dtype) for file in files) or (_keeps_float32(cls) and dtype != torch.float32):
+        return None
+    tensors = {name: tensor for file in files for name, tensor in file.tensors()}
+    with torch.device("meta"):
+        expected = cls._from_config(config, dtype=dtype).state_dict()
+    prefix = f"{cls.base_model_prefix}."
+    for name, tensor in tensors.items():
+        names = (name, prefix + name, name.removeprefix(prefix))
+        if all(each not in expected or expected[each].shape != tensor.shape for each in names):
+            return None
+    with _quiet():
+        model = _set_up(_build(cls, config, tensors, dtype, embeds), attention)
+    ours = {tensor.data_ptr() for tensor in tensors.values()}
+    if any(parameter.numel() and parameter.data_ptr() not in ours for parameter in model.parameters()):
+        return None
+    return Built(model, files, dtype)
+
+
+def _filled(built: Built, device: torch.device, report: Report, over: Callable[[str], None]) -> Any:
+    """The model of `built` on `device`, its weights in memory."""
+    with weights.ReadAhead(built.files) as ahead:
+        told = partial(_tell_weights, report, ahead.total)
+        told(0)
+        model = built.model.to(device)
+        over("build")
+        ahead.finish(told)
+    _let_go_of_others(built.files, model)
+    over("read")
+    return model
+
+
+def _tell_weights(report: Report, total: int, done: int) -> None:
+    report(contract.Progress(stage="weights", done=done, total=total))
+
+
+def _let_go_of_others(files: Sequence[weights.WeightFile], model: Any) -> None:
+    """Of the files' pages, keep what `model` uses: stacked experts are new tensors, and a device has its own."""
+    used = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for file in files:
+        file.keep_only(used)
 
 
 def model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> Any:
@@ -340,15 +409,12 @@ def _stored(
     """Views of the mapped files where the type allows; else converted tensor by tensor, so that memory holds each
     weight once. Returns once all is in memory: a step that waits for a disk would look like one that hangs."""
     opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
-    stored = getattr(config, "dtype", None) or next((file.floating for file in opened if file.floating), None)
-    dtype = resolve_dtype(options.dtype, stored, device)
+    dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
     converted = 0
     with weights.ReadAhead(opened, converts) as ahead:
-
-        def told(done: int) -> None:
-            report(contract.Progress(stage="weights", done=done, total=ahead.total))
+        told = partial(_tell_weights, report, ahead.total)
 
         def count(read: int) -> None:
             nonlocal converted
@@ -364,10 +430,20 @@ def _stored(
         over("build")
         ahead.finish(told)
         over("read")
-    used = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    for file in opened:
-        file.keep_only(used)  # experts are stacked into new tensors, and a device has its own
+    _let_go_of_others(opened, model)
     return model, dtype, tuple(opened)
+
+
+def _is_quantized(options: contract.ModelOptions, config: Any) -> bool:
+    return bool(getattr(config, "quantization_config", None)) or options.quantization not in ("auto", "none")
+
+
+def _dtype(
+    options: contract.ModelOptions, config: Any, files: Sequence[weights.WeightFile], device: torch.device
+) -> torch.dtype:
+    """Of the model: as asked, else the configuration's, else the files'."""
+    stored = getattr(config, "dtype", None) or next((file.floating for file in files if file.floating), None)
+    return resolve_dtype(options.dtype, stored, device)
 
 
 def _keeps_float32(cls: Any) -> bool:
