@@ -156,7 +156,7 @@ class Access:
             return {}
         headers = {"Access-Control-Allow-Origin": "*" if "*" in self._origins else origin, "Vary": "Origin"}
         if request.method == "OPTIONS":
-            headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
+            headers["Access-Control-Allow-Methods"] = "GET, POST, PUT, DELETE, OPTIONS"
             asked = request.headers.get("Access-Control-Request-Headers", "")
             headers["Access-Control-Allow-Headers"] = (
                 asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"

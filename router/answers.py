@@ -544,6 +544,38 @@ _REQUEST = shape(
         "tokens_per_second": maybe(NUMBER),
     }
 )
+_STATUS = shape({"status": TEXT})
+_LMI_STATES = ("READY", "PENDING", "FAILED")
+_WORKFLOW = shape(
+    {
+        "workflowName": TEXT,
+        "models": several(
+            shape(
+                {
+                    "modelName": TEXT,
+                    "modelUrl": TEXT,
+                    "batchSize": COUNT,
+                    "maxBatchDelayMillis": COUNT,
+                    "maxIdleSeconds": COUNT,
+                    "queueSize": COUNT,
+                    "requestInQueue": COUNT,
+                    "status": enum("Healthy", "Unhealthy", "PENDING", "FAILED"),
+                    "loadedAtStartup": FLAG,
+                    "workerGroups": several(
+                        shape(
+                            {
+                                "device": shape({"deviceType": enum("cpu", "gpu"), "deviceId": WHOLE}),
+                                "minWorkers": COUNT,
+                                "maxWorkers": COUNT,
+                                "workers": several(shape({"id": COUNT, "startTime": TEXT, "status": TEXT})),
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
+    }
+)
 _SUCCESS = shape({"success": const(True)})
 _PULLED = shape({"status": TEXT}, {"digest": TEXT, "total": COUNT, "completed": COUNT})
 _HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT)})
@@ -698,6 +730,17 @@ ANSWERS: Mapping[str, Answer] = {
     "reload": Answer(body=ref("Reload"), about="Presets, folders and caches were read again."),
     "index": Answer(body=shape({"message": TEXT, "version": TEXT}), about="What this is."),
     "openapi": Answer(body=ANY_OBJECT, about="This description."),
+    "lmi_list": Answer(
+        body=shape(
+            {"models": several(shape({"modelName": TEXT, "modelUrl": TEXT, "status": enum(*_LMI_STATES)}))},
+            {"nextPageToken": TEXT},
+        ),
+        about="A page of models.",
+    ),
+    "lmi_register": Answer(body=_STATUS, about="Listed, and ready.", further={202: _STATUS}),
+    "lmi_describe": Answer(body=several(_WORKFLOW), about="One model and its workers."),
+    "lmi_scale": Answer(body=_STATUS, about="So many workers run.", further={202: _STATUS}),
+    "lmi_unregister": Answer(body=_STATUS, about="Listed no longer."),
     "pin": Answer(
         body=shape({"success": const(True), "model": TEXT, "pinned": FLAG}),
         about="It may be put out no longer, or again.",

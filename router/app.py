@@ -36,7 +36,19 @@ from router.proxy import PHASE, Call, Proxy
 from router.requests import Record, Requests
 from router.settings import Key
 from router.site import Site, flag
-from worker.routes import FACES, FLAGS, ROUTES, Face, Loads, Plane, Route, error_body, query, stream
+from worker.routes import (
+    FACES,
+    FLAGS,
+    IGNORED_FIELDS_HEADER,
+    ROUTES,
+    Face,
+    Loads,
+    Plane,
+    Route,
+    error_body,
+    query,
+    stream,
+)  # fmt: skip
 
 log = logging.getLogger("router.app")
 access_log = logging.getLogger("router.access")
@@ -118,6 +130,11 @@ class App:
             "cancel": self._cancel,
             "index": self._index,
             "ping": self._ping,
+            "lmi_list": self._lmi_list,
+            "lmi_register": self._lmi_register,
+            "lmi_describe": self._lmi_describe,
+            "lmi_scale": self._lmi_scale,
+            "lmi_unregister": self._lmi_unregister,
             "ollama_tags": self._ollama_tags,
             "ollama_ps": self._ollama_ps,
             "ollama_version": self._ollama_version,
@@ -131,9 +148,8 @@ class App:
             "openapi": self._openapi,
         }
         for route in ROUTES:
-            path = route.path.replace(
-                "/models/{id}", f"/models/{{id:{ID if route.path.startswith('/v1') else OTHER_ID}}}"
-            ).replace("/{id}", f"/{{id:{ID}}}")
+            other = OTHER_ID if route.path.startswith("/models/{id}") else ID
+            path = route.path.replace("/{id}", f"/{{id:{other}}}")
             work = self._forward if route.worker else own[route.name]
             handler = self._guarded(route, work)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
@@ -435,6 +451,23 @@ class App:
         status, body = lmi.ping(self._site)
         return _json(body, status=status)
 
+    async def _lmi_list(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(lmi.listed(self._site, key, _asked(request)))
+
+    async def _lmi_register(self, request: web.Request, key: Key) -> web.StreamResponse:
+        status, body = await lmi.register(self._site, _asked(request))
+        return _json(body, status=status, headers=_ignored(request))
+
+    async def _lmi_describe(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(lmi.described(self._site, key, request.match_info["id"]))
+
+    async def _lmi_scale(self, request: web.Request, key: Key) -> web.StreamResponse:
+        status, body = await lmi.scale(self._site, key, request.match_info["id"], _asked(request))
+        return _json(body, status=status, headers=_ignored(request))
+
+    async def _lmi_unregister(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(lmi.unregister(self._site, key, request.match_info["id"]))
+
     async def _ollama_tags(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await ollama.tags(self._site, key))
 
@@ -520,6 +553,12 @@ def _asked(request: web.Request) -> Mapping[str, str]:
         return NO_QUERY
     known = query(request[_ROUTE])
     return {name: request.query[name] for name in known if name in request.query}
+
+
+def _ignored(request: web.Request) -> dict[str, str] | None:
+    """The header that says which parameters made no difference."""
+    said = [name for name in lmi.NO_EFFECT if name in request.query]
+    return {IGNORED_FIELDS_HEADER: ",".join(said)} if said else None
 
 
 def _changes_state(request: web.Request) -> bool:

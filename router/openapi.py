@@ -14,12 +14,25 @@ from worker.routes import ERRORS, FLAGS, ROUTES, Face, Loads, Plane, Route, body
 _FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
 _PARAMETERS: Mapping[str, str] = {
     "model": "Id or alias of a model.",
-    "model_name": "The same as model.",
+    "model_name": "The same as model; where one is registered, its name.",
     "autoload": "Whether a model that is not loaded is loaded for this request.",
     "reload": "Not empty: presets, folders and caches are read again before.",
     "wait": "Answer once it is done.",
     "force": "Do not wait for running requests.",
     "snapshot": "Begin with the state of every model.",
+    "limit": "Models of one page; 100 at most.",
+    "next_page_token": "What the page before said.",
+    "url": "org/name[:revision] on the hub, or a folder inside --models-dir or the hub cache.",
+    "model_version": "Not offered: versions are not kept apart.",
+    "engine": "Python or MPI; makes no difference.",
+    "device": "cpu, or gpu0 and the like.",
+    "job_queue_size": "Requests that may wait.",
+    "max_idle_time": "Seconds until workers beyond the least number end.",
+    "min_worker": "Workers at least; 0: none until somebody asks.",
+    "max_worker": "Workers at most.",
+    "synchronous": "Answer once the workers are ready; true unless stated.",
+    "batch_size": "Makes no difference: batches are continuous.",
+    "max_batch_delay": "Makes no difference: nobody waits for a batch to fill.",
     "level": "Leave out lines that are less severe: debug, info, warning or error.",
     "lines": "How many at most, the newest; 200 unless stated.",
     "fail_on_no_slot": "503 where no slot is free.",
@@ -54,6 +67,10 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "logs": (404,),
     "requests": (404,),
     "cancel": (404,),
+    "lmi_register": (409, 429, 501, 502, 503, 504, 507),
+    "lmi_describe": (404,),
+    "lmi_scale": (404, 429, 501, 502, 503, 504, 507),
+    "lmi_unregister": (404,),
     "ollama_show": (404,),
     "ollama_pull": (503,),
     "ollama_delete": (404, 409),
@@ -76,6 +93,8 @@ _WORDS: Mapping[int, str] = {
     504: "It took too long.",
     507: "The model does not fit, even alone.",
 }
+
+_BEGUN = "Begun, and not done yet."
 
 
 def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
@@ -135,7 +154,7 @@ def _operation(route: Route) -> dict[str, Any]:
         "responses": {
             **_success(route, answer),
             **{str(status): {"$ref": f"#/components/responses/{error}{status}"} for status in statuses(route)},
-            **{str(status): _json(schema, _WORDS[status]) for status, schema in answer.further.items()},
+            **{str(status): _json(schema, _WORDS.get(status, _BEGUN)) for status, schema in answer.further.items()},
         },
     }
     if route.worker:

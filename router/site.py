@@ -26,7 +26,7 @@ from router.life import Files, Worker
 from router.lifecycle import State
 from router.log import Ring
 from router.names import Names, choose
-from router.presets import Found, Loaded, Preset
+from router.presets import REGISTERED, Found, Loaded, Preset
 from router.settings import Key, Settings
 
 log = logging.getLogger("router.site")
@@ -64,6 +64,8 @@ class Site:
     """Sections of models that came by a call, by id."""
     pinned: dict[str, bool] = field(default_factory=dict)
     """Models that were pinned, or no longer, by a call."""
+    scaled: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Least and most workers of models that were scaled by a call."""
     logs: Ring = field(default_factory=Ring)
     leaving: set[str] = field(default_factory=set)
     """Models whose files are being deleted: they are not listed again."""
@@ -145,11 +147,15 @@ class Site:
             self.reloaded, self.reload_errors = time.time(), ()
             self.access.keys = keys
             self._facts.clear()
+            warnings = [str(warning) for warning in loaded.warnings]
+            for id in [id for id in self.registered if not _is_registered(loaded.presets.get(id))]:
+                del self.registered[id]
+                warnings.append(f"{id} was registered by a call, and now stands in a file: that holds")
             presets = {id: self._as_told(preset) for id, preset in loaded.presets.items() if id not in self.leaving}
             self.awaited &= presets.keys()
             result = self.fleet.apply(presets)
             self._listed()
-            return {**result, "warnings": [str(warning) for warning in loaded.warnings]}
+            return {**result, "warnings": warnings}
 
     async def add(self, id: str, *, found: Found | None = None, section: str = "") -> Preset:
         """List one more model, found on the hub or written as a section, as all files say now; nothing else changes.
@@ -180,6 +186,8 @@ class Site:
         """List a model no longer; its workers, which drain and stop."""
         self.fetched.pop(id, None)
         self.registered.pop(id, None)
+        self.scaled.pop(id, None)
+        self.pinned.pop(id, None)
         self._facts.pop(id, None)
         self.awaited -= {id}
         workers = self.fleet.remove(id, reason)
@@ -192,9 +200,16 @@ class Site:
         self.fleet.change(self._as_told(self.fleet.model(id).preset))
         self.events.append("listed", id)
 
+    def scale(self, id: str, replicas: tuple[int, int]) -> None:
+        """How many workers model `id` keeps, from now on and whatever its preset says."""
+        self.scaled[id] = replicas
+        self.fleet.change(self._as_told(self.fleet.model(id).preset))
+        self.events.append("listed", id)
+
     def _as_told(self, preset: Preset) -> Preset:
         """The preset with what calls have changed of it."""
-        return replace(preset, pin=self.pinned.get(preset.id, preset.pin))
+        pinned, replicas = self.pinned.get(preset.id, preset.pin), self.scaled.get(preset.id, preset.replicas)
+        return replace(preset, pin=pinned, replicas=replicas)
 
     def _is_taken(self, id: str) -> bool:
         try:
@@ -232,6 +247,12 @@ class Words:
     eos_token: str = ""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """What generation_config.json says."""
+
+
+def _is_registered(preset: Preset | None) -> bool:
+    """Whether it came by a call, and no file says what it is."""
+    origins = preset.origins if preset is not None else {}
+    return origins.get("model", origins.get("hf-repo", "")).startswith(f"{REGISTERED}:")
 
 
 def _words(folder: Path) -> Words:

@@ -19,7 +19,7 @@ ROUTER = [
     "router.serve",
     "router.app  router.launchers.local",
     "router.openapi",
-    "router.faces.admin  router.faces.ollama",
+    "router.faces.admin  router.faces.lmi  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
     "router.hub  router.requests",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",

@@ -108,6 +108,11 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/responses", _R, "responses", worker=True, loads=Loads.FOLLOWS, streams=True),
     *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True),
     Route("GET", "/ping", Face.LMI, "ping", False, Plane.PUBLIC),
+    Route("GET", "/lmi/models", Face.LMI, "lmi_list", False),
+    Route("POST", "/lmi/models", Face.LMI, "lmi_register", False, Plane.ADMIN),
+    Route("GET", "/lmi/models/{id}", Face.LMI, "lmi_describe", False),
+    Route("PUT", "/lmi/models/{id}", Face.LMI, "lmi_scale", False, Plane.ADMIN),
+    Route("DELETE", "/lmi/models/{id}", Face.LMI, "lmi_unregister", False, Plane.ADMIN),
     Route("POST", "/invocations", Face.LMI, "invocations", True, loads=Loads.FOLLOWS, streams=True),
     *(
         Route("POST", path, Face.LMI, "invocations", True, loads=Loads.FOLLOWS, streams=True, upstream="/invocations")
@@ -203,7 +208,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
 }
 """What a route's body may say, by the name of the route: one of these. Calls that are not here look at no body."""
 
-FLAGS = ("autoload", "wait", "force", "snapshot", "fail_on_no_slot")
+FLAGS = ("autoload", "wait", "force", "snapshot", "fail_on_no_slot", "synchronous")
 """Parameters of a query that are true, 1, false or 0."""
 _CHOSEN = ("model", "model_name")
 QUERIES: Mapping[str, tuple[str, ...]] = {
@@ -220,6 +225,22 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "config": _CHOSEN,
     "logs": ("model", "level", "lines"),
     "requests": ("model",),
+    "lmi_list": ("limit", "next_page_token"),
+    "lmi_register": (
+        "url",
+        "model_name",
+        "model_version",
+        "engine",
+        "device",
+        "job_queue_size",
+        "max_idle_time",
+        "min_worker",
+        "max_worker",
+        "synchronous",
+        "batch_size",
+        "max_batch_delay",
+    ),
+    "lmi_scale": ("min_worker", "max_worker", "synchronous", "batch_size", "max_batch_delay"),
 }
 """The parameters that a route reads of its query, by the name of the route; see `query`."""
 

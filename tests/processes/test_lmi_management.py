@@ -1,0 +1,153 @@
+"""LMI's management of models, below /lmi: a real router and fake workers."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes.routers import Router, chat, fake_python, fake_snapshot, router
+
+pytestmark = pytest.mark.slow
+
+MARGIN = ("--models-memory-margin", "64")
+LIMIT = ("--device-limit", "cpu=264")  # 200 MiB for models
+
+
+@asynccontextmanager
+async def world(tmp_path: Path, *options: str, text: str = "") -> AsyncIterator[Router]:
+    """A router with one model of its own, `local`, of 64 MiB as all are."""
+    fake_snapshot(tmp_path / "models" / "local")
+    file = tmp_path / "models.ini"
+    file.write_text(f"[*]\npython = {fake_python(tmp_path)}\nrequired-memory = 64\nreplica-idle-seconds = 600\n{text}")
+    arguments = ("--models-preset", str(file), "--models-dir", str(tmp_path / "models"))
+    async with router(*arguments, *options, *MARGIN, *LIMIT) as up:
+        yield up
+
+
+def error(response: httpx.Response) -> tuple[int, str]:
+    body = response.json()
+    assert set(body) == {"code", "type", "message"}
+    assert body["code"] == response.status_code
+    return response.status_code, body["message"]
+
+
+async def described(up: Router, name: str) -> dict[str, Any]:
+    ((workflow,),) = ((await up.client.get(f"/lmi/models/{name}")).json(),)
+    assert workflow["workflowName"] == name
+    (model,) = workflow["models"]
+    found: dict[str, Any] = model
+    return found
+
+
+async def test_a_model_is_registered_described_listed_and_unregistered(tmp_path: Path) -> None:
+    async with world(tmp_path) as up:
+        client = up.client
+        url = str(fake_snapshot(tmp_path / "models" / "further" / "one"))
+        query = {"url": f"file://{url}", "model_name": "org/mine", "job_queue_size": "7", "max_idle_time": "9",
+                 "device": "cpu", "batch_size": "4", "engine": "Python"}  # fmt: skip
+        response = await client.post("/lmi/models", params=query)
+        assert (response.status_code, response.json()) == (200, {"status": 'Model "org/mine" registered.'})
+        assert response.headers["x-ignored-fields"] == "batch_size"
+        assert (await up.status("org/mine"))["value"] == "loaded"
+        assert (await client.post("/predictions/org/mine", json={"inputs": "a"})).status_code == 200
+        model = await described(up, "org/mine")
+        assert (model["queueSize"], model["maxIdleSeconds"], model["status"]) == (7, 9, "Healthy")
+        (group,) = model["workerGroups"]
+        assert (group["device"], group["minWorkers"], group["maxWorkers"]) == (
+            {"deviceType": "cpu", "deviceId": -1}, 1, 1,
+        )  # fmt: skip
+        assert [worker["status"] for worker in group["workers"]] == ["READY"]
+        code, message = error(await client.post("/lmi/models", params=query))
+        assert (code, "org/mine" in message) == (409, True)
+        listed = (await client.get("/lmi/models")).json()["models"]
+        assert [(each["modelName"], each["status"]) for each in listed] == [("local", "PENDING"), ("org/mine", "READY")]
+        page = (await client.get("/lmi/models", params={"limit": 1})).json()
+        assert ([each["modelName"] for each in page["models"]], page["nextPageToken"]) == (["local"], "1")
+        page = (await client.get("/lmi/models", params={"limit": 1, "next_page_token": 1})).json()
+        assert ([each["modelName"] for each in page["models"]], "nextPageToken" in page) == (["org/mine"], False)
+        await client.get("/models?reload=1")  # it stays, for as long as this router runs
+        rows = (await client.get("/router/config", params={"model": "org/mine"})).json()["settings"]
+        assert {row["origin"] for row in rows if row["key"] == "queue-size"} == {"registered:5"}
+        pid = (await up.workers())["org/mine"]
+        response = await client.delete("/lmi/models/org/mine")
+        assert response.json() == {"status": 'Model or workflow "org/mine" unregistered'}
+        await up.says(r"org/mine#\d+ stopping→stopped")
+        assert pid not in (await up.workers()).values()
+        assert error(await client.delete("/lmi/models/org/mine"))[0] == 404
+        assert error(await client.get("/lmi/models/org/mine"))[0] == 404
+        assert error(await client.delete("/lmi/models/local"))[0] == 400
+
+
+async def test_workers_are_scaled_up_within_memory_and_down(tmp_path: Path) -> None:
+    async with world(tmp_path) as up:
+
+        async def scale(**query: Any) -> httpx.Response:
+            return await up.client.put("/lmi/models/local", params=query)
+
+        response = await scale(min_worker=2)
+        assert response.json()["status"].endswith("New Worker configuration min workers:2 max workers:2")
+        first = await described(up, "local")
+        assert [len(group["workers"]) for group in first["workerGroups"]] == [2]
+        code, message = error(await scale(min_worker=5))
+        assert (code, "3 of 5" in message) == (507, True)
+        assert (await described(up, "local"))["status"] == "Unhealthy"
+        await up.client.get("/models?reload=1")
+        assert (await up.status("local"))["replicas"] == {"ready": 3, "open": 3, "least": 5, "most": 5}
+        assert (await scale(min_worker=1, max_worker=1)).status_code == 200
+        await up.becomes("local", "loaded")
+        assert (await described(up, "local"))["status"] == "Healthy"
+        assert (await scale(min_worker=0, max_worker=0)).status_code == 200
+        await up.becomes("local", "unloaded", reason="requested")
+        response = await scale(min_worker=1, synchronous="false")
+        assert (response.status_code, set(response.json())) == (202, {"status"})
+        await up.becomes("local", "loaded")
+        for query in ({"min_worker": "x"}, {"min_worker": 2, "max_worker": 1}, {"max_worker": 99999},
+                      {"synchronous": "perhaps"}):  # fmt: skip
+            assert error(await scale(**query))[0] == 400
+        assert error(await up.client.put("/lmi/models/none"))[0] == 404
+
+
+async def test_what_cannot_be_registered_says_why_and_is_not_listed(tmp_path: Path) -> None:
+    async with world(tmp_path, "--offline", text="[big]\nmodel = models/local\nrequired-memory = 100\n") as up:
+
+        async def register(**query: Any) -> tuple[int, str]:
+            return error(await up.client.post("/lmi/models", params=query))
+
+        good = str(fake_snapshot(tmp_path / "models" / "x" / "good"))
+        broken = str(fake_snapshot(tmp_path / "models" / "x" / "broken", die_at_start=3, message="no architecture"))
+        outside = str(fake_snapshot(tmp_path / "outside"))
+        (tmp_path / "models" / "x" / "link").symlink_to(outside)
+        assert await register() == (400, "Parameter url is required.")
+        for url in ("s3://bucket/x", "djl://a/b", "https://a.example/b.zip", "word", outside, "/etc/passwd",
+                    str(tmp_path / "models" / "x" / "link"), f"{tmp_path}/models/../outside",
+                    str(tmp_path / "models" / "x")):  # fmt: skip
+            assert (await register(url=url))[0] == 400, url
+        wrong_ones = (
+            "model_name=a b", "model_name=*", "model_name=x\n[y]", "model_version=2", "engine=PyTorch", "device=nc1",
+            "job_queue_size=0", "min_worker=-1",
+        )  # fmt: skip
+        for wrong in (dict([each.split("=")]) for each in wrong_ones):
+            assert (await register(url=good, **wrong))[0] == 400, wrong
+        code, message = await register(url=broken)
+        assert (code, "no architecture" in message) == (500, True)
+        code, message = await register(url="org/nowhere")
+        assert (code, "--offline" in message) == (500, True)
+        assert error(await up.client.get("/lmi/models/broken"))[0] == 404
+        names = {each["id"] for each in (await up.client.get("/models")).json()["data"]}
+        assert names == {"big", "local"}
+        response = await up.client.post("/lmi/models", params={"url": broken, "synchronous": "false"})
+        assert (response.status_code, response.json()) == (202, {"status": 'Model "broken" registration scheduled.'})
+        await up.becomes("broken", "unloaded", failed=True)
+        assert [each["status"] for each in (await up.client.get("/lmi/models")).json()["models"]] == [
+            "PENDING", "FAILED", "PENDING",
+        ]  # fmt: skip
+        assert (await described(up, "broken"))["status"] == "FAILED"
+        text = (tmp_path / "models.ini").read_text()
+        (tmp_path / "models.ini").write_text(text + f"[broken]\nmodel = {good}\n")
+        reload = (await up.client.get("/models?reload=1")).json()["reload"]
+        assert any("broken" in warning for warning in reload["warnings"])
+        assert error(await up.client.delete("/lmi/models/broken"))[0] == 400
+        assert (await up.client.post("/v1/chat/completions", json=chat("broken"))).status_code == 200
