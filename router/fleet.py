@@ -49,6 +49,10 @@ log = logging.getLogger("router.fleet")
 MIB = 1 << 20
 IDLE_LOOK = 0.05
 """Seconds until it is looked at when a worker that fell idle may go, where nobody wants its room."""
+PLAN_PAUSE = 0.001
+"""Seconds from one plan to the next, for each worker in the queue beyond a few: it is about ten times what a plan takes
+(benchmarks/scheduler.md), so that with a long queue the loop is there for those who are served, too."""
+FEW_WAITING = 4
 PLAN_AGAIN = 1.0
 """Seconds until a plan that failed is made again."""
 WAITS = {"download": "download", "wait": "memory"}
@@ -183,6 +187,8 @@ class Fleet:
         self.breaches: Counter[DeviceId] = Counter()
         """Readings by which less than the margin was free."""
         self._readings: Sequence[Reading] = ()
+        self._planned_at, self._planned_for = 0.0, 0
+        """When the last plan was made, and for how many who wait."""
         self._is_fresh = False
         """The readings were begun for the next plan."""
         self._looking: asyncio.Task[None] | None = None
@@ -208,9 +214,15 @@ class Fleet:
         return asyncio.get_running_loop().time()
 
     def changed(self) -> None:
-        if not self._arranging:
-            self._arranging = True
-            asyncio.get_running_loop().call_soon(self._arrange_soon)
+        if self._arranging:
+            return
+        self._arranging = True
+        loop = asyncio.get_running_loop()
+        pause = self._planned_at + PLAN_PAUSE * (self._planned_for - FEW_WAITING) - self.now()
+        if pause > 0:
+            loop.call_later(pause, self._arrange_soon)
+        else:
+            loop.call_soon(self._arrange_soon)
 
     def turn(self, preset: Preset) -> float:
         return preset.min_residency if preset.min_residency >= 0 else min(10.0, self.limits.patience)
@@ -683,6 +695,7 @@ class Fleet:
         waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
         refining = [worker.demand() for worker in queued if worker.refine.is_set()]
         plan = planner.plan(waiting + refining, residents, devices, now, self._policy())
+        self._planned_at, self._planned_for = now, len(queued)
         fresh, self._is_fresh = self._is_fresh, False
         if plan.start and not fresh:
             self._look()

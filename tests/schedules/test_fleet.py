@@ -462,6 +462,25 @@ async def test_foreign_memory_is_respected() -> None:
 
 
 @virtual
+async def test_a_long_queue_leaves_the_loop_to_those_who_are_served() -> None:
+    """However often something changes: with forty who wait there are not more than a few dozen plans a second, and a
+    change that comes meanwhile is not forgotten."""
+    names = [f"m{number}" for number in range(41)]
+    world = Schedule(dict.fromkeys(names, 5 * GIB), limits=Limits(queue_timeout=3600.0))
+    asking = [asyncio.create_task(world.ask(name, 9.0)) for name in names]
+    await asyncio.sleep(5)
+    plans = [world.fleet.last_plan]
+    for _ in range(1000):
+        world.fleet.changed()
+        await asyncio.sleep(0.001)
+        if world.fleet.last_plan is not plans[-1]:
+            plans.append(world.fleet.last_plan)
+    assert 10 <= len(plans) <= 40
+    await asyncio.gather(*asking)
+    await world.stop()
+
+
+@virtual
 async def test_nobody_starts_in_memory_that_another_program_has_taken_since_the_last_reading() -> None:
     """As routers do that share a machine: the driver is asked again before each start."""
     world = Schedule({"a": 4 * GIB})
