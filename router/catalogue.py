@@ -141,14 +141,18 @@ def demo_preset() -> Path:
 class LocalDisk:
     """This machine's files, as `presets` asks for them."""
 
-    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi"]:
+    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
         if os.path.isfile(path):
             return "file"
         if not os.path.isdir(path):
             return ""
         if os.path.isfile(os.path.join(path, "config.json")):
             return "snapshot"
-        return "lmi" if os.path.isfile(os.path.join(path, "serving.properties")) else "folder"
+        if os.path.isfile(os.path.join(path, "serving.properties")):
+            return "lmi"
+        if os.path.isfile(os.path.join(path, "adapter_config.json")):
+            return "adapter"
+        return "gguf" if any(_is_gguf(Path(name)) for name in _names(path, quiet=True)) else "folder"
 
     def read(self, path: str) -> str:
         return Path(path).read_bytes().decode()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.estimate import Checkpoint, Tally, UnknownCheckpoint
+from router.estimate import Checkpoint, Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
 
 MAX_HEADER = 100 << 20
@@ -45,6 +45,23 @@ SEEING = frozenset({"idefics3", "llava"})
 """Architectures whose images the worker serves (worker/engine/architectures.py)."""
 
 _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
+
+_SCALE = re.compile(
+    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
+    r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
+    r"|\.quant_state\.\w+|_(scales|scale_inv))$"
+)
+"""Of quantised tensors, as gptq, awq, bitsandbytes, fp8, mxfp4 and compressed-tensors say: stays as it is stored."""
+
+_NO_LINEAR = re.compile(
+    r"(embed|(^|\.)wte\.|(^|\.)wpe\.|(^|\.)shared\.|relative_attention_bias|(^|\.)(lm_head|embed_out|score|classifier)\."
+    r"|pooler\.|\.experts?\.|(^|\.)(gate|router)\.(\w+\.)?weight$|(^|\.)wo\.weight$)"
+)
+"""Matrices that are none of a linear layer, or of one that transformers leaves alone when it quantises: embeddings, the
+head, routers and experts (which it keeps in tensors of their own), and what T5 wants in float32."""
+
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+"""Architectures that store their linear layers' inputs first."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """Stored one by one; models of today keep a layer's experts in one tensor."""
@@ -115,7 +132,7 @@ def meta(checkpoint: Checkpoint, n_ctx: int) -> dict[str, Any]:
         "n_ctx_train": checkpoint.max_positions,
         "n_embd": checkpoint.hidden,
         "n_params": checkpoint.params,
-        "size": sum(tally.bytes for tally in checkpoint.tensors.values()),
+        "size": sum(tally.bytes for tally in checkpoint.tensors.values()) + checkpoint.scale_bytes,
         "ftype": checkpoint.quantization or checkpoint.dtype,
     }
 
@@ -218,6 +235,9 @@ def _no_weights(folder: Path) -> str:
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         return f"{folder} has only pickled weights ({pickled[0]}), which are never opened; convert them to safetensors"
+    parts = sorted(file.name for file in folder.glob("*.safetensors"))
+    if parts:
+        return f"{folder} has {parts[0]}, but no model.safetensors and no index that names parts; fetch it again"
     return f"{folder} has no model.safetensors; fetch the snapshot again, or set load-format = dummy"
 
 
@@ -237,6 +257,8 @@ def _assemble(
     states = _state_layers(text, layers)
     method, bits = _quantization(config)
     counted = {name: each for name, each in tensors.items() if not (_BUFFER.search(name) and len(each[1]) != 2)}
+    scales = sum(size for name, (_, _, size) in counted.items() if method and _SCALE.search(name))
+    counted = {name: each for name, each in counted.items() if not (method and _SCALE.search(name))}
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", not _has_head(tensors))))
     if tied and embedding != (0, 0):
         counted = {name: each for name, each in counted.items() if not (_HEAD.search(name) and each[1] == embedding)}
@@ -285,6 +307,8 @@ def _assemble(
         stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if _EXPERT.search(name)),
         largest=max((size for _, _, size in tensors.values()), default=0),
         quantization=method,
+        scale_bytes=scales,
+        linears=_linears(counted, transposed=model_type in _TRANSPOSED),
         capabilities=capabilities,
         chat_template=bool(template),
         vocab_type=_vocab_type(folder),
@@ -486,6 +510,18 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[
 
 def _has_head(tensors: Mapping[str, _Tensor]) -> bool:
     return any(_HEAD.search(name) for name in tensors)
+
+
+def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:
+    shapes = [
+        shape
+        for name, (dtype, shape, _) in tensors.items()
+        if len(shape) == 2 and "float" in dtype and name.endswith(".weight") and not _NO_LINEAR.search(name)
+    ]
+    sizes = [math.prod(shape) for shape in shapes]
+    rows = sum(shape[-1 if transposed else 0] for shape in shapes)
+    blocks = sum(-(-size // 64) for size in sizes)
+    return Linears(len(shapes), sum(sizes), rows, blocks, max(sizes, default=0))
 
 
 def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:

@@ -115,6 +115,13 @@ Source = Literal["static", "weights", "exact", "learned", "preset"]
 AUTO_CTX = 8192
 """Tokens that a preset without ctx-size gets at most."""
 
+ON_LOAD: Mapping[str, int] = {"bnb-8bit": 8, "bnb-4bit": 4}
+"""Bits of an element, where a checkpoint that is not quantised is packed while it is loaded."""
+
+UNPACKED_ON_HOST: Mapping[str, int] = {"fp8": 1, "mxfp4": 2}
+"""Parameters of one stored element, of methods whose kernels main memory has not: transformers unpacks them while it
+loads (transformers 5.23, quantizer_finegrained_fp8.py and quantizer_mxfp4.py)."""
+
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -138,6 +145,10 @@ class UnknownArchitecture(EstimateError):
         self.fact = fact
 
 
+class WrongQuantization(EstimateError):
+    """The preset wants another quantisation than the checkpoint has."""
+
+
 class ContextTooLarge(EstimateError):
     """The preset asks for more tokens than the model has positions, or than its cache has room for."""
 
@@ -148,6 +159,20 @@ class Tally:
 
     elements: int = 0
     bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Weights of the linear layers that bitsandbytes would pack: not the embeddings, the head, routers and experts."""
+
+    count: int = 0
+    elements: int = 0
+    rows: int = 0
+    """Of all of them; 8 bits have a scale for each."""
+    blocks: int = 0
+    """Of 64 elements; 4 bits have a scale for each."""
+    largest: int = 0
+    """Elements of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +233,10 @@ class Checkpoint:
     """Elements of tensors that are put together into larger ones while the model is loaded."""
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
+    scale_bytes: int = 0
+    """Of a quantised checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in
+    `tensors`."""
+    linears: Linears = Linears()
     capabilities: tuple[str, ...] = ()
     """Of chat, completion, tools, vision, embedding, rerank, as far as the files tell."""
     chat_template: bool = False
@@ -312,6 +341,7 @@ def estimate(
     that is `forked` from a nursery or of one that is executed. `threads`: the worker's torch threads, where the preset
     leaves them open. `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
     """
+    check_quantization(facts, preset)
     preset = replace(preset, threads=preset.threads or threads)
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
     if runtime is None:
@@ -397,23 +427,67 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     """Bytes of all tensors as they will sit in memory.
 
     Plain floating-point tensors take the dtype that the model computes in; packed integers, and 8-bit floats of a
-    checkpoint quantised that way, stay as they are stored. On main memory a file whose tensors all have that dtype is
-    mapped whole and made resident, with what the model does not use of it. Layers behind an embedder are float32.
+    checkpoint quantised that way, stay as they are stored where there are kernels for them. Where the preset has linear
+    layers packed on load, they are. On main memory a file whose tensors all have that dtype is mapped whole and made
+    resident, with what the model does not use of it. Layers behind an embedder are float32.
     """
-    dtype = compute_dtype(facts, preset, on_host=on_host)
-    packed = bool(facts.quantization)
-    total = 0
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    packed, kept = packing(facts, preset, on_host=on_host)
+    total = packed + kept
     for stored, tally in facts.tensors.items():
-        is_plain = stored in DTYPE_BYTES or (stored.startswith("float8") and not packed)
-        total += tally.elements * DTYPE_BYTES[dtype] if is_plain else tally.bytes
+        if _is_plain(stored, facts):
+            continue
+        parameters = UNPACKED_ON_HOST.get(facts.quantization, 0) if on_host else 0
+        total += tally.elements * parameters * each if parameters else tally.bytes
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # it makes a causal mask of all positions, a byte each
         total += facts.max_positions**2
     return total + facts.head_elements * DTYPE_BYTES["float32"]
 
 
+def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:
+    """Bytes that quantising on load, or the scales of a quantised checkpoint, will take, and those of what stays in
+    plain floating point.
+
+    8 bits: a byte for each element, a float32 for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
+    float32 for each 64 elements, and a table of 16 for each layer (Dettmers et al. 2023, section 3; what bitsandbytes
+    does by default, without double quantisation).
+    """
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    plain = sum(tally.elements * each for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
+    linears, bits = facts.linears, on_load(facts, preset)
+    if not bits:  # whoever is unpacked has no scales any more
+        return 0 if on_host and facts.quantization in UNPACKED_ON_HOST else facts.scale_bytes, plain
+    packed = linears.elements + 4 * linears.rows
+    if bits == 4:
+        packed = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
+    return packed, max(0, plain - linears.elements * each)
+
+
+def on_load(facts: Checkpoint, preset: Preset) -> int:
+    """Bits to which linear layers are packed while the model is loaded; 0: they are not."""
+    return 0 if facts.quantization else ON_LOAD.get(preset.quantization, 0)
+
+
+def check_quantization(facts: Checkpoint, preset: Preset) -> None:
+    """Raises WrongQuantization if the preset asks for one that the checkpoint does not have and cannot get."""
+    asked, is_ = preset.quantization, facts.quantization
+    if asked == "auto" or (asked == "none" and not is_) or on_load(facts, preset) or (is_ and asked == is_):
+        return
+    if is_.startswith("bnb") and asked.startswith("bnb"):
+        return  # loaded as it is stored
+    fact = f"quantised with {is_}" if is_ else "not quantised"
+    raise WrongQuantization(f"{preset.id}: quantization = {asked}, but the checkpoint is {fact}; leave the key out")
+
+
+def _is_plain(stored: str, facts: Checkpoint) -> bool:
+    return stored in DTYPE_BYTES or (stored.startswith("float8") and not facts.quantization)
+
+
 def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
     """Whether a worker on main memory needs no copy of the files: each tensor has the dtype that is computed in."""
+    if facts.quantization or on_load(facts, preset):
+        return False
     dtype = compute_dtype(facts, preset, on_host=True)
     return bool(facts.file_bytes) and all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES)
 
@@ -421,6 +495,8 @@ def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
 def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
     """Bytes of main memory that hold weights on their way to an accelerator: all of them if they are converted."""
     dtype = compute_dtype(facts, preset, on_host=False)
+    if on_load(facts, preset):
+        return facts.file_bytes
     if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):
         return 0
     return weight_bytes(facts, preset, on_host=False)
@@ -492,6 +568,8 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
         mlp = (5 if facts.activation in STEPWISE else 4) * facts.intermediate * each
     layer = packed * (passing + max(norm, attention + making_masks, mlp))
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
+    if on_load(facts, preset) == 4:  # a step of many tokens unpacks one matrix at a time
+        layer += facts.linears.largest * each
     if is_embedder:
         return layer
     if facts.aligned:

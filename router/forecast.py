@@ -60,10 +60,16 @@ class Forecast:
     """Where they were read: a folder, or the hub's address of the repository."""
     is_here: bool
     estimate: Estimate
+    forked: bool
+    """Of a worker that is forked from the router's nursery; False: of one that is executed."""
     tokens: int
     """Of one request; 0 for a model that has no cache of them."""
     dtype: str
     rooms: tuple[Room, ...]
+    packed: int
+    """Bytes of the weights that are quantised, scales included."""
+    unpacked: int
+    """Bytes of the weights that are plain floating point: all, or what stays in high precision."""
     beside: tuple[str, ...]
     """Other models of the presets, files here, that fit beside it on an empty device, each alone."""
 
@@ -115,6 +121,7 @@ def forecast(
         for reading in readings
         if reading.id in places or (reading.id.index == HOST and not on_host)
     )
+    _, plain = estimates.packing(facts, preset, on_host=on_host)
     left = max((room.capacity - room.needs for room in rooms if room.is_main), default=0)
     return Forecast(
         preset=preset,
@@ -122,9 +129,12 @@ def forecast(
         files=files,
         is_here=is_here,
         estimate=found,
+        forked=settings.nursery and life.program_of(preset, preset.id).may_fork and not exact,
         tokens=0 if estimates.embeds(facts, preset) else estimates.effective_ctx(facts, preset),
         dtype=estimates.compute_dtype(facts, preset, on_host=on_host),
         rooms=rooms,
+        packed=max(0, estimates.weight_bytes(facts, preset, on_host=on_host) - plain),
+        unpacked=plain,
         beside=tuple(_beside(preset, loaded, settings, readings, places, known, left)),
     )
 
@@ -278,9 +288,12 @@ def document(found: Forecast) -> dict[str, Any]:
         "source": estimate.source,
         "note": estimate.note,
         "dtype": found.dtype,
-        "quantization": found.facts.quantization,
+        "quantization": found.facts.quantization or _on_load(found),
+        "packed": found.packed,
+        "unpacked": found.unpacked,
         "ctx_size": found.tokens,
         "parallel": found.preset.parallel,
+        "forked": found.forked,
         "weights": sum(estimate.weights),
         "context": sum(estimate.context),
         "compute": sum(estimate.compute),
@@ -308,18 +321,26 @@ def document(found: Forecast) -> dict[str, Any]:
 def text(found: Forecast) -> str:
     """The same for a terminal."""
     facts, estimate, parallel = found.facts, found.estimate, found.preset.parallel
-    kind = f"{facts.quantization}, {found.dtype}" if facts.quantization else found.dtype
+    method = facts.quantization or _on_load(found)
+    kind = f"{method}, {found.dtype}" if method else found.dtype
     served = f"context {found.tokens} x {parallel} sequences" if found.tokens else "embeds or scores texts"
     lines = [f"{found.preset.id}   {kind}, {served}", f"files     {found.files}"]
     rows = [
         ("weights", estimate.weights, "from checkpoint headers"),
         ("context", estimate.context, _context_words(found)),
-        ("compute", estimate.compute, "largest prefill chunk or decode step, logits included"),
-        ("runtime", estimate.runtime, "the process: libraries, graphs, device context"),
+        ("compute", estimate.compute, _compute_words(found)),
+        ("runtime", estimate.runtime, _runtime_words(found)),
     ]
     if estimate.source == "preset":
         rows = [("required", estimate.shards, "required-memory of the preset")]
     lines += [f"{label:9} {_size(sum(sizes)):>11}   {words}" for label, sizes, words in rows]
+    if method and estimate.source != "preset":
+        packed = f"quantised tensors with their scales take {_size(found.packed)}"
+        if _on_load(found):
+            count, one = facts.linears.count, facts.linears.count == 1
+            scales = "its scales takes" if one else "their scales take"
+            packed = f"{_count(count, 'linear layer')} with {scales} {_size(found.packed)}"
+        lines.insert(3, f"{'':9} {'':>11}   {packed}; {_size(found.unpacked)} stay in {found.dtype}{_who_stays(found)}")
     if estimate.host:
         lines.append(f"{'host':9} {_size(estimate.host):>11}   main memory beside the device")
     sources = {
@@ -346,17 +367,53 @@ def text(found: Forecast) -> str:
     return "\n".join(lines)
 
 
+def _on_load(found: Forecast) -> str:
+    """The method by which weights are quantised while they are loaded; empty: they are not."""
+    return found.preset.quantization if estimates.on_load(found.facts, found.preset) else ""
+
+
+def _who_stays(found: Forecast) -> str:
+    return ": embeddings, head, norms, routers and experts" if _on_load(found) else ""
+
+
 def _context_words(found: Forecast) -> str:
     facts, tokens = found.facts, found.tokens * found.preset.parallel
     if not found.tokens:
         return "no cache"
+    if found.estimate.source == "weights":
+        return "not known"
     attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
     size = estimates.DTYPE_BYTES.get(found.dtype, 4)
     elements = facts.head_dim + (facts.value_dim or facts.head_dim)
-    words = f"{attending} layers x {facts.kv_heads} KV heads x {elements} elements x {size} B x {tokens} tokens"
+    words = []
+    if attending:
+        words.append(
+            f"{_count(attending, 'layer')} x {_count(facts.kv_heads, 'KV head')} x {elements} elements x {size} B"
+            f" x {tokens} tokens"
+        )
+    if facts.cross_attention:
+        words.append("as much for what the encoder read")
     if facts.state_layers:
-        words += f", and {facts.state_layers} layers with states"
-    return words
+        words.append(f"{_count(facts.state_layers, 'layer')} with states of {found.preset.parallel} sequences")
+    return ", and ".join(words)
+
+
+def _compute_words(found: Forecast) -> str:
+    if found.estimate.source == "weights":
+        return "not known, taken as a multiple of the weights"
+    return "largest prefill chunk or decode step, logits included" if found.tokens else "largest batch of texts"
+
+
+def _runtime_words(found: Forecast) -> str:
+    """What the process itself takes where it runs."""
+    if not any(room.is_main and room.id == "cpu" for room in found.rooms):
+        return "device context, libraries, graphs"
+    grammars = ", and tables for grammars" if found.tokens else ""
+    return f"the process: {'forked, without what it shares' if found.forked else 'libraries'}, its tokenizer{grammars}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _size(size: int) -> str:

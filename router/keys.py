@@ -164,12 +164,12 @@ KEYS: tuple[Key, ...] = (
         "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16",
         "half": "float16", "bf16": "bfloat16"}), field="dtype", group=NUMERICS, also=("torch-dtype",),
         help="auto: the checkpoint's, float32 for float16 on the CPU"),
-    Key(name="quantization", kind=Choice(("auto", "none"), refused=dict.fromkeys(
-        ("bnb-8bit", "bnb-4bit", "gptq", "awq", "fp8", "squeezellm"),
-        "remove it; a float checkpoint with dtype = bfloat16 takes two bytes per parameter")), field="quantization",
-        group=NUMERICS, also=("quantize",), env=("HF_MODEL_QUANTIZE",),
+    Key(name="quantization", kind=Choice(("auto", "none", "bnb-8bit", "bnb-4bit", "gptq", "awq", "fp8"), refused={
+        "squeezellm": "transformers cannot load it; take a checkpoint quantised with gptq or awq"}),
+        field="quantization", group=NUMERICS, also=("quantize",), env=("HF_MODEL_QUANTIZE",),
+        help="auto: as the checkpoint is; bnb-8bit, bnb-4bit: linear layers are packed while it is loaded",
         switches={"load-in-8bit": ("bnb-8bit", "auto"), "load-in-4bit": ("bnb-4bit", "auto"),
-                  "load-8bit": ("bnb-8bit", "auto")}, help="auto: as the checkpoint is"),
+                  "load-8bit": ("bnb-8bit", "auto")}),
     Key(name="attention", kind=Choice(("auto", "eager", "sdpa"), {"off": "eager", "0": "eager", "false": "eager",
         "disabled": "eager", "on": "flash", "1": "flash", "true": "flash", "enabled": "flash", "-1": "auto"},
         {"flash": "remove it; auto takes the fastest there is"}), field="attention", group=NUMERICS,

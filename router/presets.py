@@ -27,6 +27,11 @@ ALL_LAYERS = 99
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})
 """Read by client commands, not by a server."""
 _GGUF = "GGUF needs the llama-server engine, which this version does not offer; use a safetensors repository"
+_NO_SNAPSHOT = {
+    "lmi": "has serving.properties; such folders are not offered by this version",
+    "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
+    "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
+}
 _REPO = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
 )
@@ -162,8 +167,9 @@ class Loaded:
 class Disk(Protocol):
     """What the meaning of a preset depends on, beside its text."""
 
-    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi"]:
-        """What is at an absolute path: nothing, a file, a folder, one with config.json, one with serving.properties."""
+    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
+        """What is at an absolute path: nothing, a file, a folder, one with config.json, one with serving.properties,
+        one with an adapter, one with GGUF files."""
 
     def read(self, path: str) -> str:
         """A file's text; raises OSError or ValueError."""
@@ -493,8 +499,7 @@ class _Loading:
         if kind == "snapshot":
             return {"path": path}
         if kind:
-            what = "has serving.properties; such folders are not offered by this version" if kind == "lmi" else (
-                "has no config.json")  # fmt: skip
+            what = _NO_SNAPSHOT.get(kind, "has no config.json")
             self._fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
             return None
         if _REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):

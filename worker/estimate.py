@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from worker import contract, server
 from worker.engine import (
@@ -70,6 +73,15 @@ KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 COSTLIEST = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
 """With this a request takes every step of the sampler, and the most memory."""
+_UNPACKED_ON_CPU = {"fp8": 1, "mxfp4": 2}
+"""Parameters of one stored element, of methods for which transformers has no kernels on the CPU: it unpacks them while
+it loads (transformers 5.23, quantizer_finegrained_fp8.py and quantizer_mxfp4.py)."""
+_SCALE = re.compile(
+    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
+    r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
+    r"|\.quant_state\.\w+|_(scales|scale_inv))$"
+)
+"""As in router/checkpoint.py: what belongs to quantised tensors, and stays as it is stored."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SERVED_WITH = (server,)
 """Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
@@ -158,6 +170,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(reordering, *(peak_bytes(step) for step in steps))
+        if options.quantization == "bnb-4bit" and not getattr(config, "quantization_config", None):
+            largest = max((layer.weight.numel() for layer in _packed_layers(model)), default=0)
+            compute += largest * dtype.itemsize  # a step of many tokens unpacks one matrix at a time
     gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
@@ -277,11 +292,7 @@ def _weight_bytes(
     saved = model.state_dict()
     own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
     if getattr(config, "quantization_config", None):
-        # packed integers and 8-bit floats stay as they are stored; other floats take the type of the model
-        return own + sum(
-            count * (dtype.itemsize if each.is_floating_point and each.itemsize > 1 else each.itemsize)
-            for each, count in stored
-        )
+        return own + _packed_bytes(options, config, dtype)
     built = tensor_bytes(model)
     if options.quantization.startswith("bnb"):
         return built - _saved_by_bitsandbytes(model, dtype, bits=4 if options.quantization == "bnb-4bit" else 8)
@@ -298,19 +309,47 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> int:
     return elements * (torch.float32.itemsize - dtype.itemsize)
 
 
-def _saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
-    """Bytes by which quantising on load shrinks the model: every linear layer but the head.
+def _packed_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
+    the type of the model; unpacked where there are no kernels for it."""
+    said = config.quantization_config
+    method = str((said if isinstance(said, dict) else said.to_dict()).get("quant_method", ""))
+    parameters = _UNPACKED_ON_CPU.get(method, 0) if _device(options).type == "cpu" else 0
+    total = 0
+    for file in map(weights.WeightFile, weights.files(Path(options.snapshot))):
+        for name, view in file.tensors():
+            is_plain = view.dtype.is_floating_point and view.dtype.itemsize > 1
+            if _SCALE.search(name):
+                total += 0 if parameters else view.nbytes
+            elif is_plain or parameters:
+                total += view.numel() * (1 if is_plain else parameters) * dtype.itemsize
+            else:
+                total += view.nbytes
+    return total
 
-    8 bits: one byte each, and a float32 scale for each row. 4 bits: half a byte, and a float32 for each block of 64
-    (Dettmers et al. 2023, section 3; bitsandbytes' defaults, without double quantisation).
+
+def _packed_layers(model: Any) -> Iterator[Any]:
+    """The layers that transformers has bitsandbytes pack, by transformers' own rules."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, Conv1D) or type(module) is torch.nn.Linear
+        if is_linear and should_convert_module(name, kept):
+            yield module
+
+
+def _saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
+    """Bytes by which quantising on load shrinks the model.
+
+    8 bits: one byte each, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
+    float32 for each block of 64, and a table of 16 for each layer (Dettmers et al. 2023, section 3; bitsandbytes'
+    defaults, without double quantisation).
     """
-    head = model.get_output_embeddings()
     saved = 0
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            elements = module.weight.numel()
-            packed = elements + 4 * module.out_features if bits == 8 else elements // 2 + 4 * -(-elements // 64)
-            saved += elements * dtype.itemsize - packed
+    for module in _packed_layers(model):
+        elements = module.weight.numel()
+        rows = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
+        packed = elements + 4 * rows if bits == 8 else -(-elements // 2) + 4 * -(-elements // 64) + 64
+        saved += elements * dtype.itemsize - packed
     return saved
 
 

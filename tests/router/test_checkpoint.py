@@ -1,6 +1,7 @@
 """What a folder says of its model, and what is wrong with a damaged one."""
 
 import json
+import math
 import struct
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.checkpoint import header, meta, modalities, offered, read
-from router.estimate import Tally, UnknownCheckpoint
+from router.estimate import Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
 
 LLAMA: dict[str, Any] = {
@@ -19,7 +20,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 256, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 TENSORS = {"model.embed_tokens.weight": ("BF16", [100, 64]), "lm_head.weight": ("BF16", [100, 64])}
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "U8": 1, "F8_E4M3": 1}
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 Tensors = Mapping[str, tuple[str, list[int]]]
 
@@ -170,6 +171,55 @@ def test_packed_weights_are_bytes_as_stored_and_parameters_unpacked(tmp_path: Pa
     assert facts.quantization == "gptq"
     assert facts.tensors["int32"] == Tally(1024, 4096)
     assert facts.params == 12800 + 8 * 1024
+
+
+@pytest.mark.parametrize(
+    ("method", "packed", "scales", "parameters"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, {"qweight": ("I32", [8, 64])},
+         {"qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64]), "g_idx": ("I32", [64])}, 8 * 512),
+        ({"quant_method": "awq", "bits": 4}, {"qweight": ("I32", [64, 8])},
+         {"qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64])}, 8 * 512),
+        ({"quant_method": "fp8"}, {"weight": ("F8_E4M3", [64, 64])}, {"weight_scale_inv": ("F32", [1, 1])}, 4096),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"weight": ("U8", [2048, 1])},
+         {"weight.absmax": ("F32", [64]), "weight.quant_map": ("F32", [16]),
+          "weight.quant_state.bitsandbytes__nf4": ("U8", [80])}, 4096),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"weight": ("I8", [64, 64])},
+         {"SCB": ("F32", [64]), "weight_format": ("U8", [])}, 4096),
+        ({"quant_method": "mxfp4"}, {"gate_up_proj_blocks": ("U8", [4, 8, 64])},
+         {"gate_up_proj_scales": ("U8", [4, 8, 4])}, 4096),
+    ],
+    ids=["gptq", "awq", "fp8", "bnb-4bit", "bnb-8bit", "mxfp4"],
+)  # fmt: skip
+def test_scales_of_packed_tensors_are_no_parameters_and_stay_as_they_are_stored(
+    tmp_path: Path, method: dict[str, Any], packed: Tensors, scales: Tensors, parameters: int
+) -> None:
+    layer = {f"model.layers.0.mlp.up_proj.{name}": each for name, each in {**packed, **scales}.items()}
+    facts = read(snapshot(tmp_path, tensors={**TENSORS, **layer}, quantization_config=method))
+    stored = sum(SIZES[dtype] * math.prod(shape) for dtype, shape in scales.values())
+    assert facts.params == 12800 + parameters
+    assert facts.scale_bytes == stored
+    assert sum(tally.bytes for tally in facts.tensors.values()) + stored == facts.file_bytes - header_bytes(tmp_path)
+
+
+def header_bytes(folder: Path) -> int:
+    return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+def test_linear_layers_are_told_from_what_no_quantiser_touches(tmp_path: Path) -> None:
+    linear = {
+        "model.layers.0.self_attn.q_proj.weight": ("BF16", [64, 60]),
+        "model.layers.0.mlp.shared_expert_gate.weight": ("BF16", [1, 64]),
+    }
+    others = {
+        "model.layers.0.mlp.gate.weight": ("BF16", [4, 64]),
+        "model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", [64, 64]),
+        "model.layers.0.input_layernorm.weight": ("BF16", [64]),
+        "model.layers.0.self_attn.q_proj.bias": ("BF16", [64]),
+        "model.embed_positions.weight": ("BF16", [9, 64]),
+    }
+    facts = read(snapshot(tmp_path, tensors={**TENSORS, **linear, **others}))
+    assert facts.linears == Linears(count=2, elements=3904, rows=65, blocks=61, largest=3840)
 
 
 def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:

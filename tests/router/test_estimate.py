@@ -29,8 +29,10 @@ from router.estimate import (
     Checkpoint,
     ContextTooLarge,
     Estimate,
+    Linears,
     Tally,
     UnknownArchitecture,
+    WrongQuantization,
     compute_bytes,
     context_bytes,
     effective_ctx,
@@ -150,6 +152,50 @@ def test_packed_weights_stay_as_they_are_stored() -> None:
     assert weight_bytes(gptq, preset(), on_host=True) == 4000 + 100 + 40
     plain = replace(gptq, quantization="")
     assert weight_bytes(plain, preset(), on_host=False) == 4000 + 200 + 20
+
+
+LINEARS = Linears(count=252, elements=3_600_000_000, rows=1_000_000, blocks=56_250_000, largest=24_903_680)
+
+
+def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
+    facts = replace(QWEN3_4B, linears=LINEARS)
+    rest = (QWEN3_4B.params - LINEARS.elements) * 2
+    assert weight_bytes(facts, preset(quantization="bnb-8bit"), on_host=False) == rest + 3_600_000_000 + 4 * 1_000_000
+    four = weight_bytes(facts, preset(quantization="bnb-4bit"), on_host=False)
+    assert four == rest + 1_800_000_000 + 4 * 56_250_000 + 252 * 64
+    unpacked = compute_bytes(facts, preset(quantization="bnb-4bit", parallel=1), 4096, on_host=False)
+    assert unpacked > LINEARS.largest * 2, "a prompt's step unpacks one matrix"
+    assert estimate(facts, preset(quantization="bnb-4bit"), on_host=False).host > QWEN3_4B.file_bytes, "read from there"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "message"),
+    [
+        ("gptq", "", "quantization = gptq, but the checkpoint is not quantised"),
+        ("awq", "gptq", "quantization = awq, but the checkpoint is quantised with gptq"),
+        ("bnb-4bit", "fp8", "but the checkpoint is quantised with fp8"),
+        ("none", "gptq", "but the checkpoint is quantised with gptq; leave the key out"),
+    ],
+)
+def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused(asked: str, stored: str, message: str) -> None:
+    with pytest.raises(WrongQuantization, match=message):
+        estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"), [("auto", "gptq"), ("gptq", "gptq"), ("none", ""), ("bnb-8bit", ""), ("bnb-8bit", "bnb-4bit")]
+)
+def test_a_quantisation_that_is_there_or_can_be_had_is_not(asked: str, stored: str) -> None:
+    assert estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=False).total > 0
+
+
+@pytest.mark.parametrize(("method", "stored", "each"), [("fp8", "float8_e4m3fn", 1), ("mxfp4", "uint8", 2)])
+def test_main_memory_has_no_kernels_for_some_methods_whose_weights_are_unpacked_there(
+    method: str, stored: str, each: int
+) -> None:
+    facts = replace(QWEN3_4B, quantization=method, tensors={stored: Tally(1000, 1000)}, file_bytes=0, scale_bytes=50)
+    assert weight_bytes(facts, preset(), on_host=False) == 1050
+    assert weight_bytes(facts, preset(), on_host=True) == 1000 * each * 2, "and then they need no scales"
 
 
 def test_a_mapped_file_is_resident_whole() -> None:
@@ -378,13 +424,39 @@ def test_quantizing_never_enlarges(
     method, stored, each = form
     size = {"int32": 4}.get(stored, 1)
     number = -(-elements // each)
-    rest = kept + elements // 64
-    packed = {stored: Tally(number, number * size), facts.dtype: Tally(rest, rest * estimates.DTYPE_BYTES[facts.dtype])}
+    packed = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * estimates.DTYPE_BYTES[facts.dtype])}
     plain = {facts.dtype: Tally(elements + kept, (elements + kept) * estimates.DTYPE_BYTES[facts.dtype])}
     whole = replace(facts, tensors=plain, file_bytes=plain[facts.dtype].bytes, largest=1 << 20)
-    small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()), quantization=method,
-                    largest=1 << 20)  # fmt: skip
+    scales = elements // 64 * 2
+    small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()) + scales,
+                    quantization=method, scale_bytes=scales, largest=1 << 20)  # fmt: skip
     assert estimate(small, said, on_host=on_host).total <= estimate(whole, said, on_host=on_host).total
+
+
+@settings(deadline=None)
+@given(
+    facts=checkpoints,
+    said=presets,
+    on_host=st.booleans(),
+    count=st.integers(4, 500),
+    rows=st.integers(64, 8192),
+    columns=st.integers(64, 8192),
+    method=st.sampled_from(["bnb-8bit", "bnb-4bit"]),
+)
+def test_packing_on_load_never_enlarges_what_a_device_holds(
+    facts: Checkpoint, said: Preset, on_host: bool, count: int, rows: int, columns: int, method: str
+) -> None:
+    each = rows * columns
+    linears = Linears(count, count * each, count * rows, count * -(-each // 64), each)
+    elements = linears.elements + 100_000
+    size = estimates.DTYPE_BYTES[facts.dtype]
+    whole = replace(facts, tensors={facts.dtype: Tally(elements, elements * size)}, file_bytes=elements * size,
+                    linears=linears, largest=each * size)  # fmt: skip
+    small = replace(said, quantization=method)
+    if on_host:
+        assert weight_bytes(whole, small, on_host=True) <= weight_bytes(whole, said, on_host=True)
+    else:
+        assert estimate(whole, small, on_host=False).shards <= estimate(whole, said, on_host=False).shards
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from router import checkpoint, remote
 from router.cli import main
+from router.estimate import RUNTIME_FORKED, RUNTIME_HOST
 from router.remote import RemoteError
 from tests.children import Child
 
@@ -111,6 +112,74 @@ def test_what_if_flags_change_what_they_should(tmp_path: Path, capsys: pytest.Ca
     wider = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1", "--dtype", "float32")[1]
     assert longer["context"] == more["context"] == 4 * base["context"]
     assert (wider["context"], wider["dtype"]) == (2 * base["context"], "float32")
+
+
+def test_packing_on_load_is_a_what_if_that_says_what_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write(tmp_path / "m", torch_dtype="bfloat16"))
+    elements = 300 * 100
+    plain = estimate(capsys, folder)[1]
+    for method, packed in (
+        ("bnb-8bit", elements + 4 * 300),
+        ("bnb-4bit", elements // 2 + 4 * -(-elements // 64) + 64),
+    ):
+        code, said = estimate(capsys, folder, "--quantization", method)
+        assert (code, said["quantization"], said["packed"], said["unpacked"]) == (0, method, packed, 512 * 64 * 2)
+        assert said["weights"] == packed + 512 * 64 * 2 < plain["weights"]
+    assert main(["estimate", folder, "--load-in-4bit"]) == 0
+    told = capsys.readouterr().out
+    assert "bnb-4bit, bfloat16" in told
+    assert "1 linear layer with its scales takes" in told
+    assert "stay in bfloat16: embeddings, head, norms, routers and experts" in told
+    assert main(["estimate", folder, "--quantization", "awq"]) == 1
+    assert "the checkpoint is not quantised" in capsys.readouterr().err
+
+
+def test_where_only_the_weights_are_known_the_guess_is_called_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "m")
+    config = {"model_type": "alien", "architectures": ["AlienForCausalLM"], "depth": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    code, said = estimate(capsys, str(folder))
+    assert (code, said["source"]) == (0, "weights")
+    assert "weights x 2" in said["note"]
+    assert main(["estimate", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "a guess from the weights alone" in told
+    assert "config.json of alien does not state its layers" in told
+
+
+def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write(tmp_path / "m"))
+    forked = estimate(capsys, folder)[1]
+    executed = estimate(capsys, folder, "--no-nursery")[1]
+    assert (forked["forked"], executed["forked"]) == (True, False)
+    assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_config.json", "is an adapter, which needs the model that it was made for"),
+        ("model-q4.gguf", "has GGUF files"),
+        ("readme.txt", "has no config.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_called_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, message: str
+) -> None:
+    (tmp_path / file).write_text("{}")
+    assert main(["estimate", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_parts_without_their_index_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "m", shards=2)
+    (folder / "model.safetensors.index.json").unlink()
+    assert main(["estimate", str(folder)]) == 1
+    assert "no index that names parts" in capsys.readouterr().err
 
 
 def test_a_name_of_the_presets_is_read_with_its_keys_and_told_who_fits_beside(

@@ -26,7 +26,7 @@ class Disk:
         self.paths = {"/etc/llm/models/qwen/config.json", "/etc/llm/models/qwen/", *paths}
         self.texts = {name.replace("_", "/"): text for name, text in texts.items()}
 
-    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi"]:
+    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
         if path in self.paths or path in self.texts:
             return "file"
         if f"{path}/config.json" in self.paths:
@@ -101,6 +101,8 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("torch-dtype = bf16", "dtype", "bfloat16"),
         ("quantize = none", "quantization", "none"),
         ("load-in-8bit = off", "quantization", "auto"),
+        ("load-in-4bit = on", "quantization", "bnb-4bit"),
+        ("quantize = gptq", "quantization", "gptq"),
         ("flash-attn = off", "attention", "eager"),
         ("fa = auto", "attention", "auto"),
         ("t = -1", "threads", 0),
@@ -193,8 +195,7 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
         ("cmd = x", "only engine"),
         ("engine = vllm", "engine: vllm is not offered by this version"),
         ("engine = llama-server", "engine: llama-server is not offered"),
-        ("quantization = gptq", "quantization: gptq is not offered"),
-        ("load-in-4bit = on", "bnb-4bit is not offered"),
+        ("quantization = squeezellm", "quantization: squeezellm is not offered"),
         ("load-format = gguf", "gguf is not offered"),
         ("flash-attn = on", "flash is not offered by this version: remove it; auto takes"),
         ("ngl = 20", "ngl: layers in host memory are not offered by this version: remove it, or write 0 for cpu"),

@@ -12,6 +12,9 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from router import checkpoint
+from router.estimate import weight_bytes
+from router.presets import Preset
 from tests import tiny
 from worker import contract, estimate
 from worker.contract import Exit
@@ -151,6 +154,53 @@ def test_layers_behind_the_model_count_as_they_are_computed(tmp_path: Path) -> N
     weights, _, compute = really(options(snapshot))
     assert weights == said.weights[0]
     assert compute <= traced(said) <= compute * 1.08
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert-embed"])
+def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers_own_rules(
+    tmp_path: Path, family: str
+) -> None:
+    snapshot = tiny.make(family, tmp_path / "m")
+    facts = checkpoint.read(snapshot)
+    for method, bits in (("bnb-8bit", 8), ("bnb-4bit", 4)):
+        chosen = options(snapshot, quantization=method)
+        config = loader.load_config(chosen)
+        cls = loader.model_class(chosen, config, loader.is_embedder(chosen, config))
+        with FakeTensorMode():
+            model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
+            saved = estimate._saved_by_bitsandbytes(model, torch.float32, bits=bits)
+        plain, packed = (
+            weight_bytes(facts, Preset(id="m", quantization=each), on_host=False) for each in ("auto", method)
+        )
+        assert plain - packed == saved > 0
+    traced = estimate.trace(options(snapshot), loader.load_config(options(snapshot)))
+    small = options(snapshot, quantization="bnb-4bit")
+    assert estimate.trace(small, loader.load_config(small)).weights == traced.weights - saved
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+def test_a_packed_checkpoint_is_counted_alike_by_headers_and_by_the_worker(
+    tmp_path: Path, method: str, device: str
+) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m", dtype="bfloat16")
+    stored = safetensors.torch.load_file(snapshot / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj"
+    rows, columns = stored.pop(f"{layer}.weight").shape
+    if method == "gptq":
+        stored[f"{layer}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+        stored[f"{layer}.scales"] = torch.zeros(1, rows, dtype=torch.float16)
+    else:
+        stored[f"{layer}.weight"] = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+        stored[f"{layer}.weight_scale_inv"] = torch.zeros(1, 1)
+    safetensors.torch.save_file(stored, snapshot / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((snapshot / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    chosen = options(snapshot, devices=(device,))
+    by_worker = estimate._packed_bytes(chosen, loader.load_config(chosen), torch.bfloat16)
+    by_headers = weight_bytes(checkpoint.read(snapshot), Preset(id="m"), on_host=device == "cpu")
+    assert by_worker == by_headers
 
 
 def test_a_cross_encoder_is_estimated_with_its_head(tmp_path: Path) -> None:
