@@ -35,7 +35,7 @@ from router.estimate import EstimateError
 from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, shortages
 from router.holding import Holding, Wish, hold, make_room
-from router.launchers import Launcher, WorkerLost, WorkerProcess
+from router.launchers import Launcher, NotHeld, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.life import Again, Files, Worker, end, live, lost_error, take, tell, weigh
 from router.lifecycle import State
@@ -200,6 +200,7 @@ class Fleet:
         self._alive: dict[int, Worker] = {}
         """All workers that are not stopped, those of removed models too."""
         self._homes: dict[int, Model] = {}
+        self._reads: set[asyncio.Task[None]] = set()
         self._holdings: dict[int, Holding] = {}
         """All that are not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -268,6 +269,7 @@ class Fleet:
         if worker is None:
             self._refuse_failed(model)
             worker = self._begin(model)
+            self._call_companions(model)
         lease = self._take(model, worker)
         try:
             yield lease
@@ -278,6 +280,7 @@ class Fleet:
         lease = Lease(self, model, worker, self.now())
         worker.leases.add(lease)
         model.asked = lease.arrived
+        model.promote()  # a companion is nobody's need before somebody asks for it
         self._consider_copy(model)
         return lease
 
@@ -285,6 +288,69 @@ class Fleet:
         """Begin a further worker of a model that wants one, if there is room at once: a luxury, which nobody awaits."""
         if not self.closing and self.models.get(model.preset.id) is model and model.wants_copy(self.now()):
             self._begin(model, luxury=True)
+
+    def _companions(self, model: Model) -> list[Model]:
+        """Those of a model's companions that are not here, and could be."""
+        found = (self._by_name(name) for name in model.preset.companions)
+        return [
+            each for each in found if each is not None and not each.workers and each.failure is None
+            and each is not model and self.files.find(each.preset) is not None
+        ]  # fmt: skip
+
+    def _by_name(self, name: str) -> Model | None:
+        return self.models.get(name) or next(
+            (model for model in self.models.values() if name in model.preset.aliases), None
+        )
+
+    def _call_companions(self, model: Model) -> None:
+        """Read the files of a model's companions ahead, as far as memory is free."""
+        sizes = []
+        for each in self._companions(model):
+            files = self.files.weights(self.files.find(each.preset) or "")
+            sizes.append((tuple(files), sum(files.values())))
+        devices = self._ledger.observe(self.launcher.readings(), self._residents()) if sizes else []
+        for files_ in standby.readable(sizes, devices, self._reading):
+            assert isinstance(files_, tuple)
+            task = asyncio.get_running_loop().create_task(self._read(files_), name="read ahead")
+            self._reads.add(task)
+            task.add_done_callback(self._reads.discard)
+
+    async def _read(self, files: tuple[str, ...]) -> None:
+        try:
+            await self.launcher.read_ahead(files)
+        except NotHeld as failed:
+            log.warning("files of a companion are not read ahead: %s", failed)
+
+    def _bring_companions(self) -> None:
+        """Begin the companions of who has just become ready, if there is room at once: luxuries, in nobody's way."""
+        for model in list(self.models.values()):
+            if model.preset.companions and not model.company_is_called and self._is_in_use(model):
+                model.company_is_called = True
+                for each in self._companions(model):
+                    self._begin(each, luxury=True).companion = True
+            elif not model.workers:
+                model.company_is_called = False
+
+    def _is_in_use(self, model: Model) -> bool:
+        return any(worker.state is State.READY and not worker.companion for worker in model.workers)
+
+    @property
+    def _reading(self) -> int:
+        """Bytes that are being read ahead for those who wait."""
+        waiting = [w for w in self.workers() if w.state is State.QUEUED and w.reads.is_set()]
+        return sum(sum(self.files.weights(worker.snapshot).values()) for worker in waiting)
+
+    def _read_ahead(self, plan: Plan, queued: Sequence[Worker]) -> None:
+        """Those who have to wait for room have their files read meanwhile, the first in line first."""
+        line = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
+        sizes = [
+            (worker.id, sum(self.files.weights(worker.snapshot).values()))
+            for worker in line if worker.id in plan.waits and not (worker.luxury or worker.reads.is_set())
+        ]  # fmt: skip
+        if sizes:
+            chosen = set(standby.readable(sizes, self.devices, self._reading))
+            for worker in (worker for worker in line if worker.id in chosen):
+                worker.reads.set()
 
     def _give_back(self, lease: Lease) -> None:
         worker = lease.worker
@@ -617,6 +683,8 @@ class Fleet:
         self.closing = True
         for holding in self._holdings.values():
             holding.release("shutdown")
+        for read in self._reads:
+            read.cancel()
         for worker in self.workers():
             self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
             if force:
@@ -625,8 +693,8 @@ class Fleet:
             self._timer.cancel()
         if self._looking is not None:
             await asyncio.wait({self._looking})
-        while self._tasks or self._loads:
-            await asyncio.wait({*self._tasks, *self._loads})
+        while self._tasks or self._loads or self._reads:
+            await asyncio.wait({*self._tasks, *self._loads, *self._reads})
 
     # Arranging
 
@@ -705,6 +773,8 @@ class Fleet:
         decision = standby.decide(plan, candidates, residents, devices)
         self._record(plan, by_id, queued)
         self._stand_by(decision, by_id)
+        self._read_ahead(plan, queued)
+        self._bring_companions()
         self._put_to_sleep(standby.spare(plan, waiting + refining, residents, devices) - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)

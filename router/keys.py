@@ -230,6 +230,8 @@ KEYS: tuple[Key, ...] = (
         help="higher is queued first and evicted last"),
     Key(name="ttl", kind=Seconds(off=-1.0), field="ttl", group=LIFECYCLE, unset="off",
         also=("keep-alive",), live=True, help="idle time after which the worker ends, or its weights are let go"),
+    Key(name="companions", kind=Names(), field="companions", group=LIFECYCLE, own=True, live=True, unset="none",
+        help="models usually asked for together with this one: read ahead with it, loaded where memory is free"),
     Key(name="sleep-idle-seconds", kind=Seconds(off=-1.0), field="sleep_idle", group=LIFECYCLE, unset="off", live=True,
         help="idle time after which the worker ends; its weights stay in main memory, as far as --sleep-memory goes"),
     Key(name="linger", kind=Seconds(off=0.0, words={"auto": -1.0}), field="linger", group=LIFECYCLE, live=True,

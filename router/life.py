@@ -23,7 +23,7 @@ from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed,
 from router.estimate import Checkpoint, Estimate
 from router.events import EventLog
 from router.holding import Wish
-from router.launchers import Launcher, Listen, NotForked, Program, Standby, WorkerLost, WorkerProcess
+from router.launchers import Launcher, Listen, NotForked, NotHeld, Program, Standby, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Reading, Resident, pooled
 from router.lifecycle import State, advance
 from router.planner import Demand, Start
@@ -162,6 +162,10 @@ class Worker:
         self.place: tuple[DeviceId, ...] = ()
         self.reserved: dict[DeviceId, int] = {}
         self.standing = Standing()
+        self.reads = asyncio.Event()
+        """Its files are to be read ahead while it waits."""
+        self.companion = False
+        """It was begun because another model was asked for that its users ask for together with this one."""
         self.process: WorkerProcess | None = None
         self.pulse: contract.Pulse | None = None
         self.progress: contract.Progress | None = None
@@ -419,7 +423,8 @@ async def _live(worker: Worker, world: World) -> None:
     worker.stages.begin("wait", world.now())
     listener = _listener(worker, world)
     async with _standing_by(worker, world, program, listener):
-        start = await _room(worker, world, program)
+        async with _reading_ahead(worker, world):
+            start = await _room(worker, world, program)
         worker.place = start.place
         began = world.now()
         worker.stages.begin("start", began)
@@ -434,6 +439,29 @@ def take(worker: Worker) -> None:
         worker.reserved[host] = worker.reserved.get(host, 0) + standing.held
         if standing.is_charged:
             standing.held, standing.is_taken = 0, True
+
+
+@contextlib.asynccontextmanager
+async def _reading_ahead(worker: Worker, world: World) -> AsyncIterator[None]:
+    """The block in which a life waits for room: what its worker will read is read ahead, if the fleet says so."""
+
+    async def read() -> None:
+        await worker.reads.wait()
+        began = world.now()
+        try:
+            size = await world.launcher.read_ahead(tuple(world.files.weights(worker.snapshot)))
+        except NotHeld as failed:
+            log.warning("%s: its files are not read ahead: %s", worker, failed)
+            return
+        seconds = round(world.now() - began, 3)
+        world.events.append("read_ahead", worker.preset.id, worker=worker.id, bytes=size, seconds=seconds)
+
+    task = asyncio.ensure_future(read())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -40,6 +40,8 @@ class Model:
     """When its last worker ended."""
     holding: Holding | None = None
     """Its weights in main memory, without a worker or while one is being loaded: without one, the model sleeps."""
+    company_is_called: bool = False
+    """Its companions were begun since it became ready; not once more before it has gone."""
     wish: Wish | None = None
     """Its last worker has just left room: what might be held from now on."""
     no_copy_before: float = 0.0

@@ -123,6 +123,8 @@ class Preset:
     pin: bool = False
     priority: int = 0
     ttl: float = -1.0
+    companions: tuple[str, ...] = ()
+    """Models that are usually asked for together with this one, by id or alias."""
     sleep_idle: float = -1.0
     """Like `ttl`; but the weights stay in main memory, within --sleep-memory."""
     linger: float = -1.0
@@ -269,6 +271,7 @@ class _Loading:
         general = under | star
         presets: dict[str, Preset] = {}
         aliases: list[tuple[str, Problem]] = []
+        companions: list[tuple[str, Problem]] = []
         for section in document.sections:
             if section.name == "*":
                 continue
@@ -278,11 +281,14 @@ class _Loading:
                 presets[preset.id] = preset
                 if "alias" in settings:
                     aliases.append((preset.id, settings["alias"].place))
+                if "companions" in settings:
+                    companions.append((preset.id, settings["companions"].place))
         self._unique(presets, aliases)
         for entry in self._unconfigured(found, presets):
             preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
             if preset is not None:
                 presets[preset.id] = preset
+        self._company(presets, companions)
         return Loaded({} if self.problems else presets, tuple(self.problems), tuple(self.warnings))
 
     # Layers: text to values
@@ -546,6 +552,15 @@ class _Loading:
                 if owner != id:
                     what = "the id of another model" if owner == alias else f"already an alias of {owner}"
                     self._fail(place, f'alias "{alias}" is {what}; choose another')
+
+    def _company(self, presets: Mapping[str, Preset], companions: Sequence[tuple[str, Problem]]) -> None:
+        """Whoever is named as a companion must be there."""
+        names = {name for preset in presets.values() for name in (preset.id, *preset.aliases)}
+        for id, place in companions:
+            for name in presets[id].companions:
+                if name not in names:
+                    near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
+                    self._fail(place, f"companions names {shown(name)}, and there is no such model", near)
 
     def _unconfigured(self, found: Sequence[Found], presets: Mapping[str, Preset]) -> Iterator[Found]:
         """What was found and no section configures; earlier sources win over later ones of the same name."""

@@ -6,7 +6,7 @@ It is a favour to the first in line, done only with memory that nobody ahead of 
 somebody does. Law: PURE.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.ledger import HOST, Device, DeviceId, Resident, View
@@ -73,6 +73,19 @@ def decide(
     return Decision(begin, frozenset(end))
 
 
+def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], reading: int = 0) -> list[Hashable]:
+    """Whose files of so many bytes may be read ahead, in this order, where `reading` bytes are being read already: what
+    is read must fit into memory that the driver calls free, since for more the kernel would drop pages of others."""
+    hosts = [each for each in devices if each.id.index == HOST]
+    free = min((each.total - each.margin - each.used for each in hosts), default=0) - reading
+    chosen = []
+    for name, size in sizes:
+        if 0 < size <= free:
+            chosen.append(name)
+            free -= size
+    return chosen
+
+
 def spare(plan: Plan, waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device]) -> int:
     """Bytes of main memory that are left for what is merely nice: after this plan nobody has them, nobody who waits is
     going to take them, and nobody who waits lacks any."""
@@ -102,4 +115,4 @@ def _place_in_line(candidate: Candidate) -> tuple[bool, int, float, int]:
     return demand.luxury, -demand.priority, demand.since, demand.id
 
 
-__all__ = ["Candidate", "Decision", "cautious", "decide", "less", "spare"]
+__all__ = ["Candidate", "Decision", "cautious", "decide", "less", "readable", "spare"]

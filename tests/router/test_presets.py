@@ -622,5 +622,12 @@ def test_a_number_may_have_as_many_places_as_a_float_is_written_with() -> None:
     assert one("temp = 0.0034277451171562676").sampling["temp"] == 0.0034277451171562676
 
 
-def test_llama_servers_word_for_idle_time_ends_the_worker_too() -> None:
-    assert read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m").presets["a"].sleep_idle == 300.0
+def test_llama_servers_word_for_idle_time_is_a_time_of_its_own() -> None:
+    found = read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m\nttl = 1h").presets["a"]
+    assert (found.sleep_idle, found.ttl) == (300.0, 3600.0)
+
+
+def test_companions_are_models_that_there_are() -> None:
+    body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\ncompanions = "
+    assert read(body + "a, one").presets["b"].companions == ("a", "one")
+    assert 'companions names "aa", and there is no such model' in complaints(body + "a, aa")[0]

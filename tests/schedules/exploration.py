@@ -108,6 +108,7 @@ class Exploration:
             "parallel": 1,
             "replicas": pick.choice([(1, 1), (1, 1), (1, 2), (2, 3)]),
             "replica_idle": pick.choice([1.0, 30.0]),
+            "companions": pick.choice([(), (), ("m0", "m1")]),
             "max_concurrent": pick.choice([0, 0, 3]),
         }
 
