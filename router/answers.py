@@ -773,6 +773,9 @@ ANSWERS: Mapping[str, Answer] = {
         about="The running requests of that id end with an error.",
     ),
     "slots": Answer(body=several(ref("Slot")), about="Places in the batches of loaded models."),
+    "lora_adapters": Answer(
+        body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})), about="Adapters of the model: none."
+    ),
     "streams_lookup": Answer(body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."),
 }
 """By the name of the route. Calls that are never answered well are not here."""

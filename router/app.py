@@ -146,6 +146,7 @@ class App:
             "disabled": self._disabled,
             "not_offered": self._not_offered,
             "openapi": self._openapi,
+            "lora_adapters": self._lora_adapters,
         }
         for route in ROUTES:
             other = OTHER_ID if route.path.startswith("/models/{id}") else ID
@@ -329,7 +330,7 @@ class App:
         asked = _asked(request)
         if route.face is Face.OLLAMA and named is not None:
             named = ollama.known(self._site, key, named)
-        id, _ = self._site.choose(key, path=request.match_info.get("id"), body=named, query=asked)
+        id, name = self._site.choose(key, path=request.match_info.get("id"), body=named, query=asked)
         request[_MODEL] = id
         autoload = flag(asked, "autoload")
         if autoload is None and route.loads is not Loads.FOLLOWS:
@@ -346,6 +347,7 @@ class App:
             arrived=request[_ARRIVED],
             read=read,
             timeout=max(0.0, timeout),
+            asked=name if named is None and name != id else "",
         )
         record = Record(
             request[_ID], id, route.name, request.remote or "", key.name, time.time(), request[_ARRIVED], request
@@ -408,6 +410,11 @@ class App:
 
     async def _streams_lookup(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json([])  # no stream outlives its connection
+
+    async def _lora_adapters(self, request: web.Request, key: Key) -> web.StreamResponse:
+        if name := _asked(request).get("model"):
+            self._site.model(key, name)
+        return _json([])  # no worker has any: adapters are merged into snapshots
 
     async def _openapi(self, request: web.Request, key: Key) -> web.StreamResponse:
         if not self._document:

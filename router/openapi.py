@@ -61,6 +61,7 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "metrics": (404,),
     "props": (404, 501, 502, 503, 504, 507),
     "slots": (404, 501, 503),
+    "lora_adapters": (404,),
     "plan": (404, 503, 507),
     "pin": (404,),
     "config": (404,),

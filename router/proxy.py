@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -26,6 +27,7 @@ from router.life import lost_error
 from router.lifecycle import State
 from router.wire import Exchange, NotHttp, WireError
 from worker.routes import (
+    ASKED_HEADER,
     IGNORED_FIELDS_HEADER,
     REQUEST_HEADERS,
     REQUEST_ID_HEADER,
@@ -70,6 +72,8 @@ class Call:
     """When its last byte was here, by the clock of `arrived`."""
     timeout: float
     """Seconds in all; 0.0: no limit."""
+    asked: str = ""
+    """The model's name as the client said it, where that is neither its id nor in the body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,6 +489,8 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
     headers = {name: asked[name] for name in REQUEST_HEADERS if name in asked and _is_fit(asked[name])}
     headers[REQUEST_ID_HEADER] = answer.call.request_id
     headers[TOKEN_HEADER] = f"Bearer {token}"
+    if answer.call.asked:
+        headers[ASKED_HEADER] = quote(answer.call.asked, safe="")
     headers["Accept-Encoding"] = "identity"
     headers.setdefault("Content-Type", "application/json")
     return headers

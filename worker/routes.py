@@ -170,7 +170,8 @@ ROUTES: tuple[Route, ...] = (
     *_not_offered("POST", "/count_token /api/v1/token_check", "POST /tokenize"),
     *_not_offered("POST", "/api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
-    *_not_offered("GET POST", "/lora-adapters", "a preset with merged weights"),
+    Route("GET", "/lora-adapters", _L, "lora_adapters", False),
+    *_not_offered("POST", "/lora-adapters", "a preset with merged weights"),
     *_not_offered(
         "POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations", "another server"
     ),
@@ -216,6 +217,7 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "metrics": ("model",),
     "props": ("model", "autoload"),
     "slots": ("model", "fail_on_no_slot"),
+    "lora_adapters": ("model",),
     "models": ("reload",),
     "models_sse": ("snapshot",),
     "delete": ("model",),
@@ -452,6 +454,8 @@ def timestamp() -> str:
 TOKEN_HEADER = "Authorization"
 """Carries `Bearer <token of this worker>`; the client's own credentials never reach a worker."""
 REQUEST_ID_HEADER = "X-Request-Id"
+ASKED_HEADER = "X-Router-Asked"
+"""The name by which a request asked for its model, percent-encoded, where its body has none: answers repeat it."""
 IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
 REQUEST_HEADERS = (
     "Content-Type",

@@ -18,7 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import orjson
 from aiohttp import web
@@ -350,7 +350,7 @@ class Server:
         """A handler for what needs no tokens generated."""
 
         async def answer(exchange: _Exchange) -> web.StreamResponse:
-            return await _finish(exchange, await face(parse(await _read(exchange.request)), self._model))
+            return await _finish(exchange, await face(await _body(exchange.request), self._model))
 
         return self._living(answer)
 
@@ -358,7 +358,7 @@ class Server:
         """A handler for what asks for tokens, mostly."""
 
         async def generate(exchange: _Exchange) -> web.StreamResponse:
-            call = await face(parse(await _read(exchange.request)), self._model)
+            call = await face(await _body(exchange.request), self._model)
             if isinstance(call, Result):
                 return await _finish(exchange, call)
             exchange.keep_alive = call.keep_alive
@@ -469,6 +469,15 @@ async def _read(request: web.Request) -> bytes:
         return await request.read()
     except web.RequestPayloadError:
         raise InvalidJson("the request body is broken off or badly framed") from None
+
+
+async def _body(request: web.Request) -> Json:
+    """The request's JSON object; the model's name is in it even if it was said elsewhere. Raises RequestError."""
+    body = parse(await _read(request))
+    asked = request.headers.get(routes.ASKED_HEADER, "")
+    if asked and body.get("model") is None:
+        body["model"] = unquote(asked)
+    return body
 
 
 async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:

@@ -189,9 +189,9 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         with pytest.raises(ollama.ResponseError, match="not found") as caught:
             await client.show("b")
         assert caught.value.status_code == 404
-        with pytest.raises(ollama.ResponseError, match="not offered") as pulled:
-            await client.pull("a")
-        assert pulled.value.status_code == 501
+        with pytest.raises(ollama.ResponseError, match="not offered") as copied:
+            await client.copy("a", "b")
+        assert copied.value.status_code == 501
 
 
 async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path: Path) -> None:
@@ -245,6 +245,21 @@ async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: 
             assert told.json() == {"generated_text": "w"}
             unknown = await client.post(path.replace("/a", "/org%2Fb").replace("/A", "/b"), json={"inputs": "hi"})
             assert (unknown.status_code, set(unknown.json())) == (404, {"code", "type", "message"})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions?model=A", "/models/A/invoke", "/v1/completions?model_name=%41"])
+async def test_an_answer_can_repeat_the_name_that_was_not_in_its_body(tmp_path: Path, path: str) -> None:
+    async def answer(upstream: Upstream) -> None:
+        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+
+    async with world(tmp_path, answer) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.post(path, json={"inputs": "x"})).headers["x-router-model"] == "a"
+            assert "\r\nx-router-asked: a\r\n" in up.requests[-1].head.lower()
+            assert "X-Router-Asked: A" in up.requests[-1].head
+            await client.post(path.replace("=A", "=a").replace("/A/", "/a/").replace("%41", "a"), json={"model": "a"})
+            assert "router-asked" not in up.requests[-1].head.lower()
 
 
 async def test_ping_is_well_until_a_model_of_the_start_fails(tmp_path: Path) -> None:
