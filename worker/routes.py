@@ -162,6 +162,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/openapi.json", _A, "openapi", False),
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
+    Route("GET", "/v1/streams", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
     *_not_offered("POST", "/infill", "POST /v1/completions"),
     *_not_offered("POST", "/worker_generate_stream /worker_generate", "POST /v1/completions"),

@@ -86,7 +86,7 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
         if worker.state is State.QUEUED and worker.waits_for:
             result["waiting_for"] = worker.waits_for
         if worker.progress is not None and worker.state < State.READY:
-            result["progress"] = progress(worker)
+            result["progress"] = fetched(worker) if worker.state is State.DOWNLOADING else progress(worker)
         if (beat := pulse(worker)) is not None:
             result["pulse"] = beat
         if worker.process is not None and worker.process.ready.seconds:
@@ -138,6 +138,12 @@ def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
         for device, size in reserved.items()
         if device.index != SLOTS
     }
+
+
+def fetched(worker: Worker) -> dict[str, Any]:
+    """Bytes of a download, by where they come from."""
+    source, told = worker.preset.repo or worker.preset.id, worker.progress
+    return {source: {"done": told.done, "total": told.total}} if told is not None else {}
 
 
 def progress(worker: Worker) -> dict[str, Any]:

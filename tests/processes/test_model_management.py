@@ -14,7 +14,16 @@ import ollama
 import pytest
 
 from tests.processes.listening import events_of
-from tests.processes.routers import FAKE_WORKER, ROOT, Router, error_of, fake_snapshot, router
+from tests.processes.routers import (
+    FAKE_WORKER,
+    ROOT,
+    Router,
+    error_of,
+    fake_snapshot,
+    lines_written,
+    router,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +39,9 @@ class Hub:
         self.root = root
         self.address = address
 
-    def repo(self, name: str) -> str:
-        """Make `org/name`: a folder that the router takes for a model."""
-        folder = fake_snapshot(self.root / "org" / name)
+    def repo(self, name: str, **behaviour: Any) -> str:
+        """Make `org/name`: a folder that the router takes for a model; `behaviour` is what its fake worker does."""
+        folder = fake_snapshot(self.root / "org" / name, **behaviour)
         header = json.dumps({"w": {"dtype": "U8", "shape": [2 * HALF], "data_offsets": [0, 2 * HALF]}}).encode()
         content = hashlib.shake_128(name.encode()).digest(2 * HALF)
         (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + content)
@@ -188,6 +197,9 @@ async def test_a_download_is_cancelled_by_unload_which_keeps_and_by_delete_which
             await up.becomes(repo, "downloading")
             assert "already exists" in (await up.client.post("/models", json={"model": repo})).text
             await events.fetched(HALF)
+            progress = (await up.status(repo))["progress"]
+            assert progress[repo]["done"] >= HALF
+            assert progress[repo]["total"] > 2 * HALF
             response = await up.client.post("/models/unload?wait=1", json={"model": repo})
             assert response.json() == {"success": True}
             await events.until("download_failed", reason="cancelled")
@@ -220,6 +232,45 @@ async def test_a_request_that_comes_during_a_download_waits_for_it_and_the_load(
             kinds = await events.until("status_change", status="loaded")
         assert kinds == ["model_status:downloading", "download_progress:", "download_finished:",
                          "status_change:loading", "status_change:loaded"]  # fmt: skip
+
+
+async def test_a_delete_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path) -> None:
+    go, fifo = tmp_path / "go", tmp_path / "journal"
+    async with lines_written(fifo) as journal, world(tmp_path) as (up, hub):
+        repo = hub.repo("busy", hold=str(go), journal=str(fifo))
+        body = {"model": repo, "prompt": "a"}
+        await up.client.post("/models", json={"model": repo})
+        asking = asyncio.create_task(up.client.post("/v1/completions", json=body, headers={"X-Request-Id": "first"}))
+        await until(journal, "request first")
+        deleting = asyncio.create_task(up.client.delete("/models", params={"model": repo}))
+        await up.says(rf"{repo}#\d+ draining")
+        assert error_of(await up.client.post("/v1/completions", json=body)) == (404, "model_not_found")
+        assert "already exists" in (await up.client.post("/models", json={"model": repo})).text
+        assert (await up.client.get("/models?reload=1")).json()["reload"]["added"] == []
+        assert not deleting.done()
+        go.touch()
+        assert (await asking).status_code == 200
+        assert (await deleting).json() == {"success": True}
+        assert not list((tmp_path / "cache").glob("models--*"))
+
+
+async def test_what_cannot_be_deleted_is_listed_again(tmp_path: Path) -> None:
+    async with world(tmp_path) as (up, hub):
+        repo = hub.repo("elsewhere")
+        await up.client.post("/models", json={"model": repo})
+        await up.becomes(repo, "unloaded")
+        (folder,) = (tmp_path / "cache").glob("models--*")
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(tmp_path / "moved")
+        response = await up.client.delete("/models", params={"model": repo})
+        assert error_of(response) == (500, "internal")
+        assert "out of the cache" in response.json()["error"]["message"]
+        assert repo in await entries(up)
+        assert (tmp_path / "moved" / "refs" / "main").exists()
+    async with world(tmp_path, "--no-models-cache") as (up, _):
+        response = await up.client.post("/models", json={"model": repo})
+        assert error_of(response) == (400, "invalid_value")
+        assert "--no-models-cache" in response.json()["error"]["message"]
 
 
 async def test_what_is_not_of_the_cache_or_needed_by_a_preset_is_not_deleted(tmp_path: Path) -> None:

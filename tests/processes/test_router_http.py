@@ -121,6 +121,7 @@ async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) ->
     for path in ("/tools", "/cors-proxy"):
         assert error_of(await shared.client.get(path)) == (403, "feature_disabled")
     assert (await shared.client.post("/v1/streams/lookup", json={})).json() == []
+    assert (await shared.client.get("/v1/streams", params={"conversation_id": "x"})).json() == []
     assert error_of(await shared.client.get("/v1/stream")) == (404, "not_found")
 
 
