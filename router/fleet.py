@@ -772,6 +772,8 @@ class Fleet:
         candidates = [worker.candidate() for worker in queued if not worker.refine.is_set()]
         decision = standby.decide(plan, candidates, residents, devices)
         self._record(plan, by_id, queued)
+        if plan.start:
+            self.changed()  # who starts is a resident from now on, and counts as one
         self._stand_by(decision, by_id)
         self._read_ahead(plan, queued)
         self._bring_companions()
