@@ -17,6 +17,7 @@ from tests import tiny
 from tests.worker.loaded import DEADLINE, Told, generated, generation, load, reference, say, serving
 from worker.engine.architectures import VERIFIED
 from worker.engine.engine import TransformersEngine
+from worker.engine.kv_cache import Blocks
 
 torch.set_num_threads(1)
 NEW = 36
@@ -131,6 +132,48 @@ async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
             tasks.create_task(talk(source.choice(prompts), count, leave))
             for _ in range(source.randrange(40)):
                 await asyncio.sleep(0)  # passes of this loop, so that some join while others are under way
+
+
+async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_computed_again(
+    snapshot: Path, expected: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Blocks for one request, and eight at once; a cache without blocks is told to put back the youngest."""
+    async with serving(load(snapshot, ctx_size=128, parallel=8, prefill_chunk=16, prefix_caching=False)) as roomy:
+        work = roomy._generating
+        assert work is not None
+        has_blocks = isinstance(work._capacity, Blocks)
+        if not has_blocks:
+            await _check_put_back(roomy, expected, interrupts=True)
+    if has_blocks:
+        tight = load(snapshot, ctx_size=128, parallel=8, prefill_chunk=16, prefix_caching=False, kv_tokens=128)
+        async with serving(tight):
+            await _check_put_back(tight, expected, interrupts=False)
+
+
+async def _check_put_back(
+    engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]], *, interrupts: bool
+) -> None:
+    work = engine._generating
+    assert work is not None
+
+    def put_back_the_youngest() -> None:
+        running = [each for _, each in work._scheduler.places]
+        if len(running) > 1:
+            work._scheduler.preempt(max(running, key=lambda each: each.id))
+
+    async def talk(prompt: tuple[int, ...]) -> list[int]:
+        told = Told()
+        async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
+            told.add(delta)
+            if interrupts and len(told.tokens) % 9 == 4:
+                engine._loop.post(put_back_the_youngest)
+        return told.tokens
+
+    async with asyncio.timeout(DEADLINE):
+        told = await asyncio.gather(*map(talk, 2 * list(expected)))
+    assert told == 2 * list(expected.values())
+    assert work.report().prefill_tokens > 2 * sum(map(len, expected)), "somebody was computed again"
+    work._scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])

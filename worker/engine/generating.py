@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -92,16 +92,14 @@ class _Result:
     """What a step found for one segment."""
 
     segment: Segment
+    chooses: bool
+    """It completes a sequence that may have a further token."""
     prompt: tuple[Likelihood, ...] = ()
     """How likely the tokens of the prompt behind those of the segment were."""
     sampled: Sampled | None = None
     """None although it `chooses`: there was no token to choose."""
     forks: tuple[tuple[Sequence, Sampled | None], ...] = ()
     """Further choices of the prompt that the segment completes, and the first token of each."""
-
-    @property
-    def chooses(self) -> bool:
-        return self.segment.completes and self.segment.sequence.limit > 0
 
 
 class Generating:
@@ -261,42 +259,42 @@ class Generating:
         """Compute and choose. Changes no sequence, so it may be repeated with fewer."""
         if not batch:
             return []
-        choosers = [choice for segment in batch for choice in self._choosers(segment)]
-        matchers = [choice.matcher for choice in choosers if choice.matcher is not None]
+        choosers = [self._choosers(segment) for segment in batch]
+        matchers = [choice.matcher for each in choosers for choice in each if choice.matcher is not None]
         masking = self._grammars.masks(matchers) if self._grammars and matchers else None  # goes on beside the model
         logits = self._runner.run(batch)
-        found: list[_Result] = []
+        prompts: list[tuple[Likelihood, ...]] = []
         rows: list[int] = []
         picks: list[Pick] = []
-        first = 0
-        for segment in batch:
-            found.append(_Result(segment, prompt=_prompt_likelihoods(segment, logits[first : first + segment.logits])))
-            first += segment.logits
-            for choice in self._choosers(segment):
-                rows.append(first - 1)
+        held: list[int] = []
+        end = 0
+        for segment, choices in zip(batch, choosers, strict=True):
+            end += segment.logits
+            asked = segment.sequence.prompt_logprobs
+            prompts.append(_prompt_likelihoods(segment, logits[end - segment.logits : end]) if asked else ())
+            for choice in choices:
+                if choice.matcher is not None:
+                    held.append(len(rows))
+                rows.append(end - 1)
                 picks.append(self._pick(choice))
-        if not rows:
-            return found
-        masks = None
-        if masking is not None:
-            held = [row for row, choice in enumerate(choosers) if choice.matcher is not None]
-            masks = Masks(held, masking.result())
-        is_whole = rows == list(range(len(logits)))
-        chosen = iter(sample(logits if is_whole else logits[rows], picks, masks))
-        return [self._chosen(result, chosen) if result.chooses else result for result in found]
-
-    def _chosen(self, result: _Result, chosen: Iterator[Sampled | None]) -> _Result:
-        """`result` with its own token, and then those of the choices that follow it."""
-        sampled = next(chosen)
-        forks = tuple((each.sequence, next(chosen)) for each in self._choosers(result.segment)[1:])
-        return replace(result, sampled=sampled, forks=forks)
+        chosen: Iterator[Sampled | None] = iter(())
+        if rows:
+            masks = Masks(held, masking.result()) if masking is not None else None
+            is_whole = rows == list(range(len(logits)))
+            chosen = iter(sample(logits if is_whole else logits[rows], picks, masks))
+        found = []
+        for segment, choices, prompt in zip(batch, choosers, prompts, strict=True):
+            sampled = next(chosen) if choices else None
+            forks = tuple((each.sequence, next(chosen)) for each in choices[1:])
+            found.append(_Result(segment, bool(choices), prompt, sampled, forks))
+        return found
 
     def _choosers(self, segment: Segment) -> list[Choice]:
         """Who takes a token by the last logits of `segment`: its own choice, then those for whom it completes the
         prompt as well."""
-        if not _Result(segment).chooses:
-            return []
         sequence = segment.sequence
+        if not (segment.completes and sequence.limit > 0):
+            return []
         followers = self._scheduler.followers(sequence) if not sequence.answered else []
         return [self._choices[each.id] for each in (sequence, *followers)]
 
@@ -306,7 +304,7 @@ class Generating:
             choice.repeats.update()
         return Pick(
             sequence.sampling,
-            uniform=uniform(sequence.seed, sequence.answered),
+            uniform=uniform(sequence.seed, sequence.answered) if sequence.sampling.temperature > 0.0 else 0.0,
             repeats=choice.repeats,
             forbidden=() if sequence.may_end else tuple(sequence.ends),
         )
