@@ -15,9 +15,8 @@ import transformers
 
 from tests import tiny
 from tests.worker.loaded import DEADLINE, Told, generated, generation, load, reference, say, serving
-from worker.engine.architectures import VERIFIED
+from worker.engine.architectures import VERIFIED, backend
 from worker.engine.engine import TransformersEngine
-from worker.engine.kv_cache import Blocks
 
 torch.set_num_threads(1)
 NEW = 36
@@ -137,43 +136,32 @@ async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
 async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_computed_again(
     snapshot: Path, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
-    """Blocks for one request, and eight at once; a cache without blocks is told to put back the youngest."""
-    async with serving(load(snapshot, ctx_size=128, parallel=8, prefill_chunk=16, prefix_caching=False)) as roomy:
-        work = roomy._generating
+    """Four at once in blocks for one request, where there are blocks; and the youngest is put back on demand."""
+    kind = transformers.AutoConfig.from_pretrained(snapshot)
+    room = 128 if backend(kind) == "paged" else 0
+    options = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "prefix_caching": False, "kv_tokens": room}
+    async with serving(load(snapshot, **options)) as engine:
+        work = engine._generating
         assert work is not None
-        has_blocks = isinstance(work._capacity, Blocks)
-        if not has_blocks:
-            await _check_put_back(roomy, expected, interrupts=True)
-    if has_blocks:
-        tight = load(snapshot, ctx_size=128, parallel=8, prefill_chunk=16, prefix_caching=False, kv_tokens=128)
-        async with serving(tight):
-            await _check_put_back(tight, expected, interrupts=False)
 
+        def put_back_the_youngest() -> None:
+            running = [each for _, each in work._scheduler.places]
+            if len(running) > 1:
+                work._scheduler.preempt(max(running, key=lambda each: each.id))
 
-async def _check_put_back(
-    engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]], *, interrupts: bool
-) -> None:
-    work = engine._generating
-    assert work is not None
+        async def talk(prompt: tuple[int, ...]) -> list[int]:
+            told = Told()
+            async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
+                told.add(delta)
+                if len(told.tokens) % 9 == 4:
+                    engine._loop.post(put_back_the_youngest)
+            return told.tokens
 
-    def put_back_the_youngest() -> None:
-        running = [each for _, each in work._scheduler.places]
-        if len(running) > 1:
-            work._scheduler.preempt(max(running, key=lambda each: each.id))
-
-    async def talk(prompt: tuple[int, ...]) -> list[int]:
-        told = Told()
-        async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
-            told.add(delta)
-            if interrupts and len(told.tokens) % 9 == 4:
-                engine._loop.post(put_back_the_youngest)
-        return told.tokens
-
-    async with asyncio.timeout(DEADLINE):
-        told = await asyncio.gather(*map(talk, 2 * list(expected)))
-    assert told == 2 * list(expected.values())
-    assert work.report().prefill_tokens > 2 * sum(map(len, expected)), "somebody was computed again"
-    work._scheduler.check_integrity()
+        async with asyncio.timeout(DEADLINE):
+            told = await asyncio.gather(*map(talk, expected))
+        assert told == list(expected.values())
+        assert work.report().prefill_tokens > sum(map(len, expected)), "somebody was computed again"
+        work._scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
