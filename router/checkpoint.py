@@ -44,6 +44,12 @@ _PACKED = frozenset(
 SEEING = frozenset({"idefics3", "llava"})
 """Architectures whose images the worker serves (worker/engine/architectures.py)."""
 
+_TOWERS: Mapping[str, Mapping[str, int]] = {
+    "idefics3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 364, "patch_size": 14},
+    "llava": {"hidden_size": 1024, "intermediate_size": 4096, "image_size": 336, "patch_size": 14},
+}  # fmt: skip
+"""Where a configuration leaves its tower unstated: as large as they come."""
+
 _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
 
 _SCALE = re.compile(
@@ -306,6 +312,7 @@ def _assemble(
         head_elements=_head_elements(folder),
         stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if _EXPERT.search(name)),
         largest=max((size for _, _, size in tensors.values()), default=0),
+        **_tower(folder, config),
         quantization=method,
         scale_bytes=scales,
         linears=_linears(counted, transposed=model_type in _TRANSPOSED),
@@ -561,6 +568,41 @@ def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the worker serves images for it: a family that is verified, and its processor beside the weights."""
     files = ("preprocessor_config.json", "processor_config.json")
     return config.get("model_type") in SEEING and any((folder / name).is_file() for name in files)
+
+
+def _tower(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
+    """What the largest image costs, by the tower's own configuration.
+
+    A tower of `image_size` sees each image, or each of the parts that Idefics3's processor cuts it into and the whole
+    once more. Eight times the width of a layer are alive and two and a quarter times its MLP's, as traced on CLIP's
+    and SigLIP's shapes, and a mask.
+    """
+    family = str(config.get("model_type", ""))
+    if not _sees(folder, config):
+        return {}
+    stated = config.get("vision_config")
+    vision: Mapping[str, Any] = {**_TOWERS[family], **(stated if isinstance(stated, dict) else {})}
+    width, inner = _first(vision, "hidden_size"), _first(vision, "intermediate_size")
+    side = _first(vision, "image_size")
+    patches = (side // max(_first(vision, "patch_size"), 1)) ** 2 + 1
+    parts, tokens = 1, patches
+    if family == "idefics3":
+        said = {**_json(folder / "preprocessor_config.json"), **_image_processor(folder)}
+        longest = _longest_edge(said.get("size")) or 4 * side
+        each = _longest_edge(said.get("max_image_size")) or side
+        parts = (-(-longest // each)) ** 2 + 1
+        tokens = parts * -(-patches // max(_first(config, "scale_factor"), 1) ** 2)
+    alive = patches * (8 * width + 9 * inner // 4) + patches**2
+    return {"tower": parts * alive, "picture_tokens": tokens, "picture_elements": parts * 4 * side**2}
+
+
+def _image_processor(folder: Path) -> Mapping[str, Any]:
+    nested = _json(folder / "processor_config.json").get("image_processor")
+    return nested if isinstance(nested, dict) else {}
+
+
+def _longest_edge(size: Any) -> int:
+    return _first(size, "longest_edge") if isinstance(size, dict) else 0
 
 
 def _capabilities(folder: Path, config: Mapping[str, Any], template: str) -> tuple[str, ...]:

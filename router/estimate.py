@@ -112,6 +112,12 @@ LEAST_BESIDE = 512 * MIB
 Source = Literal["static", "weights", "exact", "learned", "preset"]
 """Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known."""
 
+OPENING_BYTES = 256 * MIB
+"""Main memory in which a worker opens and prepares one image (worker/images.py)."""
+
+HELD_BYTES = 128 * MIB
+"""Of prepared images that requests may have together; one alone may have more (worker/engine/vision.py)."""
+
 AUTO_CTX = 8192
 """Tokens that a preset without ctx-size gets at most."""
 
@@ -231,6 +237,12 @@ class Checkpoint:
     """Bytes of the largest stored tensor."""
     stacked: int = 0
     """Elements of tensors that are put together into larger ones while the model is loaded."""
+    tower: int = 0
+    """Elements alive at once in the vision tower while it sees the largest image; 0: there is none that is used."""
+    picture_tokens: int = 0
+    """Of that image in a prompt."""
+    picture_elements: int = 0
+    """Of that image as the tower takes it."""
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
     scale_bytes: int = 0
@@ -343,7 +355,7 @@ def estimate(
     """
     check_quantization(facts, preset)
     preset = replace(preset, threads=preset.threads or threads)
-    libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
+    libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset) + picture_bytes(facts, preset)
     if runtime is None:
         runtime = (RUNTIME_FORKED if forked else RUNTIME_HOST) + libraries if on_host else RUNTIME_DEVICE
     beside = 0 if on_host else RUNTIME_DEVICE_HOST + libraries + _staged_bytes(facts, preset)
@@ -421,6 +433,20 @@ def compute_dtype(facts: Checkpoint, preset: Preset, *, on_host: bool) -> str:
 def embeds(facts: Checkpoint, preset: Preset) -> bool:
     """Whether the worker will embed or score texts rather than generate."""
     return preset.task in ("embed", "rerank") or (preset.task == "auto" and "completion" not in facts.capabilities)
+
+
+def sees(facts: Checkpoint, preset: Preset) -> bool:
+    """Whether the worker will take images."""
+    return "vision" in facts.capabilities and preset.limit_images > 0 and not embeds(facts, preset)
+
+
+def picture_bytes(facts: Checkpoint, preset: Preset) -> int:
+    """Main memory for images on their way to the model: one that is opened, and all that are prepared."""
+    if not sees(facts, preset):
+        return 0
+    ctx_size = preset.ctx_size if preset.ctx_size > 0 else facts.max_positions or AUTO_CTX
+    most = min(preset.limit_images, max(ctx_size // max(facts.picture_tokens, 1), 1))
+    return OPENING_BYTES + max(HELD_BYTES, most * facts.picture_elements * DTYPE_BYTES["float32"])
 
 
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
@@ -574,6 +600,10 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
         return layer
     if facts.aligned:
         layer = max(layer, _aligned_bytes(facts, preset, packed, tokens, each, passing))
+    if sees(facts, preset):
+        # the features of as many images as there are rows, beside what goes through the tower
+        features = rows * facts.picture_tokens * facts.hidden
+        layer = max(layer, packed * passing + (facts.tower + features) * each)
     wanted = PROMPT_LOGITS + rows
     logits = wanted * facts.vocab_size * (4 if each == 4 else each + 4)  # the sampler wants them in float32
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * LIKELIHOOD_BYTES)

@@ -6,6 +6,7 @@ dispatch mode sees every storage come and go, so the largest sum alive at once i
 What a process takes beside that is measured on this one, which has imported and loaded what a serving one does.
 """
 
+import itertools
 import os
 import re
 import weakref
@@ -18,7 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
@@ -27,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from worker import contract, server
+from worker import contract, images, server
 from worker.engine import (
     architectures,
     attention,
@@ -50,8 +56,9 @@ from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
 from worker.engine.sequence import Sequence
+from worker.engine.vision import HELD_BYTES, Processor, Tower, see
 from worker.errors import StartError
-from worker.generation import Sampling, Text
+from worker.generation import Picture, Pictures, Sampling, Text
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -104,6 +111,8 @@ class Traced:
     loading: int
     """Further bytes while the model is loaded: experts that are stored one by one, until all are put together; what
     mapped files hold beside the model."""
+    images: int
+    """Main memory for images on their way to the model."""
     converts: bool
     """Weights have another type in memory than in the files."""
     generates: bool
@@ -131,10 +140,15 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         compute = HEAP_FACTOR * compute + options.threads * ATTENTION_TILE_BYTES
         compute = max(compute, traced.loading - context)  # a model is loaded before its cache is made
         return _one_shard(
-            weights, context, compute, runtime + KERNEL_BYTES + traced.kernels, host=0, inherited=inherited
+            weights,
+            context,
+            compute,
+            runtime + KERNEL_BYTES + traced.kernels + traced.images,
+            host=0,
+            inherited=inherited,
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
-    host = runtime + CUDA_HOST_BYTES + (weights if traced.converts else 0)
+    host = runtime + CUDA_HOST_BYTES + traced.images + (weights if traced.converts else 0)
     return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host, inherited=inherited)
 
 
@@ -149,24 +163,31 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     cls = loader.model_class(options, config, embeds)
     dtype = _dtype(options, config, stored, device)
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
+    seeing = None if embeds or scores else _seeing(options, config)
     with FakeTensorMode():
         # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
         model = build(cls, config, dtype, embeds=embeds)
         weights = _weight_bytes(options, config, model, dtype, stored)
         ctx_size = engine.context_size(options, architectures.positions(config))
-        context = graphs = kernels = reordering = 0
+        context = graphs = kernels = reordering = pictures = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weights += head_bytes(encoder)
             shorten(model)
             steps = encoding_steps(model, encoder, options, ctx_size)
         else:
-            runner, capacity = make_runner(model, config, options, ctx_size)
+            tower = Tower(model, seeing.token, CPU) if seeing is not None else None
+            runner, capacity = make_runner(model, config, options, ctx_size, tower)
             context = runner.bytes
             if device.type == "cpu" and not options.enforce_eager:
                 kernels, reordering = linears.extra_bytes(model)
             shorten(model)
             steps = generation_steps(runner, capacity, options, ctx_size)
+            if seeing is not None:
+                with unset_fake_temporarily():
+                    largest = seeing.largest(dtype, ctx_size)
+                pictures = images.OPENING_BYTES + max(HELD_BYTES, largest[1] if largest else 0)
+                steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, largest))
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(reordering, *(peak_bytes(step) for step in steps))
@@ -178,8 +199,23 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
     return Traced(
-        weights, context, compute, gathered + graphs, kernels, loading, converts, generates=not (embeds or scores)
+        weights,
+        context,
+        compute,
+        gathered + graphs,
+        kernels,
+        loading,
+        pictures,
+        converts,
+        generates=not (embeds or scores),
     )
+
+
+def _seeing(options: contract.ModelOptions, config: Any) -> Processor | None:
+    """What prepares images for a model that takes them."""
+    if getattr(config, "vision_config", None) is None:
+        return None
+    return see(options, config, loader.load_tokenizer(options))[0]
 
 
 def _device(options: contract.ModelOptions) -> torch.device:
@@ -223,7 +259,7 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
 
 
 def make_runner(
-    model: Any, config: Any, options: contract.ModelOptions, ctx_size: int
+    model: Any, config: Any, options: contract.ModelOptions, ctx_size: int, tower: Tower | None = None
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of the engine, with its cache."""
     attention.register()
@@ -236,7 +272,7 @@ def make_runner(
         model.get_encoder().config._attn_implementation = UNMASKED
     with LiveBytes():  # it knows what to say where the forward that shows the cache's shapes asks for a number
         try:
-            return backends.make_runner(model, config, options, ctx_size, CPU, caches=False)
+            return backends.make_runner(model, config, options, ctx_size, CPU, caches=False, tower=tower)
         except backends.Unsupported as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
 
@@ -251,7 +287,9 @@ def shorten(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
     types = list(getattr(config, "layer_types", None) or ["all"] * count)
-    for module in list(model.modules()):
+    for path, module in list(model.named_modules()):
+        if "vision" in path or "visual" in path:
+            continue  # a tower: it may keep what its layers gave
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.ModuleList) and len(child) == count:
                 kinds = [(kind, _parts(layer)) for kind, layer in zip(types, child, strict=True)]
@@ -390,6 +428,33 @@ def generation_steps(
         yield partial(_generate, runner, (*decodes(rows - 1), told))
 
 
+def seeing_steps(
+    runner: PackedRunner | AlignedRunner,
+    capacity: Capacity,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    largest: tuple[Picture, int] | None,
+) -> Iterator[Step]:
+    """A chunk that begins the largest image there is, beside rows that decode and the features of their images."""
+    if largest is None:
+        return
+    picture, _ = largest
+    rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
+    empty = {name: torch.ones(each.shape, dtype=each.dtype) for name, each in picture.inputs.items()}
+    shown = Pictures((Picture(picture.runs, empty),))
+    whole = _segment(capacity, rows - 1, 0, min(chunk, picture.end))
+    whole.sequence.tokens, whole.sequence.prompt_tokens = [0] * ctx_size, ctx_size
+    whole.sequence.pictures = shown
+    assert isinstance(runner, AlignedRunner)
+
+    def step() -> None:
+        held = [torch.empty(picture.tokens, runner.hidden, dtype=runner.dtype) for _ in range(rows - 1)]
+        _generate(runner, (*_decodes(capacity, rows - 1, ctx_size=ctx_size), whole))
+        del held
+
+    yield step
+
+
 def _generate(runner: Runner, batch: Batch) -> None:
     """One step, as `Generating` takes it, of rows that nobody computed before."""
     for segment in batch:
@@ -506,8 +571,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _worst(args[0].dtype)
         if func in _WORST_SHAPES and isinstance(args[0], FakeTensor):
             result = _WORST_SHAPES[func](*args)
-            self._count(result.untyped_storage())
-            return result
+            if result is not None:
+                self._count(result.untyped_storage())
+                return result
+        if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) != args[0].shape[0] and len(args[1]) == 1:
+            return [args[0]]  # of a size that nobody knows: all of it
         if func in _AS_COMPILED:
             with self:
                 return _AS_COMPILED[func](*args, **kwargs)
@@ -553,6 +621,14 @@ def _every_index(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
     return tensor.new_zeros(tensor.numel(), tensor.ndim, dtype=torch.int64)
 
 
+def _every_row(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """A mask of rows lets all of them through."""
+    (mask,) = indices if len(indices) == 1 else (None,)
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    return tensor.new_empty(mask.numel(), *tensor.shape[mask.ndim :])
+
+
 def _dropout(tensor: torch.Tensor, share: float, train: bool) -> torch.Tensor:
     """Out of training it is its input; the one written in Python copies it."""
     return torch.native_dropout(tensor, share, train)[0] if train else tensor
@@ -572,9 +648,10 @@ _AS_COMPILED: Mapping[Any, Callable[..., torch.Tensor]] = {
 """Operators that allocate something else as compiled code than as they are traced (seen in torch 2.13)."""
 
 
-_WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor]] = {
+_WORST_SHAPES: Mapping[Any, Callable[..., torch.Tensor | None]] = {
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.nonzero.default: _every_index,
+    torch.ops.aten.index.Tensor: _every_row,
 }
 """What to take for the result of operators whose shape depends on numbers, or that fake tensors refuse."""
 

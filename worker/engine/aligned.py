@@ -88,6 +88,12 @@ class AlignedRunner:
         return size
 
     @property
+    def hidden(self) -> int:
+        """Width of the features that stand for images, as of all embeddings."""
+        size: int = self._forward.config.get_text_config(decoder=True).hidden_size
+        return size
+
+    @property
     def bytes(self) -> int:
         return self._cache.bytes
 

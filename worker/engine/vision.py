@@ -31,8 +31,10 @@ from worker.images import Image
 
 log = logging.getLogger(__name__)
 
-HELD_BYTES = 256 << 20
+HELD_BYTES = 128 << 20
 """Of prepared images that requests may have here together. One request may have more, if it is the only one."""
+_SIZES = (336, 1024, 4096)
+"""Sides of images, one of which makes a processor's most."""
 _NOT_FOR_TOWERS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 )
@@ -81,6 +83,7 @@ class Processor:
         if importlib.util.find_spec("PIL") is None:
             raise Blind("its worker lacks the library that opens images: pip install pillow")
         self.sight: Sight = sight
+        self._most = options.limit_images
         self._tokenizer = tokenizer
         try:
             self._processor = _load(Path(options.snapshot), config, tokenizer)
@@ -102,8 +105,25 @@ class Processor:
         )
         ((replaced,),) = made["text_replacement_offsets"]
         inputs = {name: each for name, each in made.items() if name not in _NOT_FOR_TOWERS}
-        cast = {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.items()}
-        return Prepared(replaced["replacement"], cast)
+        return Prepared(replaced["replacement"], {name: _cast(name, each, dtype) for name, each in inputs.items()})
+
+    def largest(self, dtype: torch.dtype, ctx_size: int) -> tuple[Picture, int] | None:
+        """The image that gives the tower most to do, of those that fit into the context, at the beginning of a prompt;
+        and the bytes of all images that one request may have. None if none fits."""
+        import PIL.Image  # late: only for models that see
+
+        found: list[tuple[int, Picture]] = []
+        for side in _SIZES:
+            prepared = self.prepare(PIL.Image.new("RGB", (side, side)), dtype)
+            if found and found[-1][0] == prepared.bytes:
+                break  # it brings all images to one size
+            tokens, (picture,) = self.lay_out(self.placeholder, [prepared])
+            if len(tokens) < ctx_size:
+                found.append((prepared.bytes, picture))
+        if not found:
+            return None
+        most, picture = max(found, key=lambda each: each[0])
+        return picture, most * min(self._most, max(ctx_size // picture.tokens, 1))
 
     def lay_out(self, prompt: str, prepared: Sequence[Prepared]) -> tuple[list[int], tuple[Picture, ...]]:
         """Tokens of `prompt` with what stands for each image in place of its placeholder, and where they are.
@@ -258,6 +278,13 @@ class Tower:
         """Nobody computes this prompt any more."""
         for picture in pictures.each:
             self._seen.pop(picture, None)
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As small as it can be for a tower of this type."""
+    if name.endswith("_mask"):
+        return tensor.bool()
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def unmoved(tokens: list[int], pictures: Sequence[Picture]) -> tuple[None, int]:
