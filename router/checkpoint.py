@@ -41,10 +41,11 @@ _PACKED = frozenset(
 )  # fmt: skip
 """Architectures that the worker does not run on its aligned cache (worker/engine/architectures.py)."""
 
-SEEING = frozenset({"idefics3", "llava"})
+SEEING = frozenset({"gemma3", "idefics3", "llava"})
 """Architectures whose images the worker serves (worker/engine/architectures.py)."""
 
 _TOWERS: Mapping[str, Mapping[str, int]] = {
+    "gemma3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 896, "patch_size": 14},
     "idefics3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 364, "patch_size": 14},
     "llava": {"hidden_size": 1024, "intermediate_size": 4096, "image_size": 336, "patch_size": 14},
 }  # fmt: skip
@@ -586,6 +587,8 @@ def _tower(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
     side = _first(vision, "image_size")
     patches = (side // max(_first(vision, "patch_size"), 1)) ** 2 + 1
     parts, tokens = 1, patches
+    if family == "gemma3":
+        tokens = _first(config, "mm_tokens_per_image") or 256
     if family == "idefics3":
         said = {**_json(folder / "preprocessor_config.json"), **_image_processor(folder)}
         longest = _longest_edge(said.get("size")) or 4 * side

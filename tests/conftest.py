@@ -9,7 +9,7 @@ PROCESSES = Path(__file__).resolve().parent / "processes"
 ADDING_UP = {
     "test_aligned.py", "test_anthropic_face.py", "test_demo.py", "test_detokenize_families.py", "test_engine_faults.py",
     "test_forecast.py", "test_grammar.py", "test_ollama_face.py", "test_paged_equality.py", "test_responses_face.py",
-    "test_structured_output_sdk.py",
+    "test_structured_output_sdk.py", "test_vision_equality.py", "test_vision_faces.py",
 }  # fmt: skip
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

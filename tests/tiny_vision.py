@@ -50,6 +50,10 @@ def make(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch
         auto: Any = transformers.AutoModelForImageTextToText
         model = auto.from_config(config)
         tiny.spread(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1 and not parameter.any():
+                    parameter.normal_(0.0, 0.5)  # some begin at nothing, and would show nothing
     with tiny.no_progress_bar():
         model.to(dtype).save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -58,10 +62,13 @@ def make(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch
 
 
 def _tokenizer(placeholder: str, *special: str, **named: str) -> Any:
-    tokenizer: Any = tiny.make_tokenizer("llama")
+    """`named`: special tokens that the tokenizer has attributes for."""
+    plain: Any = tiny.make_tokenizer("llama")
+    build: Any = transformers.PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer = build(
+        tokenizer_object=plain.backend_tokenizer, bos_token=tiny.BOS, eos_token=tiny.EOS, extra_special_tokens=named
+    )
     tokenizer.add_tokens([AddedToken(each, special=True, normalized=False) for each in special], special_tokens=True)
-    if named:
-        tokenizer.add_special_tokens(named)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("PLACE", placeholder)
     return tokenizer
 
@@ -110,7 +117,34 @@ def _idefics3(text: Mapping[str, Any]) -> _Made:
     return tokenizer, processor, config
 
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], _Made]] = {"llava": _llava, "idefics3": _idefics3}
+def _gemma3(text: Mapping[str, Any]) -> _Made:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil as Opener
+
+    tokenizer = _tokenizer(
+        "<start_of_image>",
+        boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>",
+    )  # fmt: skip
+    opener: Any = Opener(size={"height": 24, "width": 24})
+    processor = transformers.Gemma3Processor(
+        image_processor=opener, tokenizer=tokenizer, image_seq_length=9, chat_template=tokenizer.chat_template
+    )
+    begin, end, soft = (tokenizer.convert_tokens_to_ids(getattr(tokenizer, f"{name}_token"))
+                        for name in ("boi", "eoi", "image"))  # fmt: skip
+    # a window shorter than the prompts, and layers of both kinds
+    words = {"head_dim": 16, "sliding_window": 24, "tie_word_embeddings": False, **text, "num_hidden_layers": 6}
+    config = transformers.Gemma3Config(
+        vision_config={**_TOWER, "image_size": 24, "patch_size": 4}, text_config=_words(tokenizer, words),
+        mm_tokens_per_image=9, tie_word_embeddings=False, image_token_index=soft, boi_token_index=begin,
+        eoi_token_index=end,
+    )  # fmt: skip
+    return tokenizer, processor, config
+
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], _Made]] = {
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+    "llava": _llava,
+}
 
 
 def picture(width: int = 40, height: int = 30, *, seed: int = 0, mode: str = "RGB") -> PIL.Image.Image:

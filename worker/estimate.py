@@ -441,7 +441,7 @@ def seeing_steps(
     picture, _ = largest
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
     empty = {name: torch.ones(each.shape, dtype=each.dtype) for name, each in picture.inputs.items()}
-    shown = Pictures((Picture(picture.runs, empty),))
+    shown = Pictures((Picture(picture.runs, empty, picture.is_whole),))
     whole = _segment(capacity, rows - 1, 0, min(chunk, picture.end))
     whole.sequence.tokens, whole.sequence.prompt_tokens = [0] * ctx_size, ctx_size
     whole.sequence.pictures = shown

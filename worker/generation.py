@@ -69,6 +69,8 @@ class Picture:
     """Which of the prompt's tokens stand for it: first position and number, from left to right."""
     inputs: Mapping[str, Any]
     """What the model's vision tower takes, by name."""
+    is_whole: bool = False
+    """Its tokens see each other: they are computed in one step."""
 
     @property
     def begin(self) -> int:
@@ -88,10 +90,14 @@ class Pictures:
     """All images of a prompt, in its order."""
 
     each: tuple[Picture, ...]
-    positions: Any = None
-    """Positions of the prompt's tokens, where they are not just counted: `[3, tokens]`."""
-    shift: int = 0
-    """What to add to the number of a token behind the prompt to get its position."""
+
+    def cut(self, start: int, end: int) -> int:
+        """Where a step from `start` on ends that was to end at `end`: before a picture that must not be cut, or behind
+        it if the step begins with it."""
+        for picture in self.each:
+            if picture.is_whole and picture.begin < end < picture.end:
+                return picture.begin if start < picture.begin else picture.end
+        return end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

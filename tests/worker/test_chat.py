@@ -41,6 +41,44 @@ def test_the_presets_template_stands_before_the_tokenizers() -> None:
     assert prompt(said(USER)) == "[user:hi][go]"
 
 
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}:{% for p in m.content %}"
+    "{% if p.type == 'image' %}<picture>{% else %}{{ p.text }}{% endif %}{% endfor %}]{% endfor %}"
+)
+PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+HERE = {"type": "text", "text": "here"}
+
+
+def seen(text: str, *content: Any) -> str:
+    """The prompt of a model that sees, of which `<image>` stands for an image where the template has no word."""
+    made = Template(serving.tokenizer(), text=text, variables="", placeholder="<image>" if "<p" not in text else "<p")
+    body = said({"role": "user", "content": list(content)})
+    return made.render(chat.read(Fields(body, CONVERSATION), made, blind=""))
+
+
+def test_a_template_that_wants_parts_gets_parts() -> None:
+    assert prompt(said(USER), template(PARTS)) == "[user:hi]", "a text would be taken for letters, each of no type"
+
+
+def test_an_image_stands_where_the_template_puts_it() -> None:
+    assert seen(PARTS, HERE, PIXEL, HERE) == "[user:here<picture>here]"
+
+
+def test_where_a_template_knows_no_images_their_placeholder_is_a_line_of_the_text() -> None:
+    assert seen(SHOWING, HERE, PIXEL, HERE) == "[user:here\n<image>\nhere][go]"
+
+
+def test_images_of_a_conversation_come_in_the_order_of_its_messages() -> None:
+    made = Template(serving.tokenizer(), text=PARTS, variables="", placeholder="<picture>")
+    body = said({"role": "user", "content": [PIXEL, HERE]}, USER, {"role": "user", "content": [HERE, PIXEL, PIXEL]})
+    images = chat.read(Fields(body, CONVERSATION), made, blind="").images
+    assert [image.where for image in images] == [
+        "messages[0].content[0]",
+        "messages[2].content[1]",
+        "messages[2].content[2]",
+    ]
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_of_the_api_is_taken(role: str) -> None:
     shown = "system" if role == "developer" else role

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from worker.engine.kv_cache import Rows
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Pace, Scheduler, Segment
 from worker.engine.sequence import Sequence
+from worker.generation import Picture, Pictures
 
 
 def sequence(id: int, prompt: int, limit: int = 3, *, prompt_logprobs: bool = False) -> Sequence:
@@ -40,6 +41,22 @@ def drain(scheduler: Scheduler) -> list[int]:
 
 def parts(batch: Batch) -> list[tuple[int, int, int]]:
     return [(segment.sequence.id, segment.start, segment.length) for segment in batch]
+
+
+def test_an_image_that_must_be_whole_is_never_cut() -> None:
+    for first in range(1, 14):
+        scheduler = Scheduler(Rows(2), chunk=99)
+        seeing = sequence(1, prompt=20)
+        seeing.pictures = Pictures(tuple(Picture(((begin, 5),), {}, is_whole=True) for begin in (3, 9)))
+        scheduler.add(seeing)
+        ends = set()
+        budgets = iter((first, 1, 4, 7, 2, 3, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))
+        while not seeing.answered:
+            batch = scheduler.next(next(budgets))
+            ends.add(batch[0].end)
+            advance(scheduler, batch)
+        assert not ends & {4, 5, 6, 7, 10, 11, 12, 13}, "a step ends within an image"
+        assert 20 in ends
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:

@@ -325,16 +325,24 @@ async def test_a_model_that_sees_says_so(engine: TransformersEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "kind", "why"),
-    [(0, "llava", "set limit-images in its preset"), (8, "vipllava", "are not supported by this version")],
+    ("family", "settings", "why"),
+    [
+        ("llava", {"limit_images": 0}, "set limit-images in its preset"),
+        ("vipllava", {}, "are not supported by this version"),
+        ("gemma3", {"prefill_chunk": 8}, "is 9 tokens of one step; set prefill-chunk to that or more"),
+        ("no processor", {}, "image processor cannot be loaded"),
+    ],
 )
 async def test_a_model_served_without_images_says_why_and_talks(
-    tmp_path: Path, limit: int, kind: str, why: str
+    tmp_path: Path, family: str, settings: dict[str, Any], why: str
 ) -> None:
-    folder = tiny_vision.make("llava", tmp_path)
+    folder = tiny_vision.make(family if family in tiny_vision.FAMILIES else "llava", tmp_path)
     config = folder / "config.json"
-    config.write_text(config.read_text().replace('"model_type": "llava"', f'"model_type": "{kind}"'))
-    engine = load(folder, ctx_size=100, limit_images=limit, load_format="dummy")
+    if family == "vipllava":
+        config.write_text(config.read_text().replace('"model_type": "llava"', '"model_type": "vipllava"'))
+    if family == "no processor":
+        (folder / "processor_config.json").unlink()
+    engine = load(folder, ctx_size=100, load_format="dummy", **settings)
     try:
         async with serving(engine) as world:
             error = await world.refused(TEXT, shown(IMAGE))

@@ -41,12 +41,6 @@ class _Part:
         return self.start + len(self.tokens)
 
     @property
-    def shift(self) -> int:
-        """What to add to the number of a token behind the prompt to get its position."""
-        pictures = self.segment.sequence.pictures
-        return pictures.shift if pictures is not None else 0
-
-    @property
     def wanted(self) -> int:
         return min(self.segment.logits, len(self.tokens))
 
@@ -224,7 +218,6 @@ class AlignedRunner:
             kept=1,
             past=plan.time - plan.low,
             crossed=crossed,
-            places=[part.start + part.shift for _, part in order],
         )
         self._done(plan.slots, [part for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}
@@ -270,7 +263,6 @@ class AlignedRunner:
                 past=start,
                 encoded=encoded,
                 crossed=crossed,
-                places=[start + part.shift],
                 seen=self._see(part, piece, start),
             )
             if end > part.end - part.wanted:

@@ -87,11 +87,10 @@ class Sight:
 
     is_whole: bool = False
     """Tokens of one image see each other: they are computed in one step."""
-    has_planes: bool = False
-    """Tokens of an image have three positions each: time, row and column."""
 
 
 VISION: Mapping[str, Sight] = {
+    "gemma3": Sight(is_whole=True),
     "idefics3": Sight(),
     "llava": Sight(),
 }

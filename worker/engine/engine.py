@@ -38,7 +38,7 @@ from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.shelf import shelf
 from worker.engine.steploop import Outbox, StepLoop
-from worker.engine.vision import Eyes, Tower, see, unmoved
+from worker.engine.vision import Eyes, Tower, see
 from worker.errors import (
     ContextExceeded,
     Draining,
@@ -206,7 +206,7 @@ class TransformersEngine:
         over("warmup")
         eyes = None
         if processor is not None:
-            eyes = Eyes(processor, loaded.dtype, most=options.limit_images, place=unmoved)
+            eyes = Eyes(processor, loaded.dtype, most=options.limit_images)
         return cls(
             options,
             prepared.tokenizer,

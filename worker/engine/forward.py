@@ -26,8 +26,8 @@ class Seen:
 
     embedded: torch.Tensor | None
     """`[1, tokens, hidden]`, in place of the tokens; None: they are words only."""
-    positions: torch.Tensor | None = None
-    """`[3, 1, tokens]`, where they are not just counted."""
+    kinds: torch.Tensor | None = None
+    """`[1, tokens so far]`, 1 for those of images, for models whose mask depends on that."""
 
 
 class Forward:
@@ -70,15 +70,13 @@ class Forward:
         past: int,
         encoded: torch.Tensor | None = None,
         crossed: Sequence[int] = (),
-        places: Sequence[int] | None = None,
         seen: Seen | None = None,
     ) -> torch.Tensor:
         """Logits `[rows, kept, vocab]` of the last `kept` of `tokens` `[rows, count]`.
 
         Row `r` has `starts[r]` tokens in the cache, the last of the `past` columns that it shows. `encoded` is the
         encoder's output where it is new, `crossed` how many columns of it each row has where it is in the cache.
-        `places[r]` is the position of the row's first token, where that is not `starts[r]`. `seen`: of one row some of
-        whose tokens stand for images.
+        `seen`: of one row some of whose tokens stand for images.
         """
         count = len(tokens[0])
         begin = self._upload([past - start for start in starts])[:, None]
@@ -87,14 +85,14 @@ class Forward:
             mask = mask[:, past:]
         options: dict[str, Any] = {self._mask: mask, self._cache: cache, "use_cache": cache is not None}
         if self._positions:
-            place = self._upload([first + i for first in (places or starts) for i in range(count)])
+            place = self._upload([start + i for start in starts for i in range(count)])
             options[self._positions] = place.view(len(starts), count)
         if self._keeps:
             options["logits_to_keep"] = kept
         if self.crosses:
             options |= self._encoder_options(encoded, crossed)
-        if seen is not None and seen.positions is not None:
-            options[self._positions] = seen.positions
+        if seen is not None and seen.kinds is not None:
+            options["token_type_ids"] = seen.kinds
         if seen is not None and seen.embedded is not None:
             options["inputs_embeds"] = seen.embedded
         else:

@@ -194,8 +194,8 @@ class Generating:
             choice.started = choice.started or begin
         results = self._compute(batch)
         now = time.monotonic()
-        if len(results) == len(batch):
-            self._pace.learn(batch, now - begin)
+        if len(results) == len(batch) and not any(segment.sees for segment in batch):
+            self._pace.learn(batch, now - begin)  # what a tower takes says nothing about tokens
         for result in results:
             if result.segment.sequence.id in self._choices:  # a sibling may have failed, and ended all of its request
                 self._advance(result, now)

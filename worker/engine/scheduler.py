@@ -47,6 +47,12 @@ class Segment:
         return 1 if self.completes else 0
 
     @property
+    def sees(self) -> bool:
+        """Whether some of its tokens stand for images."""
+        pictures = self.sequence.pictures
+        return pictures is not None and any(each.begin < self.end and self.start < each.end for each in pictures.each)
+
+    @property
     def is_decode(self) -> bool:
         return self.sequence.answered > 0 and self.length == 1 and self.completes
 
@@ -230,7 +236,7 @@ class Scheduler:
             more = min(wanted[each.id] - shares[each.id], left)
             shares[each.id] += more
             left -= more
-        return [self._segment(each, row, shares[each.id]) for each, row in prompts if shares[each.id]]
+        return [self._segment(each, row, _uncut(each, shares[each.id])) for each, row in prompts if shares[each.id]]
 
     def check_integrity(self) -> None:
         """Rows belong to exactly those who run. For tests, and when idle."""
@@ -241,6 +247,13 @@ class Scheduler:
         assert set(self._following) <= set(self._running), "a follower outlived its row"
         assert set(self._following.values()) <= set(self._leaders.values()), "somebody follows who is gone"
         assert set(self._leaders.values()) <= set(self._running), "a leader is gone"
+
+
+def _uncut(sequence: Sequence, share: int) -> int:
+    """`share` tokens of a prompt, or as many fewer or more as it takes not to cut an image that must be whole."""
+    if sequence.pictures is None:
+        return share
+    return sequence.pictures.cut(sequence.computed, sequence.computed + share) - sequence.computed
 
 
 def _age(running: tuple[Sequence, int]) -> int:

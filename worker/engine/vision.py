@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,12 @@ class Processor:
         self.placeholder: str = self._processor.image_token
         self.token: int = config.image_token_id
         self._text = str(tokenizer.convert_ids_to_tokens(self.token))
+        if sight.is_whole:
+            import PIL.Image  # late: only for models that see
+
+            tokens = self.prepare(PIL.Image.new("RGB", (64, 64)), torch.float32).text.count(self._text)
+            if tokens > min(options.prefill_chunk, options.ctx_size or tokens):
+                raise Blind(f"an image of this model is {tokens} tokens of one step; set prefill-chunk to that or more")
 
     def prepare(self, picture: Any, dtype: torch.dtype) -> Prepared:
         """One image, opened, for a tower of this type. Raises ValueError if the processor cannot use it."""
@@ -151,7 +157,7 @@ class Processor:
                 left -= mine[-1][1]
             if left:
                 break
-            pictures.append(Picture(tuple(mine), image.inputs))
+            pictures.append(Picture(tuple(mine), image.inputs, self.sight.is_whole))
         if runs or len(pictures) != len(prepared) or not all(each.runs for each in pictures):
             raise InvalidValue(f"messages must not hold {self._text}, which stands for images", param="messages")
         return tokens, tuple(pictures)
@@ -166,10 +172,9 @@ class Eyes:
         dtype: torch.dtype,
         *,
         most: int,
-        place: Callable[[list[int], Sequence[Picture]], tuple[Any, int]],
     ):
-        """`most`: images of one prompt. `place` gives positions and shift, as `Pictures` has them."""
-        self._processor, self._dtype, self._most, self._place = processor, dtype, most, place
+        """`most`: images of one prompt."""
+        self._processor, self._dtype, self._most = processor, dtype, most
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images")
         self._lock = threading.RLock()  # what is collected meanwhile takes it, too
         self._held = 0
@@ -206,8 +211,7 @@ class Eyes:
                     param=image.where,
                 ) from None
         tokens, each = self._processor.lay_out(prompt, prepared)
-        positions, shift = self._place(tokens, each)
-        pictures = Pictures(each, positions, shift)
+        pictures = Pictures(each)
         self._hold(pictures, sum(image.bytes for image in prepared))
         return tokens, pictures
 
@@ -242,12 +246,12 @@ class Tower:
 
     def see(self, tokens: Sequence[int], start: int, pictures: Pictures) -> Seen:
         """The prompt's `tokens` from the one with number `start` on."""
-        positions = None
-        if pictures.positions is not None:
-            end, counted = start + len(tokens), pictures.positions.shape[-1]
-            later = torch.arange(counted, max(counted, end)).expand(3, -1) + pictures.shift  # of an answer so far
-            positions = torch.cat([pictures.positions, later], -1)[:, None, start:end].to(self._device)
-        return Seen(self._embed(tokens, start, pictures), positions)
+        kinds = None
+        if any(picture.is_whole for picture in pictures.each):
+            kinds = torch.zeros(1, start + len(tokens), dtype=torch.int64, device=self._device)
+            for begin, length in (run for picture in pictures.each for run in picture.runs):
+                kinds[0, begin : begin + length] = 1
+        return Seen(self._embed(tokens, start, pictures), kinds)
 
     def _embed(self, tokens: Sequence[int], start: int, pictures: Pictures) -> torch.Tensor | None:
         """`[1, tokens, hidden]`; None: they are words only."""
@@ -285,11 +289,6 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if name.endswith("_mask"):
         return tensor.bool()
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def unmoved(tokens: list[int], pictures: Sequence[Picture]) -> tuple[None, int]:
-    """Positions of a model that just counts its tokens."""
-    return None, 0
 
 
 def _overlaps(picture: Picture, start: int, end: int) -> bool:
