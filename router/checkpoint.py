@@ -576,7 +576,7 @@ def _tower(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
 
     A tower of `image_size` sees each image, or each of the parts that Idefics3's processor cuts it into and the whole
     once more. Eight times the width of a layer are alive and two and a quarter times its MLP's, as traced on CLIP's
-    and SigLIP's shapes, and a mask.
+    and SigLIP's shapes, and a mask where there are parts.
     """
     family = str(config.get("model_type", ""))
     if not _sees(folder, config):
@@ -595,7 +595,7 @@ def _tower(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
         each = _longest_edge(said.get("max_image_size")) or side
         parts = (-(-longest // each)) ** 2 + 1
         tokens = parts * -(-patches // max(_first(config, "scale_factor"), 1) ** 2)
-    alive = patches * (8 * width + 9 * inner // 4) + patches**2
+    alive = patches * (8 * width + 9 * inner // 4) + (patches**2 if parts > 1 else 0)
     return {"tower": parts * alive, "picture_tokens": tokens, "picture_elements": parts * 4 * side**2}
 
 

@@ -185,9 +185,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             steps = generation_steps(runner, capacity, options, ctx_size)
             if seeing is not None:
                 with unset_fake_temporarily():
-                    largest = seeing.largest(dtype, ctx_size)
-                pictures = images.OPENING_BYTES + max(HELD_BYTES, largest[1] if largest else 0)
-                steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, largest))
+                    shown = seeing.largest(dtype, ctx_size)
+                pictures = images.OPENING_BYTES + max(HELD_BYTES, shown[1] if shown else 0)
+                steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, shown))
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(reordering, *(peak_bytes(step) for step in steps))
