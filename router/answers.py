@@ -448,6 +448,15 @@ COMPONENTS: Mapping[str, Schema] = {
     ),
     "OllamaModel": shape(_OLLAMA_MODEL),
     "LmiText": _LMI_TEXT,
+    "FastChatText": shape(
+        {
+            "text": TEXT,
+            "usage": maybe(shape({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})),
+            "error_code": const(0),
+            "finish_reason": maybe(enum("stop", "length")),
+        },
+        {"logprobs": maybe(ANY_OBJECT)},
+    ),
     "LmiLine": shape({"token": _LMI_TOKEN}, _LMI_TEXT["properties"]),
     "Status": shape(
         {
@@ -606,6 +615,26 @@ ANSWERS: Mapping[str, Answer] = {
     "invocations": Answer(body=_INVOCATION, frame=ref("LmiLine"), about="Generated text."),
     "ericllm_generate": Answer(
         body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}), about="The prompt and what follows it."
+    ),
+    "fastchat_stream": Answer(frame=ref("FastChatText"), about="The text so far, again and again."),
+    "fastchat_generate": Answer(body=ref("FastChatText"), about="Generated text."),
+    "fastchat_embeddings": Answer(
+        body=shape({"embedding": several({"anyOf": [several(NUMBER), TEXT]}), "token_num": COUNT}),
+        about="One vector for each text.",
+    ),
+    "fastchat_conv": Answer(
+        body=shape({"conv": shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT})}),
+        about="How FastChat's own API server lays out a chat for this model.",
+    ),
+    "fastchat_count": Answer(body=shape({"count": COUNT, "error_code": const(0)}), about="Tokens of a prompt."),
+    "fastchat_status": Answer(
+        body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT}),
+        about="What a worker of all models would tell a controller.",
+    ),
+    "fastchat_details": Answer(body=shape({"context_length": COUNT}), about="Tokens of a model's context."),
+    "fastchat_check": Answer(
+        body=shape({"prompts": several(shape({"fits": FLAG, "tokenCount": COUNT, "contextLength": COUNT}))}),
+        about="Whether each prompt and its answer fit into their model's context.",
     ),
     "messages": Answer(body=ref("Message"), frame=ref("MessageEvent"), about="One message of the assistant."),
     "count_tokens": Answer(body=shape({"input_tokens": COUNT}), about="Tokens of the prompt that these messages make."),

@@ -28,7 +28,7 @@ from router.errors import (
     QueueFull,
     TooLarge,
 )  # fmt: skip
-from router.faces import admin, llama_server, lmi, ollama
+from router.faces import admin, fastchat, llama_server, lmi, ollama
 from router.hub import Hub
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openapi import document
@@ -47,6 +47,7 @@ from worker.routes import (
     Route,
     error_body,
     query,
+    refusal,
     stream,
 )  # fmt: skip
 
@@ -135,6 +136,9 @@ class App:
             "lmi_describe": self._lmi_describe,
             "lmi_scale": self._lmi_scale,
             "lmi_unregister": self._lmi_unregister,
+            "fastchat_status": self._fastchat_status,
+            "fastchat_details": self._fastchat_details,
+            "fastchat_check": self._fastchat_check,
             "ollama_tags": self._ollama_tags,
             "ollama_ps": self._ollama_ps,
             "ollama_version": self._ollama_version,
@@ -229,7 +233,10 @@ class App:
         headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false"}
         if error.retry_after is not None:
             headers["Retry-After"] = str(min(LATEST, max(1, round(error.retry_after))))
-        return _json(body, status=error.status, headers=headers)
+        response = _json(body, status=error.status, headers=headers)
+        if route is not None and route.always_streams:
+            response.body = refusal(route.path, orjson.dumps(body))
+        return response
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = f"router/{__version__}"
@@ -341,7 +348,7 @@ class App:
             route=route,
             model=id,
             body=body,
-            stream=route.streams and (seen.stream is True or (route.streams_unless_told and seen.stream is None)),
+            stream=_streams(route, seen),
             autoload=autoload,
             request_id=request[_ID],
             arrived=request[_ARRIVED],
@@ -454,6 +461,15 @@ class App:
     async def _cancel(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json({"success": True, "cancelled": self._requests.cancel(request.match_info["request"])})
 
+    async def _fastchat_status(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(fastchat.status(self._site, key))
+
+    async def _fastchat_details(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await fastchat.details(self._site, key, await self._object(request)))
+
+    async def _fastchat_check(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json(await fastchat.token_check(self._site, key, await self._object(request)))
+
     async def _ping(self, request: web.Request, key: Key) -> web.StreamResponse:
         status, body = lmi.ping(self._site)
         return _json(body, status=status)
@@ -552,6 +568,13 @@ def peek(body: bytes) -> Peek:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def _streams(route: Route, seen: Peek) -> bool:
+    """Whether an answer comes frame by frame."""
+    if seen.stream is None:
+        return route.streams_unless_told
+    return route.always_streams or (route.streams and seen.stream is True)
 
 
 def _asked(request: web.Request) -> Mapping[str, str]:

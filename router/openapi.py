@@ -46,6 +46,7 @@ _FACES: Mapping[Face, tuple[str, str]] = {
     Face.OLLAMA: ("Ollama", "OllamaError"),
     Face.LMI: ("LMI", "LmiError"),
     Face.ERICLLM: ("EricLLM", "EricLlmError"),
+    Face.FASTCHAT: ("FastChat", "FastChatError"),
 }
 """The tag of each dialect and the component that its errors are."""
 _ANYWHERE = (400, 401, 403, 500)
@@ -63,6 +64,8 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "slots": (404, 501, 503),
     "lora_adapters": (404,),
     "plan": (404, 503, 507),
+    "fastchat_details": (404,),
+    "fastchat_check": (404, 502, 503, 504),
     "pin": (404,),
     "config": (404,),
     "logs": (404,),
@@ -204,7 +207,8 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
 def _stream(media: str, frame: Schema, face: Face) -> Schema:
     """One event of a stream, or one of its lines."""
     if media != "text/event-stream":
-        about = "Lines of JSON; a stream that fails ends with a line that says so and a broken connection."
+        unit = "Objects, each followed by a zero byte" if face is Face.FASTCHAT else "Lines of JSON"
+        about = f"{unit}; a stream that fails ends with one that says so and a broken connection."
         return {"type": "string", "description": about, "contentMediaType": "application/json", "contentSchema": frame}
     about = (
         "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
@@ -306,4 +310,5 @@ def _errors() -> dict[str, Schema]:
         "OllamaError": shape({"error": TEXT}),
         "LmiError": shape({"code": {"type": "integer"}, "type": TEXT, "message": TEXT}),
         "EricLlmError": shape({"detail": TEXT}),
+        "FastChatError": shape({"error_code": {"type": "integer", "minimum": 40000}, "text": TEXT}),
     }

@@ -43,7 +43,8 @@ WORKER = [
     "worker.__main__",
     "worker.estimate",
     "worker.nursery  worker.download  worker.server",
-    "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi",
+    "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
+    "  worker.faces.fastchat",
     "worker.faces.*  worker.engine.engine",
     "worker.native  worker.engine.shelf",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",

@@ -904,6 +904,37 @@ ERICLLM: Body = {
     "skip_special_tokens": one_of([True]),
 }
 
+# FastChat's worker
+
+FASTCHAT: Body = {
+    "model": MODEL,
+    "prompt": required(text()),
+    "temperature": TUNING["temperature"],
+    "top_k": TUNING["top_k"],
+    "top_p": TUNING["top_p"],
+    "repetition_penalty": TUNING["repetition_penalty"],
+    "presence_penalty": TUNING["presence_penalty"],
+    "frequency_penalty": TUNING["frequency_penalty"],
+    "max_new_tokens": integer(1, None, "256 unless stated."),
+    "echo": flag("Whether the text begins with the prompt; true unless stated."),
+    "stop": _STOP,
+    "stop_token_ids": array({"type": "integer"}, about="Of the model's own end of text only."),
+    "logprobs": integer(0, None, "At most the model's max-logprobs."),
+    "seed": SAMPLING["seed"],
+    "stream": flag("Makes no difference: the path says it."),
+    "best_of": one_of([1]),
+    "use_beam_search": one_of([False]),
+    "images": one_of([[]]),
+}
+FASTCHAT_EMBED: Body = EMBEDDINGS
+FASTCHAT_COUNT: Body = {"model": MODEL, "prompt": required(text())}
+FASTCHAT_CONV: Body = {"model": MODEL}
+FASTCHAT_CHECK: Body = {
+    "prompts": required(
+        array(record({"model": MODEL, "prompt": required(text()), "max_tokens": integer(0, _LARGEST)}), most=256)
+    )
+}
+
 # What the router itself answers
 
 NAMED: Body = {

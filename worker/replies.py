@@ -302,7 +302,7 @@ class TextReply:
         self._is_only_echo = is_only_echo
         self._special_ids = special_ids
         self._totals = Totals(generations)
-        self._streams: dict[tuple[int, int], _LegacyLogprobs] = {}
+        self._streams: dict[tuple[int, int], LegacyLogprobs] = {}
         self._held: dict[tuple[int, int], list[TokenLogprob]] = {}
 
     def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
@@ -317,7 +317,7 @@ class TextReply:
         for number, candidates in enumerate(made):
             best = sorted(candidates, key=_Choice.mean_logprob, reverse=True)[: self._n]
             for choice in best if len(candidates) > self._n else candidates:
-                legacy = _LegacyLogprobs(self._special_ids, self._echoes[number])
+                legacy = LegacyLogprobs(self._special_ids, self._echoes[number])
                 logprobs = legacy.arrays(prompts.get(number, ()), choice.logprobs) if self._has_logprobs else None
                 text = self._echoes[number] + "".join(choice.text)
                 choices.append(self._choice(len(choices), text, logprobs, choice.finish))
@@ -330,7 +330,7 @@ class TextReply:
             return self._chunk(index, "", None, **progress_of(delta.progress)) if self._has_progress else b""
         text = delta.text
         if key not in self._streams:
-            self._streams[key] = _LegacyLogprobs(self._special_ids, self._echoes[number])
+            self._streams[key] = LegacyLogprobs(self._special_ids, self._echoes[number])
             self._held[key] = []
             text = self._echoes[number] + text
         held = self._held[key]
@@ -374,7 +374,7 @@ class TextReply:
         return _frame({**self._head, "choices": [self._choice(index, text, logprobs, finish)], **usage, **further})
 
 
-class _LegacyLogprobs:
+class LegacyLogprobs:
     """The four arrays of one choice; offsets count characters of its text, an echoed prompt included."""
 
     def __init__(self, special_ids: frozenset[int], echo: str):

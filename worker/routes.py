@@ -25,6 +25,7 @@ class Face(Enum):
     RESPONSES = "responses"
     LMI = "lmi"
     ERICLLM = "ericllm"
+    FASTCHAT = "fastchat"
     ADMIN = "admin"
 
 
@@ -62,6 +63,8 @@ class Route:
     """Answers frame by frame when the body says `stream: true`."""
     streams_unless_told: bool = False
     """And also when it says nothing of it."""
+    always_streams: bool = False
+    """And also when it says no: the path means a stream."""
     upstream: str = ""
     """The worker's path for it, where this one holds the model's name."""
     instead: str = ""
@@ -88,7 +91,7 @@ def _not_offered(
 
 
 _O, _L, _A = Face.OPENAI, Face.LLAMA_SERVER, Face.ADMIN
-_M, _OLLAMA, _R = Face.ANTHROPIC, Face.OLLAMA, Face.RESPONSES
+_M, _OLLAMA, _R, _F = Face.ANTHROPIC, Face.OLLAMA, Face.RESPONSES, Face.FASTCHAT
 
 _PRESETS = "the file of --models-preset, and GET /models?reload=1"
 
@@ -119,6 +122,24 @@ ROUTES: tuple[Route, ...] = (
         for path in ("/predictions/{id}", "/models/{id}/invoke")
     ),
     Route("POST", "/generate", Face.ERICLLM, "ericllm_generate", True, loads=Loads.FOLLOWS),
+    Route(
+        "POST",
+        "/worker_generate_stream",
+        _F,
+        "fastchat_stream",
+        True,
+        loads=Loads.FOLLOWS,
+        streams=True,
+        streams_unless_told=True,
+        always_streams=True,
+    ),
+    Route("POST", "/worker_generate", _F, "fastchat_generate", True, loads=Loads.FOLLOWS),
+    Route("POST", "/worker_get_embeddings", _F, "fastchat_embeddings", True, loads=Loads.FOLLOWS),
+    Route("POST", "/worker_get_conv_template", _F, "fastchat_conv", True),
+    Route("POST", "/count_token", _F, "fastchat_count", True),
+    Route("POST", "/worker_get_status", _F, "fastchat_status", False),
+    Route("POST", "/model_details", _F, "fastchat_details", False),
+    Route("POST", "/api/v1/token_check", _F, "fastchat_check", False),
     Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
     Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
     *(
@@ -165,10 +186,6 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/streams", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
     *_not_offered("POST", "/infill", "POST /v1/completions"),
-    *_not_offered("POST", "/worker_generate_stream /worker_generate", "POST /v1/completions"),
-    *_not_offered("POST", "/worker_get_embeddings", "POST /v1/embeddings"),
-    *_not_offered("POST", "/worker_get_status /worker_get_conv_template /model_details", "GET /v1/models"),
-    *_not_offered("POST", "/count_token /api/v1/token_check", "POST /tokenize"),
     *_not_offered("POST", "/api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
@@ -191,6 +208,13 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
     "responses_input_tokens": (bodies.RESPONSES,),
     "invocations": (bodies.INVOCATIONS, bodies.CHAT, bodies.COMPLETIONS),
     "ericllm_generate": (bodies.ERICLLM,),
+    "fastchat_stream": (bodies.FASTCHAT,),
+    "fastchat_generate": (bodies.FASTCHAT,),
+    "fastchat_embeddings": (bodies.FASTCHAT_EMBED,),
+    "fastchat_conv": (bodies.FASTCHAT_CONV,),
+    "fastchat_count": (bodies.FASTCHAT_COUNT,),
+    "fastchat_details": (bodies.FASTCHAT_CONV,),
+    "fastchat_check": (bodies.FASTCHAT_CHECK,),
     "messages": (bodies.ANTHROPIC,),
     "count_tokens": (bodies.COUNT_TOKENS,),
     "ollama_chat": (bodies.OLLAMA_CHAT,),
@@ -331,8 +355,25 @@ def error_body(
         return {"code": status, "type": type, "message": message}
     if face is Face.ERICLLM:
         return {"detail": message}
+    if face is Face.FASTCHAT:
+        return {"error_code": _fastchat_code(status, reason), "text": message}
     error = {"code": status, "message": message, "type": type, "param": param, "reason": reason}
     return {"error": {**error, **(extra or {})}}
+
+
+def _fastchat_code(status: int, reason: str) -> int:
+    """FastChat's number for an error (fastchat/constants.py)."""
+    own = {"context_length_exceeded": 40303, "does_not_fit": 50002, "invalid_value": 40302, "model_not_found": 40301}
+    by_status = {401: 40102, 403: 40103, 429: 42901, 503: 42903, 507: 50002}
+    return own.get(reason) or by_status.get(status) or (40001 if status < 500 else 50001)
+
+
+def refusal(path: str, body: bytes) -> bytes:
+    """An error's body as an answer of its own: where clients read nothing but frames, as one."""
+    return body + b"\0" if path in _FRAMES_ONLY else body
+
+
+_FRAMES_ONLY = frozenset(route.path for route in ROUTES if route.always_streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,11 +385,11 @@ class Stream:
     """What ends a frame, and stands nowhere within one."""
     first: bytes
     """How a line begins that says something, after perhaps another one of the same frame; comments have none."""
-    error: bytes
+    error: bytes | tuple[bytes, ...]
     """How an error frame begins."""
     last: bytes | tuple[bytes, ...]
     """How the last frame of a whole answer begins."""
-    ending: bytes = b""
+    ending: bytes | tuple[bytes, ...] = b""
     """How it ends."""
 
     def is_error(self, frames: bytes) -> bool:
@@ -390,6 +431,14 @@ _STREAMS: Mapping[Face, Stream] = {
         b'{"token":{"id":-1,"text":"","log_prob":-1,',
         b'{"generated_text":',
     ),
+    Face.FASTCHAT: Stream(
+        {**_EVENTS, "Content-Type": "application/octet-stream"},
+        b"\0",
+        b'{"text":',
+        (b'{"error_code":4', b'{"error_code":5'),
+        b'{"text":',
+        (b'"finish_reason":"stop"}\0', b'"finish_reason":"length"}\0'),
+    ),
     Face.OLLAMA: Stream(
         {**_EVENTS, "Content-Type": "application/x-ndjson"}, b"\n", b"{", b'{"error":', b"{", b'"done":true}\n'
     ),
@@ -422,6 +471,8 @@ def refusal_frame(face: Face, body: bytes) -> bytes:
     """An error's body as a frame of a stream that has already begun."""
     if face is Face.OLLAMA:
         return body.replace(b"\n", b" ") + b"\n"
+    if face is Face.FASTCHAT:
+        return body.removesuffix(b"\0") + b"\0"
     if face is Face.LMI:
         token = {"id": -1, "text": "", "log_prob": -1, "special_token": True, "error_msg": json.loads(body)["message"]}
         line = {"token": token, "generated_text": "", "details": {"finish_reason": "error"}}
@@ -440,8 +491,10 @@ def silence(face: Face, text: str, *, has_begun: bool, model: str) -> bytes:
     if face is Face.OLLAMA:  # no comments in JSON lines: one that adds nothing, to a chat or to a text
         line = {"model": model, "created_at": timestamp(), "message": {"role": "assistant", "content": ""}}
         return json.dumps({**line, "response": "", "done": False}, separators=(",", ":")).encode() + b"\n"
-    if face is Face.LMI:
-        return b""
+    if face is Face.LMI or (face is Face.FASTCHAT and has_begun):
+        return b""  # FastChat's clients would take an empty text for the text so far
+    if face is Face.FASTCHAT:
+        return b'{"error_code":0,"text":"","usage":null,"finish_reason":null}\0'
     if face is Face.ANTHROPIC and has_begun:
         return b'event: ping\ndata: {"type":"ping"}\n\n'
     return f": {text}\n\n".encode()

@@ -35,6 +35,7 @@ from worker.faces import (
     anthropic,
     embeddings,
     ericllm,
+    fastchat,
     llama_server,
     lmi,
     ollama,
@@ -304,6 +305,11 @@ class Server:
             "ollama_embeddings": self._answering(ollama.embeddings),
             "invocations": self._generating(lmi.invocations),
             "ericllm_generate": self._generating(ericllm.generate),
+            "fastchat_stream": self._generating(fastchat.generate_stream),
+            "fastchat_generate": self._generating(fastchat.generate),
+            "fastchat_embeddings": self._answering(fastchat.get_embeddings),
+            "fastchat_conv": self._answering(fastchat.get_conv_template),
+            "fastchat_count": self._answering(fastchat.count_token),
             "responses": self._generating(responses.responses),
             "responses_input_tokens": self._answering(responses.input_tokens),
             "chat_input_tokens": self._answering(openai.input_tokens),
@@ -451,7 +457,9 @@ class Server:
             extra=error.extra,
             request_id=request[_ID],
         )
-        return _json(body, status=error.status, headers=headers)
+        response = _json(body, status=error.status, headers=headers)
+        response.body = routes.refusal(request.path, orjson.dumps(body))
+        return response
 
     def _retry_after(self, error: RequestError) -> int:
         """Seconds, 1 to 60, until a place in the queue should be free, by the usual length of a request."""

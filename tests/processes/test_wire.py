@@ -1,0 +1,301 @@
+"""The router's own HTTP client, and workers whose every byte a test decides."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from router.wire import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, Wire, WireError
+from tests.processes.asking import everything
+from tests.processes.upstreams import until
+
+DEADLINE = 20.0
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+Answering = Callable[["Worker", asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
+
+
+class Worker:
+    """What came to a worker's socket."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.bodies: list[bytes] = []
+        self.heads: list[bytes] = []
+        self.left = asyncio.Event()
+        """The last connection has ended from the other side."""
+
+
+@asynccontextmanager
+async def worker(folder: Path, answer: Answering | bytes) -> AsyncIterator[tuple[Wire, Worker]]:
+    """A wire to a worker that answers each request with these bytes, or by itself."""
+    seen = Worker()
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def begun(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.create_task(connection(reader, writer)))
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                seen.heads.append(head)
+                at = head.lower().find(b"content-length: ")
+                length = int(head[at + 16 :].partition(b"\r\n")[0]) if at >= 0 else 0
+                if isinstance(answer, bytes):
+                    seen.bodies.append(await reader.readexactly(length))
+                    writer.write(answer)
+                    await writer.drain()
+                else:
+                    await answer(seen, reader, writer, head)
+        seen.left.set()
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_unix_server(begun, folder / "s", limit=1 << 24)
+    wire = Wire(f"unix:{folder / 's'}")
+    try:
+        async with asyncio.timeout(DEADLINE):
+            yield wire, seen
+    finally:
+        wire.close()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(0)  # connections are closed in the next pass of the loop
+
+
+def ask(wire: Wire, body: bytes = b"{}") -> Exchange:
+    return wire.begin("POST", "/x", {"Authorization": "Bearer t"}, body)
+
+
+async def whole(exchange: Exchange) -> bytes:
+    """All of an answer."""
+    try:
+        await exchange.head()
+        return await everything(exchange)
+    finally:
+        exchange.close()
+
+
+async def test_one_connection_carries_one_exchange_after_the_other(tmp_path: Path) -> None:
+    async with worker(tmp_path, OK) as (wire, seen):
+        for number in range(3):
+            assert await whole(ask(wire, b"%d" % number)) == b"ok"
+        assert (seen.connections, seen.bodies) == (1, [b"0", b"1", b"2"])
+        assert b"POST /x HTTP/1.1\r\n" in seen.heads[0]
+        assert b"Authorization: Bearer t\r\n" in seen.heads[0]
+        several = await asyncio.gather(*(whole(ask(wire)) for _ in range(5)))
+        assert several == [b"ok"] * 5
+        assert seen.connections == 5
+
+
+NOT_HTTP = {
+    "garbage": b"SMTP 220 no\r\n\r\n",
+    "zeros": bytes(100),
+    "an old version": OK.replace(b"1.1", b"1.0"),
+    "no stated end": b"HTTP/1.1 200 OK\r\n\r\nok",
+    "another coding": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
+    "both framings": CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\n") + b"0\r\n\r\n",
+    "a change of protocol": b"HTTP/1.1 101 Hm\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+    "only interim answers": b"HTTP/1.1 102 Wait\r\n\r\n" * (MOST_INTERIM + 1),
+    "a long header": b"HTTP/1.1 200 OK\r\nX: " + b"x" * (LONGEST_HEAD + 9),
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"X-Y: zzzzzzzz\r\n" * 9000,
+    "a long status line": b"HTTP/1.1 200 " + b"K" * (LONGEST_HEAD + 9),
+}
+
+
+@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=list(NOT_HTTP))
+async def test_what_is_no_answer_in_http_is_told_at_once_and_ends_the_connection(tmp_path: Path, sent: bytes) -> None:
+    async with worker(tmp_path, sent) as (wire, seen):
+        with pytest.raises(NotHttp):
+            await whole(ask(wire))
+        await seen.left.wait()
+
+
+BROKEN_LATER = {
+    "no chunk's size": CHUNKED + b"3\r\nabc\r\nzz\r\n",
+    "a long extension": CHUNKED + b"3\r\nabc\r\n3;" + b"x" * (9 * LONGEST_HEAD),
+    "a long trailer": CHUNKED + b"3\r\nabc\r\n0\r\nX: " + b"x" * (9 * LONGEST_HEAD),
+    "a size beyond reason": CHUNKED + b"3\r\nabc\r\nfffffffffffffffff\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", BROKEN_LATER.values(), ids=list(BROKEN_LATER))
+async def test_what_came_before_a_fault_is_heard_and_then_the_fault(tmp_path: Path, sent: bytes) -> None:
+    async with worker(tmp_path, sent) as (wire, seen):
+        exchange = ask(wire)
+        await exchange.head()
+        assert await exchange.read() == b"abc"
+        with pytest.raises(NotHttp):
+            await exchange.read()
+        await seen.left.wait()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"HTTP/1.1 2", OK[:-4], OK[:-1], CHUNKED, CHUNKED + b"5\r\nab", CHUNKED + b"2\r\nab\r\n0"]
+)
+async def test_an_answer_that_breaks_off_never_ends_well(tmp_path: Path, sent: bytes, how: str) -> None:
+    async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        writer.write(sent)
+        writer.transport.abort() if how == "reset" else writer.transport.close()
+        raise ConnectionError
+
+    async with worker(tmp_path, answer) as (wire, _):
+        with pytest.raises(Broken):
+            await whole(ask(wire))
+
+
+async def test_an_answer_may_come_byte_by_byte(tmp_path: Path) -> None:
+    sent = b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + b"3;a=b\r\nabc\r\n1\r\nd\r\n0\r\nX-Late: 1\r\n\r\n"
+
+    async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        await reader.readexactly(2)
+        for byte in sent:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+
+    async with worker(tmp_path, answer) as (wire, seen):
+        for _ in range(2):
+            exchange = ask(wire)
+            assert await whole(exchange) == b"abcd"
+            assert "x-late" not in exchange.headers
+        assert seen.connections == 1
+
+
+@pytest.mark.parametrize("extra", [OK, b"zz", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nstolen"])
+async def test_bytes_behind_an_answer_reach_nobody(tmp_path: Path, extra: bytes) -> None:
+    async with worker(tmp_path, OK + extra) as (wire, seen):
+        for _ in range(2):
+            assert await whole(ask(wire)) == b"ok"
+        assert seen.connections == 2
+
+
+async def test_a_connection_that_speaks_unasked_is_not_used_again(tmp_path: Path) -> None:
+    async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        await reader.readexactly(2)
+        writer.write(OK)
+        await told.wait()
+        writer.write(OK.replace(b"ok", b"no"))
+        told.clear()
+
+    told = asyncio.Event()
+    async with worker(tmp_path, answer) as (wire, seen):
+        assert await whole(ask(wire)) == b"ok"
+        told.set()
+        await seen.left.wait()
+        assert await whole(ask(wire)) == b"ok"
+        assert seen.connections == 2
+
+
+@pytest.mark.parametrize("said", [b"Connection: close", b"Connection: x, close"])
+async def test_a_worker_that_wants_no_more_gets_no_more(tmp_path: Path, said: bytes) -> None:
+    async with worker(tmp_path, OK.replace(b"\r\n\r\n", b"\r\n" + said + b"\r\n\r\n")) as (wire, seen):
+        for _ in range(2):
+            assert await whole(ask(wire)) == b"ok"
+        assert seen.connections == 2
+
+
+async def test_a_large_answer_waits_for_its_reader(tmp_path: Path) -> None:
+    size = 8 << 20
+
+    async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        await reader.readexactly(2)
+        writer.write(CHUNKED + b"%x\r\n" % size + bytes(size) + b"\r\n0\r\n\r\n")
+        stuck.set()
+        await writer.drain()
+        drained.set()
+
+    stuck, drained = asyncio.Event(), asyncio.Event()
+    async with worker(tmp_path, answer) as (wire, seen):
+        exchange = ask(wire)
+        await exchange.head()
+        await stuck.wait()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not drained.is_set()
+        assert len(await everything(exchange)) == size
+        assert await whole(ask(wire)) != b""
+        assert seen.connections == 1
+
+
+async def test_a_large_body_arrives_whole(tmp_path: Path) -> None:
+    async with worker(tmp_path, OK) as (wire, seen):
+        for size in (1 << 16, (1 << 16) + 1, 5_000_000):
+            body = bytes(range(256)) * (size // 256) + b"e"
+            assert await whole(ask(wire, body)) == b"ok"
+            assert seen.bodies[-1] == body
+        assert seen.connections == 1
+
+
+async def test_a_worker_that_answers_before_it_has_heard_all_is_heard(tmp_path: Path) -> None:
+    async def answer(seen: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        writer.write(OK.replace(b"200 OK", b"413 Too much"))
+        await asyncio.Event().wait()
+
+    async with worker(tmp_path, answer) as (wire, seen):
+        exchange = ask(wire, bytes(30 << 20))
+        assert await whole(exchange) == b"ok"
+        assert exchange.status == 413
+        second = ask(wire, bytes(30 << 20))
+        assert await whole(second) == b"ok"
+        assert seen.connections == 2, "what was not sent must not be taken for a request"
+
+
+@pytest.mark.parametrize("sent", [b"", OK[:-1]])
+async def test_closing_an_exchange_ends_its_connection_and_whoever_waits(tmp_path: Path, sent: bytes) -> None:
+    async with worker(tmp_path, sent) as (wire, seen):
+        exchange = ask(wire)
+        waiting = asyncio.create_task(everything(exchange))
+        await until(lambda: bool(seen.bodies))
+        exchange.close()
+        with pytest.raises(Broken):
+            await waiting
+        await seen.left.wait()
+
+
+async def test_a_closed_wire_ends_everything_and_begins_nothing(tmp_path: Path) -> None:
+    async with worker(tmp_path, b"") as (wire, seen):
+        running, fresh = ask(wire), None
+        await until(lambda: bool(seen.bodies))
+        fresh = ask(wire, bytes(1 << 20))
+        wire.close()
+        for exchange in (running, fresh, ask(wire)):
+            with pytest.raises(Broken):
+                await exchange.head()
+        await seen.left.wait()
+
+
+async def test_nobody_there_is_broken_at_once(tmp_path: Path) -> None:
+    for address in (f"unix:{tmp_path / 'nobody'}", "tcp:127.0.0.1:1"):
+        wire = Wire(address)
+        with pytest.raises(WireError):
+            await whole(ask(wire))
+        wire.close()
+
+
+async def test_a_worker_elsewhere_is_reached_by_tcp() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.read()
+        writer.close()
+        over.set()
+
+    over = asyncio.Event()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    wire = Wire(f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert await whole(wire.begin("GET", "/health", {})) == b"ok"
+    wire.close()
+    await over.wait()
+    server.close()
