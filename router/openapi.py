@@ -163,7 +163,7 @@ def _operation(route: Route) -> dict[str, Any]:
     }
     if route.worker:
         operation["description"] = _LOADS[route.loads]
-    parameters = [*_in_path(route), *_in_query(route), *_in_header(answer)]
+    parameters = [*_in_path(route), *_in_query(route), *_in_header(route, answer)]
     if parameters:
         operation["parameters"] = parameters
     body = body_schema(route)
@@ -274,8 +274,8 @@ def _in_query(route: Route) -> list[dict[str, Any]]:
     ]
 
 
-def _in_header(answer: Answer) -> list[dict[str, Any]]:
-    if answer.frame is None or answer.body is not None:
+def _in_header(route: Route, answer: Answer) -> list[dict[str, Any]]:
+    if route.worker or answer.frame is None or answer.body is not None:
         return []
     about = "The last event that was seen: those after it come first."
     return [{"name": "Last-Event-ID", "in": "header", "description": about, "schema": TEXT}]

@@ -1,0 +1,148 @@
+"""What FastChat's own API server, or whoever asks like it, gets of the router."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from router.proxy import Pace
+from tests.processes.upstreams import END, Upstream, World, chunk, world
+
+BEGIN = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+PATH = "/worker_generate_stream"
+
+
+def frame(text: str, finish: str | None = None) -> bytes:
+    body = {"text": text, "usage": None, "logprobs": None, "error_code": 0, "finish_reason": finish}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\0"
+
+
+def whole(body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+
+
+@contextlib.asynccontextmanager
+async def client(up: World) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as made:
+        yield made
+
+
+async def unasked(upstream: Upstream) -> None:
+    raise AssertionError
+
+
+async def test_fastchats_frames_go_on_whole_whatever_stream_says(tmp_path: Path) -> None:
+    """Its clients parse what one read gives them: half a frame would be an error."""
+    sent = frame("one") + frame("one two", "stop")
+
+    async def answer(upstream: Upstream) -> None:
+        assert upstream.head.startswith(f"POST {PATH} ")
+        for part in (sent[:9], sent[9:30], sent[30:]):
+            await upstream.send((BEGIN if part == sent[:9] else b"") + chunk(part))
+            await asyncio.sleep(0)
+        await upstream.send(END)
+
+    async with world(tmp_path, answer) as up, client(up) as asking:
+        for told in ({}, {"stream": False}, {"stream": True}):
+            async with asking.stream("POST", PATH, json={"model": "a", "prompt": "x", **told}) as got:
+                reads = [part async for part in got.aiter_raw()]
+            assert b"".join(reads) == sent
+            assert all(part.endswith(b"\0") for part in reads)
+
+
+async def test_a_fastchat_stream_ends_with_an_error_frame_when_a_worker_is_lost(tmp_path: Path) -> None:
+    async def die(upstream: Upstream) -> None:
+        await upstream.send(BEGIN + chunk(frame("one") + frame("one two")[:10]))
+        await seen.wait()
+        up.launcher.die("a")
+        upstream.writer.close()
+        raise ConnectionError
+
+    seen, data = asyncio.Event(), b""
+    async with world(tmp_path, die) as up, client(up) as asking:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            async with asking.stream("POST", PATH, json={"model": "a", "prompt": "x"}) as got:
+                async for part in got.aiter_raw():
+                    data += part
+                    seen.set()
+            raise AssertionError("an orderly end would mean that this was all")
+    first, last = (json.loads(each) for each in data.removesuffix(b"\0").split(b"\0"))
+    assert first["text"] == "one"
+    assert last["error_code"] == 50001
+    assert "worker" in last["text"]
+
+
+async def test_a_fastchat_client_waits_through_a_load_with_empty_texts(tmp_path: Path) -> None:
+    async def answer(upstream: Upstream) -> None:
+        await upstream.send(BEGIN + chunk(frame("one", "stop")) + END)
+
+    pace = Pace(commit=0.05, ping=0.05)
+    async with world(tmp_path, answer, pace=pace, load_seconds=0.3) as up, client(up) as asking:
+        told = await asking.post(PATH, json={"model": "a", "prompt": "x"})
+        texts = [json.loads(each) for each in told.content.removesuffix(b"\0").split(b"\0")]
+        assert len(texts) > 2
+        assert {each["error_code"] for each in texts} == {0}
+        assert {each["text"] for each in texts[:-1]} == {""}
+        assert (texts[-1]["text"], texts[-1]["finish_reason"]) == ("one", "stop")
+
+
+async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
+    async with world(tmp_path, unasked) as up, client(up) as asking:
+        plain = await asking.post("/worker_generate", json={"model": "b", "prompt": "x"})
+        assert (plain.status_code, plain.json()["error_code"]) == (404, 40301)
+        framed = await asking.post(PATH, json={"model": "b", "prompt": "x"})
+        assert framed.content.endswith(b"\0"), "its clients look at frames, and at no status"
+        assert json.loads(framed.content[:-1]) == plain.json()
+        for path in ("/count_token", "/worker_get_conv_template"):
+            told = await asking.post(path, json={"model": "a", "prompt": "x"})
+            assert (told.status_code, told.json()["error_code"]) == (400, 40001)
+            assert "not loaded" in told.json()["text"]
+        assert up.launcher.journal == []
+
+
+async def test_fastchats_statuses_load_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path, unasked, keys={"aliases": ("gpt",)}) as up, client(up) as asking:
+        told = await asking.post("/worker_get_status")
+        assert told.json() == {"model_names": ["a", "gpt"], "speed": 1, "queue_length": 0}
+        told = await asking.post("/model_details", json={"model": "gpt"})
+        assert told.status_code == 200
+        assert told.json()["context_length"] > 0
+        checked = await asking.post("/api/v1/token_check", json={"prompts": [{"model": "a", "prompt": "x"}]})
+        assert (checked.status_code, checked.json()["error_code"]) == (400, 40001)
+        assert up.launcher.journal == []
+
+
+async def test_whether_prompts_fit_is_what_their_own_worker_counts(tmp_path: Path) -> None:
+    async def answer(upstream: Upstream) -> None:
+        if upstream.head.startswith("POST /count_token "):
+            prompt = json.loads(upstream.body)["prompt"]
+            await upstream.send(whole({"count": len(prompt), "error_code": 0}))
+        else:
+            await upstream.send(whole({"text": "", "error_code": 0}))
+
+    async with world(tmp_path, answer) as up, client(up) as asking:
+        await asking.post("/worker_generate", json={"model": "a", "prompt": "load it"})
+        context = (await asking.post("/model_details", json={"model": "a"})).json()["context_length"]
+        prompts = [
+            {"model": "a", "prompt": "four", "max_tokens": context - 4},
+            {"model": "A", "prompt": "four", "max_tokens": context - 3},
+            {"prompt": "four"},
+        ]
+        told = await asking.post("/api/v1/token_check", json={"prompts": prompts})
+        row = {"tokenCount": 4, "contextLength": context}
+        assert told.json() == {"prompts": [{"fits": fits, **row} for fits in (True, False, True)]}
+        for wrong in (
+            {},
+            {"prompts": [5]},
+            {"prompts": [{"prompt": 5}]},
+            {"prompts": [{"prompt": "x", "max_tokens": -1}]},
+        ):
+            told = await asking.post("/api/v1/token_check", json=wrong)
+            assert told.status_code == 400, wrong
+            assert told.json()["error_code"] in (40001, 40302)
