@@ -785,9 +785,11 @@ class Fleet:
         """Read the devices, then plan again: nobody starts in memory that another program has taken by now."""
 
         async def look() -> None:
-            await self.launcher.refresh()
-            self._is_fresh = True
-            self.changed()
+            try:
+                await self.launcher.refresh()
+            finally:  # whatever became of it: somebody waits
+                self._is_fresh = True
+                self.changed()
 
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(look(), name="a look before a start")
