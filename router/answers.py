@@ -480,6 +480,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "replicas": shape({"ready": COUNT, "open": COUNT, "least": COUNT, "most": COUNT}),
             "pulse": _PULSE,
             "spent": by_name(NUMBER),
+            "estimate": shape({"source": TEXT}, {"note": TEXT}),
             "memory": _MEMORY,
         },
     ),

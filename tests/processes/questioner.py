@@ -37,18 +37,23 @@ def named(context, value, names):
 def map_body(context, body):
     if isinstance(body, dict) and not isinstance(body.get("keep_alive", ""), str):
         body = {**body, "keep_alive": -1}  # else the model leaves, again and again
-    managed = context.operation.path.startswith("/models") and not context.operation.path.endswith("invoke")
+    path = context.operation.path
+    managed = path.startswith(("/models", "/lmi", "/api/delete", "/api/pull")) and not path.endswith("invoke")
     return body if managed else named(context, body, ("model", "name"))
 
 
 @schemathesis.hook
 def map_query(context, query):
+    if context.operation.path.startswith("/lmi"):
+        return query
     return named(context, query, ("model", "model_name")) if query else query
 
 
 @schemathesis.hook
 def map_path_parameters(context, parameters):
-    return {**parameters, "id": "chat"} if parameters and len(parameters["id"]) % 2 else parameters
+    if context.operation.path.startswith("/lmi"):  # these register and unregister
+        return parameters
+    return {**parameters, "id": "chat"} if parameters and len(parameters.get("id", "")) % 2 else parameters
 '''
 CONFIG = """
 [checks]

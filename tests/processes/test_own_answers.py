@@ -1,0 +1,40 @@
+"""What the router answers itself is what its description says: no member more, none less."""
+
+from pathlib import Path
+
+import httpx
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from router.answers import ANSWERS
+from router.openapi import document
+from tests.processes.questioner import closed
+from tests.processes.upstreams import Upstream, world
+from worker.routes import ROUTES, query
+
+DOCUMENT = closed(document())
+GETS = [route.path for route in ROUTES if route.method == "GET" and route.name in ANSWERS and ANSWERS[route.name].body]
+
+
+async def silent(upstream: Upstream) -> None:
+    """A worker that is never asked."""
+    raise AssertionError
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+async def test_whatever_is_looked_up_is_as_described(tmp_path: Path, *, is_loaded: bool) -> None:
+    async with world(tmp_path, silent) as up:
+        if is_loaded:
+            await up.fleet.load("a")
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for path in GETS:
+                route = next(route for route in ROUTES if (route.method, route.path) == ("GET", path))
+                for asked in [{}, {"model": "a"}][: 1 + ("model" in query(route))]:
+                    answer = await client.get(path.replace("{id}", "a"), params=asked)
+                    told = DOCUMENT["paths"][path]["get"]["responses"][str(answer.status_code)]
+                    if "$ref" in told:
+                        told = DOCUMENT["components"]["responses"][told["$ref"].rpartition("/")[2]]
+                    schema = told["content"][answer.headers["content-type"].partition(";")[0]]["schema"]
+                    judge = jsonschema.Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+                    assert (path, [error.message for error in judge.iter_errors(answer.json())]) == (path, [])
