@@ -21,6 +21,7 @@ async def silent(upstream: Upstream) -> None:
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_loaded", [False, True])
 async def test_whatever_is_looked_up_is_as_described(tmp_path: Path, *, is_loaded: bool) -> None:
     async with world(tmp_path, silent) as up:
