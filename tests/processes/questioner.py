@@ -38,7 +38,7 @@ def map_body(context, body):
     if isinstance(body, dict) and not isinstance(body.get("keep_alive", ""), str):
         body = {**body, "keep_alive": -1}  # else the model leaves, again and again
     path = context.operation.path
-    managed = path.startswith(("/models", "/lmi", "/api/delete", "/api/pull")) and not path.endswith("invoke")
+    managed = path.startswith(("/models", "/lmi", "/router", "/api/delete", "/api/pull")) and not path.endswith("invoke")
     return body if managed else named(context, body, ("model", "name"))
 
 
@@ -57,17 +57,17 @@ def map_path_parameters(context, parameters):
 '''
 CONFIG = """
 [checks]
-# 501 is an answer here, not a fault: this model, or this server, cannot do that
-not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501"]
-negative_data_rejection.expected-statuses = ["4xx", "501"]
+# answers here, and no faults: 501, this model or this server cannot do that; 503, a model that somebody has unloaded
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501", "503"]
+negative_data_rejection.expected-statuses = ["4xx", "501", "503"]
 # no schema says what else a request must be: within the context, of fields that go together, a grammar that compiles
 positive_data_acceptance.enabled = false
 """
 
 
-def write_models(folder: Path, *, template: str = "") -> Path:
+def write_models(folder: Path, *, template: str = "", ctx_size: int = 256) -> Path:
     """Presets of two tiny models, one that chats and one that embeds. `template`: a chat template, on one line."""
-    tiny.make("llama", folder / "llama", max_position_embeddings=2048)
+    tiny.make("llama", folder / "llama", max_position_embeddings=ctx_size)
     tiny.make("bert-embed", folder / "bert")
     presets = folder / "models.ini"
     presets.write_text(
