@@ -38,7 +38,8 @@ def map_body(context, body):
     if isinstance(body, dict) and not isinstance(body.get("keep_alive", ""), str):
         body = {**body, "keep_alive": -1}  # else the model leaves, again and again
     path = context.operation.path
-    managed = path.startswith(("/models", "/lmi", "/router", "/api/delete", "/api/pull")) and not path.endswith("invoke")
+    apart = ("/models", "/lmi", "/router", "/api/delete", "/api/pull")
+    managed = path.startswith(apart) and not path.endswith("invoke")
     return body if managed else named(context, body, ("model", "name"))
 
 
