@@ -26,9 +26,11 @@ from tests import tiny_vision
 from tests.tiny_vision import data_url, encoded, picture
 from tests.worker.loaded import load, options
 from worker import contract
+from worker.engine import loader, vision
 from worker.engine.architectures import VISION
 from worker.engine.engine import TransformersEngine
-from worker.images import MAX_PIXELS
+from worker.errors import QueueFull
+from worker.images import MAX_PIXELS, Image
 from worker.server import Server
 
 torch.set_num_threads(1)
@@ -217,7 +219,7 @@ NO_IMAGES = {
     "half a WebP": (cut("WEBP"), "no image that can be read|damaged or cut short"),
     "a head without a body": (png(100, 100), "damaged or cut short"),
     "a bomb": (png(60000, 60000), "pixels"),
-    "one pixel too many": (png(MAX_PIXELS + 1, 1), "pixels"),
+    "one pixel too many": (png(4097, MAX_PIXELS // 4096), "4097 x 4096 pixels; at most .* scale it down"),
     "no pixels": (png(0, 5), "damaged|no image"),
     "a thread": (data_url(picture(1, 60)), "50 times the other"),
     "a film": (animated(), "animated; send one frame"),
@@ -363,6 +365,34 @@ async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: st
         assert offered(checkpoint.read(folder), Preset(id="a")) == server.capabilities
     finally:
         await engine.close()
+
+
+async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_on(tmp_path: Path) -> None:
+    settings = options(tiny_vision.make("llava", tmp_path))
+    tokenizer = loader.load_tokenizer(settings)
+    processor = vision.Processor(settings, loader.load_config(settings), tokenizer)
+    eyes = vision.Eyes(processor, torch.float32, most=4, held=1)
+    image = Image("here", encoded(IMAGE))
+    try:
+        first = await eyes.read("<image><image>", [image, image])
+        with pytest.raises(QueueFull):
+            await eyes.read("<image>", [image])
+        del first
+        assert len((await eyes.read("<image>", [image]))[1].each) == 1, "room comes back with the request's end"
+    finally:
+        eyes.close()
+
+
+async def test_others_are_served_while_an_image_is_opened(engine: TransformersEngine) -> None:
+    assert engine.vision is not None
+    large = Image("here", encoded(PIL.Image.new("RGB", (2048, 2048))))
+    reading = asyncio.ensure_future(engine.vision.read("<image>", [large]))
+    passes = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        passes += 1
+    assert len((await reading)[0]) == 16
+    assert passes > 10, "the loop stood still"
 
 
 def test_router_and_worker_know_the_same_families_that_see() -> None:

@@ -172,9 +172,10 @@ class Eyes:
         dtype: torch.dtype,
         *,
         most: int,
+        held: int = HELD_BYTES,
     ):
-        """`most`: images of one prompt."""
-        self._processor, self._dtype, self._most = processor, dtype, most
+        """`most`: images of one prompt; `held`: bytes of prepared ones that several requests may have together."""
+        self._processor, self._dtype, self._most, self._most_held = processor, dtype, most, held
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images")
         self._lock = threading.RLock()  # what is collected meanwhile takes it, too
         self._held = 0
@@ -218,7 +219,7 @@ class Eyes:
     def _hold(self, pictures: Pictures, size: int) -> None:
         """Count `pictures` in for as long as anybody has them. Raises QueueFull."""
         with self._lock:
-            if self._held and self._held + size > HELD_BYTES:
+            if self._held and self._held + size > self._most_held:
                 raise QueueFull("requests with images wait for this model already; try again later")
             self._held += size
         weakref.finalize(pictures, self._let_go, size)
