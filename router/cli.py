@@ -15,7 +15,7 @@ from typing import Any
 import click
 import platformdirs
 
-from router import __version__, keys, presets, settings
+from router import __version__, client, keys, presets, settings
 from router.catalogue import Further, load_catalogue, read_keys
 from router.errors import ConfigError, RouterError
 from router.keys import Key, Meaningless
@@ -180,6 +180,21 @@ def cli(ctx: click.Context, /, **params: Any) -> int | None:
 @click.pass_context
 def serve(ctx: click.Context, /, **params: Any) -> int:
     return _serve(_given(ctx, params))
+
+
+@cli.command(help="What a running router has loaded, what it needs, and where the time of each load went.")
+@click.option("--url", default=client.URL, envvar="ROUTER_URL", show_default=True, help="Of the router; or ROUTER_URL.")
+@click.option("--api-key", default="", envvar="ROUTER_API_KEY", help="A key of its; or ROUTER_API_KEY.")
+@click.option("--all", "everything", is_flag=True, help="Also models that are not loaded.")
+@click.option("--json", "as_json", is_flag=True, help="The router's own answer.")
+def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
+    try:
+        models = client.get(url, "/models", api_key.partition(",")[0])["data"]
+    except client.Unreachable as failed:
+        click.echo(f"router ps: {failed}", err=True)
+        return FAULTS
+    click.echo(json.dumps(models, indent=1) if as_json else client.processes(models, everything=everything))
+    return OK
 
 
 @cli.command(

@@ -212,6 +212,8 @@ class Worker:
         """The planner has answered on a figure that it may refuse on."""
         self.task: asyncio.Task[None] | None = None
         self.load_seconds = 0.0
+        self.first_token = 0.0
+        """Seconds from the arrival of its first request to its first token; 0.0: there was none yet."""
         self.longest_prompt = 0
 
     def __str__(self) -> str:
@@ -811,6 +813,7 @@ def _listener(worker: Worker, world: World) -> Listen:
                     _settle_reservation(worker)
             case contract.Request():
                 worker.answered = worker.answered or event.outcome == "ok"
+                worker.first_token = worker.first_token or event.ttft
                 worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
                 if event.keep_alive != worker.keep_alive:
                     worker.keep_alive = event.keep_alive

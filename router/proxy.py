@@ -241,6 +241,13 @@ ANSWER = web.RequestKey("answer", Answer)
 """Of a request that has been forwarded."""
 
 
+def server_timing(queue: float, load: float, stages: Mapping[str, float]) -> str:
+    """Where the time before the worker went, in seconds here and in milliseconds there (W3C Server Timing, section 3).
+    What a load is made of may have begun while the request was still in the queue."""
+    parts = {"queue": queue, "load": load, **{f"load-{stage}": seconds for stage, seconds in stages.items()}}
+    return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
+
+
 class Proxy:
     """Forwards calls to the workers of one fleet."""
 
@@ -299,8 +306,8 @@ class Proxy:
             load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
             answer.queued, answer.loaded = waited - load, load
             if not answer.committed:
-                timing = f"queue;dur={(waited - load) * 1000:.1f}, load;dur={load * 1000:.1f}"
-                answer.headers["Server-Timing"] = timing
+                stages = process.ready.seconds if load else {}
+                answer.headers["Server-Timing"] = server_timing(waited - load, load, stages)
             if answer.overhead is None:
                 answer.overhead = max(0.0, time.monotonic() - call.read - waited)
             await self._exchange(lease, process, answer)

@@ -35,6 +35,7 @@ ROUTER = [
     "router.presets",
     "router.settings  router.keys  router.log",
     "router.answers",
+    "router.client",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.watch  router.wire",
     "router",

@@ -92,6 +92,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
         if worker.process is not None and worker.process.ready.seconds:
             spent = worker.process.ready.seconds.items()
             result["spent"] = {stage: round(seconds, 4) for stage, seconds in spent}
+            if worker.first_token:
+                result["spent"]["first_token"] = round(worker.first_token, 4)
         memory = memory_of(model.workers)
         if memory:
             result["memory"] = memory

@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from tests.processes.forking import parent
-from tests.processes.routers import Router, gone, router
+from tests.processes.routers import ROOT, Router, gone, router
 from tests.tiny import make
 
 MIB = 1 << 20
@@ -194,6 +195,17 @@ async def test_a_folder_with_a_broken_model_says_what_is_wrong_before_anybody_is
         assert response.status_code == 200, response.text
 
 
+async def printed(*words: str) -> str:
+    """What a command of the router says on stdout."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "router", *words,
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode == 0
+    return said.decode()
+
+
 async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
     async with router("--nursery", *DEMO) as up:
         pid = int((await up.says(r"the nursery \(process \d+\) is warm")).split("(process ")[1].split(")")[0])
@@ -204,5 +216,16 @@ async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
         spent = (await up.status("demo-a"))["spent"]
         assert next(iter(spent)) == "fork"
         assert spent["imports"] < 1.0
+        stages = {"fork", "imports", "config", "tokenizer", "read", "build", "warmup", "server"}
+        assert spent.keys() == stages | {"first_token"}
+        timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+        assert timing.keys() == {"queue", "load", *(f"load-{stage}" for stage in stages)}
+        metrics = (await up.client.get("/metrics")).text
+        for stage in ("fork", "config", "read", "build", "first_token"):
+            assert f'router_start_seconds_count{{model="demo-a",stage="{stage}"}} 1.0' in metrics
+        table = await printed("ps", "--url", f"http://127.0.0.1:{up.port}")
+        [line] = [line for line in table.splitlines() if line.startswith("demo-a ")]
+        assert " loaded " in line
+        assert f"first_token {spent['first_token']:.2f}" in line or spent["first_token"] < 0.005
         await up.end(signal.SIGKILL)
         assert await gone([worker, pid], within=2.0)

@@ -1,0 +1,65 @@
+"""What commands ask of a router that runs: one GET, and its answer as a table for people."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+URL = "http://127.0.0.1:8080"
+TIMEOUT = 10.0
+_HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE IT WENT")
+
+
+class Unreachable(Exception):
+    """No router answered, or not with what was asked for; the message says what to do."""
+
+
+def get(url: str, path: str, key: str = "") -> Any:
+    """The JSON that a router at `url` answers. Raises Unreachable."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if not url.startswith(("http://", "https://")):
+        raise Unreachable(f"{url} is no address such as {URL}; give --url, or set ROUTER_URL")
+    request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as refused:
+        hint = "; give --api-key, or set ROUTER_API_KEY" if refused.code in (401, 403) else ""
+        raise Unreachable(f"{url} answered {refused.code}{hint}") from None
+    except (OSError, ValueError) as failed:
+        why = getattr(failed, "reason", failed)
+        raise Unreachable(f"no router answers at {url} ({why}); give --url, or set ROUTER_URL") from None
+
+
+def processes(models: Sequence[Mapping[str, Any]], *, everything: bool = False) -> str:
+    """Lines of `router ps`: of the answer to GET /models those that are more than listed; with `everything` all."""
+    shown = [model for model in models if everything or model["status"]["value"] != "unloaded"]
+    rows = [_HEAD, *(_row(model["id"], model["status"]) for model in shown)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
+    memory: Mapping[str, Mapping[str, int | None]] = status.get("memory", {})
+    sizes = [f"{each['estimated_mib']}/{_or_dash(each['measured_mib'])}" for each in memory.values()]
+    spent: Mapping[str, float] = status.get("spent", {})
+    load = sum(seconds for stage, seconds in spent.items() if stage not in ("standby", "first_token"))
+    return (
+        id,
+        status["value"] + (" (draining)" if status.get("draining") else ""),
+        ",".join(memory) or "-",
+        ",".join(sizes) or "-",
+        str(status.get("in_flight", 0)),
+        str(status.get("queued", 0)),
+        f"{load:.2f} s" if spent else "-",
+        " ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items() if seconds >= 0.005) or "-",
+    )
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+__all__ = ["URL", "Unreachable", "get", "processes"]

@@ -1,0 +1,40 @@
+"""What `router ps` shows of a router's answer."""
+
+from typing import Any
+
+import pytest
+
+from router.client import Unreachable, get, processes
+
+
+def model(id: str, value: str, **status: Any) -> dict[str, Any]:
+    return {"id": id, "status": {"value": value, "in_flight": 0, "queued": 0, **status}}
+
+
+def test_models_are_shown_with_what_they_take_and_where_their_load_went() -> None:
+    spent = {"fork": 0.02, "config": 0.001, "standby": 3.0, "read": 0.2, "build": 0.05, "first_token": 0.03}
+    memory = {"cpu": {"estimated_mib": 90, "measured_mib": 80, "reserved_mib": 90}}
+    asleep = {"cpu": {"estimated_mib": 70, "measured_mib": None, "reserved_mib": 70}}
+    lines = processes(
+        [
+            model("one", "loaded", memory=memory, spent=spent, in_flight=2, draining=True),
+            model("two", "sleeping", memory=asleep),
+            model("three", "unloaded"),
+        ]
+    ).splitlines()
+    assert [line.split() for line in lines] == [
+        ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE", "IT", "WENT"],
+        ["one", "loaded", "(draining)", "cpu", "90/80", "2", "0", "0.27", "s",
+         "fork", "0.02", "standby", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
+        ["two", "sleeping", "cpu", "70/-", "0", "0", "-", "-"],
+    ]  # fmt: skip
+    assert processes([model("three", "unloaded")], everything=True).splitlines()[1].startswith("three  unloaded")
+
+
+def test_without_a_router_it_is_said_what_to_do() -> None:
+    with pytest.raises(
+        Unreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"
+    ):
+        get("http://127.0.0.1:1", "/models")
+    with pytest.raises(Unreachable, match="no address"):
+        get("ftp://x", "/models")
