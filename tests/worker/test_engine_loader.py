@@ -129,8 +129,11 @@ async def test_shards_of_an_index_say_the_same(folder: Path) -> None:
 def test_the_dtype_is_as_asked_or_the_checkpoints(stored: str, asked: str, used: torch.dtype, tmp_path: Path) -> None:
     folder = tiny.make("qwen3", tmp_path, dtype=stored)
     config = load_config(options(folder))
-    loaded = load_model(options(folder, dtype=asked), config, None, lambda event: None)
+    stages: list[int] = []
+    loaded = load_model(options(folder, dtype=asked), config, None, lambda event: stages.append(event.done))
     assert loaded.dtype == used
+    assert stages == sorted(stages), "it went back"
+    assert stages[-1] == (folder / "model.safetensors").stat().st_size
     exact = load_file(folder / "model.safetensors")
     found = dict(loaded.model.named_parameters())
     assert {parameter.dtype for parameter in found.values()} == {used}

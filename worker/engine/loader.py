@@ -412,9 +412,13 @@ def _stored(
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
-    converted = 0
+    converted = most = 0
     with weights.ReadAhead(opened, converts) as ahead:
-        told = partial(_tell_weights, report, ahead.total)
+
+        def told(done: int) -> None:
+            nonlocal most
+            most = max(most, done)  # of the same bytes, some are ahead in being read, some in being converted
+            _tell_weights(report, ahead.total, most)
 
         def count(read: int) -> None:
             nonlocal converted
