@@ -1,14 +1,28 @@
+import asyncio
+import io
 import json
 import logging
 
 from router.events import Event
-from router.log import _Json, _Text, plan_line, size, state_line
+from router.log import Spool, _Json, _Text, plan_line, size, state_line
 
 MIB = 1 << 20
 
 
-def record(message: str) -> logging.LogRecord:
-    return logging.LogRecord("router.x", logging.INFO, "", 0, message, (), None)
+def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("router.x", level, "", 0, message, (), None)
+
+
+class Written(io.StringIO):
+    """A stream that keeps each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.writes.append(text)
+        return len(text)
 
 
 def test_a_transition_is_one_line_with_its_facts() -> None:
@@ -44,3 +58,19 @@ def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
 
 def test_sizes_are_for_people() -> None:
     assert [size(value) for value in (None, 5 * MIB, 9000 * MIB, 20480 * MIB)] == ["-", "5MiB", "9000MiB", "20.0GiB"]
+
+
+async def test_lines_of_one_pass_of_the_loop_are_written_together_and_warnings_at_once() -> None:
+    stream = Written()
+    spool = Spool(stream)
+    spool.setFormatter(logging.Formatter("%(message)s"))
+    for text in ("one", "two"):
+        spool.handle(record(text))
+    assert stream.writes == []
+    await asyncio.sleep(0)
+    assert stream.writes == ["one\ntwo\n"]
+    spool.handle(record("three"))
+    spool.handle(record("four", logging.WARNING))
+    assert stream.writes[1:] == ["three\nfour\n"]
+    await asyncio.to_thread(spool.handle, record("elsewhere"))
+    assert stream.writes[2:] == ["elsewhere\n"]
