@@ -850,6 +850,8 @@ class Fleet:
         """Hold the weights of those who have just left, as far as there are so many bytes that nobody needs; let go of
         those whose model is loaded again."""
         for model in self.models.values():
+            if model.holding is None and model.wish is None:
+                continue
             if model.holding is not None and any(worker.state is State.READY for worker in model.workers):
                 self._let_go(model, "awake")
             wish, model.wish = model.wish, None
@@ -869,6 +871,7 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(hold(holding, self.launcher, self.events), name=str(holding))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._held(task, model, holding))
+        self.changed()  # it counts from now on, and its own time to live may be over soon
 
     def _held(self, task: asyncio.Task[None], model: Model, holding: Holding) -> None:
         """A holding is over."""
