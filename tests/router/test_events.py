@@ -20,6 +20,14 @@ def test_a_gap_is_told_from_nothing_new() -> None:
     assert EventLog().since(0) == []
 
 
+def test_ids_of_an_earlier_run_are_a_gap() -> None:
+    log = EventLog(first=100)
+    assert (log.last_id, log.since(99), log.since(50)) == (99, [], None)
+    assert log.append("state").id == 100
+    assert [event.id for event in log.since(99) or []] == [100]
+    assert log.since(50) is None
+
+
 def test_a_fold_sees_everything_and_the_ring_only_what_is_appended() -> None:
     log, seen = EventLog(), list[Event]()
     log.fold(seen.append)
