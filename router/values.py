@@ -334,6 +334,9 @@ class JsonObject:
         return value
 
 
+_UNSUPPORTED = frozenset({"amd", "hip", "metal", "mps", "npu", "rocm", "vulkan", "xpu"})
+
+
 def device_name(text: str) -> str:
     """`cpu`, `cuda:N` or a UUID, however it was spelled. Raises ValueError."""
     name = text.strip()
@@ -344,6 +347,8 @@ def device_name(text: str) -> str:
         return f"cuda:{int(match[1])}"
     if _UUID.fullmatch(name):
         return name
+    if name.lower().rstrip("0123456789").rstrip(":") in _UNSUPPORTED:
+        raise ValueError(f"{shown(text)} is not supported by this version, which runs on CUDA devices and on cpu")
     raise ValueError(f"{shown(text)} is no device; write cpu, cuda:0, 0, gpu0 or a UUID such as GPU-...")
 
 

@@ -5,6 +5,7 @@ driver fails keeps its last reading and is named in `problems`, and nobody may s
 """
 
 import contextlib
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +41,36 @@ class Devices:
 
     `env` is the router's environment: CUDA_VISIBLE_DEVICES there limits and orders the accelerators as it does for
     any CUDA program, so that `cuda:0` is the first visible one. `proc` and `cgroup` are the roots of the kernel's
-    file systems. NVML is asked at construction; without a driver there are no accelerators, and `notes` says why.
+    file systems, `dev` that of device files, `system` and `machine` what the platform calls itself. NVML is asked at
+    construction; without a driver there are no accelerators, and `notes` says why, and which kinds are not supported.
     All methods that read may block, for as long as the driver does: call them in a thread, one at a time.
     """
 
-    def __init__(self, env: Mapping[str, str], *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")):
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        *,
+        proc: Path = Path("/proc"),
+        cgroup: Path = Path("/sys/fs/cgroup"),
+        dev: Path = Path("/dev"),
+        system: str = platform.system(),
+        machine: str = platform.machine(),
+    ):
         self._proc = proc
         self._cgroup = cgroup
         self._accelerators: list[_Accelerator] = []
         self._suspect = False
         self._notes: list[str] = []
         self._problems: dict[DeviceId, str] = {}
+        found: list[Found] = []
         try:
             pynvml.nvmlInit()
             found, self._notes = _enumerate()
         except pynvml.NVMLError as error:
             self._notes.append(f"no accelerator: {_explain(error)}")
+        others = _unsupported(dev, system, machine)
+        self._notes += [f"{kind} is not supported by this version: it is left alone" for kind in others]
+        if not found:
             return
         chosen, note = visible(found, env.get("CUDA_VISIBLE_DEVICES"))
         if note:
@@ -182,6 +197,16 @@ class Devices:
         except (OSError, KeyError, ValueError, IndexError):  # not Linux, or a kernel before 3.14
             memory = psutil.virtual_memory()
             return int(memory.total), int(memory.available)
+
+
+def _unsupported(dev: Path, system: str, machine: str) -> list[str]:
+    """Accelerators of kinds that nothing here can use, so that nobody looks for them in vain."""
+    found = []
+    if (dev / "kfd").exists():  # the kernel's compute driver of AMD; its display driver alone computes nothing
+        found.append("the AMD accelerator (/dev/kfd)")
+    if system == "Darwin" and machine == "arm64":
+        found.append("Apple's accelerator (Metal)")
+    return found
 
 
 def parse_index(text: str) -> int | None:

@@ -153,6 +153,27 @@ def test_a_machine_without_these_files_still_has_main_memory(tmp_path: Path) -> 
     assert 0 < reading.used < reading.total
 
 
+@pytest.mark.parametrize(
+    ("files", "system", "machine", "named"),
+    [
+        (["kfd"], "Linux", "x86_64", ["the AMD accelerator (/dev/kfd) is not supported by this version"]),
+        ([], "Darwin", "arm64", ["Apple's accelerator (Metal) is not supported by this version"]),
+        ([], "Linux", "arm64", []),
+        ([], "Darwin", "x86_64", []),
+        (["dri"], "Linux", "x86_64", []),  # a display
+    ],
+)
+def test_accelerators_that_nothing_here_can_use_are_named_and_left_alone(
+    tmp_path: Path, files: list[str], system: str, machine: str, named: list[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, dev=tmp_path, system=system, machine=machine)
+    told = [note for note in devices.notes if "not supported" in note]
+    assert [note.partition(":")[0] for note in told] == named
+    assert list(devices.ids) == [CPU]
+
+
 def test_memory_whose_use_is_unknown_is_not_called_free(machine: Machine) -> None:
     machine.write("proc/meminfo", "MemTotal: 0 kB\n")  # no MemAvailable: psutil's figures stand
     total, used = machine.host()

@@ -95,6 +95,8 @@ def test_what_is_written_is_read(kind: Kind, text: str, value: Any) -> None:
         (MemoryByDevice(), "", "no size"),
         (Devices(), "cpu,cuda:0", "do not mix"),
         (Devices(), "gpu-zero", "no device"),
+        (Devices(), "mps", "is not supported by this version"),
+        (Devices(), "cuda:0,rocm:1", "is not supported by this version"),
         (Names("[a-z]+", "is not small"), "a,B", "is not small"),
         (Strings(), '["a", 1]', "JSON list of strings"),
         (Strings(), '["\\ud800"]', "surrogate"),

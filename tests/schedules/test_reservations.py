@@ -11,7 +11,7 @@ from router.faces.llama_server import status
 from router.launchers import WorkerLost
 from router.life import Worker, threads
 from router.presets import Preset
-from tests.fakes import CPU, GIB, FakeModel, virtual
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import LLAMA, Schedule
 from worker import contract
 
@@ -146,6 +146,32 @@ async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_l
     costs = only(world, "a").costs
     assert costs is not None
     assert costs.estimate.total == 3 * GIB + 200 * MIB
+    await world.stop()
+
+
+@virtual
+async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_back() -> None:
+    launcher = FakeLauncher(TOTALS, {name: FakeModel(shards=(5 * GIB,)) for name in "abc"}, reading_lag=3.0)
+    world = Schedule(dict.fromkeys("abc", 5 * GIB), totals=TOTALS, launcher=launcher)
+    serving = asyncio.create_task(world.ask("a", seconds=20.0))
+    await asyncio.sleep(5)
+    worker = only(world, "a")
+    world.fleet.unload("a")
+    coming = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(5)
+    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a"]), "it drains, and holds what it held"
+    await serving
+    await asyncio.sleep(0.2)
+    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a", "stop a"]), "it is going"
+    await coming
+    dying = only(world, "b")
+    last = asyncio.create_task(world.ask("c"))
+    launcher.die("b")
+    await asyncio.sleep(1)
+    assert dying.reserved[CPU] == 5 * GIB, "dead, but the driver still shows its memory"
+    assert "start c" not in launcher.journal
+    await last
+    assert launcher.over_commits == []
     await world.stop()
 
 
