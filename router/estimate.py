@@ -69,6 +69,9 @@ RETENTION = 2
 """Times the live bytes of steps on main memory that malloc holds on to, as blocks of ever other sizes come and go: 1.5
 to 2 measured on Llama, Qwen3 and GPT-2 shapes with prompts of random lengths."""
 
+SLICE_BYTES = 64 * MIB
+"""Of a matrix that is reordered at once, and has been there twice until that is done (worker/engine/linears.py)."""
+
 TILE_BYTES = 2 * MIB
 """Workspace of one thread in torch's flash attention on the CPU; measured on torch 2.13."""
 
@@ -608,10 +611,20 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     logits = wanted * facts.vocab_size * (4 if each == 4 else each + 4)  # the sampler wants them in float32
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * LIKELIHOOD_BYTES)
     largest = max(layer, packed * passing + logits + sampler)
-    if on_host or preset.enforce_eager or facts.aligned:
+    if on_host:
+        return max(largest, _reordered_bytes(facts, preset, each))
+    if preset.enforce_eager or facts.aligned:
         return largest
     step = rows * (passing + max(norm, attention, mlp) + facts.vocab_size * (each + 8))
     return largest + step + _graph_bytes(facts, rows, tokens, each)
+
+
+def _reordered_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
+    """Linear layers are reordered between steps; a head that is the embedding, and packed layers, are not."""
+    if preset.enforce_eager or facts.quantization or on_load(facts, preset):
+        return 0
+    most = max(facts.linears.largest, 0 if facts.tied else facts.vocab_size * facts.hidden) * each
+    return min(most, SLICE_BYTES) if each == 2 or most >= KERNELS_FROM else 0
 
 
 def _graph_bytes(facts: Checkpoint, rows: int, tokens: int, each: int) -> int:

@@ -178,6 +178,11 @@ class Linears:
                 self._left.append(mine)
         self._left.reverse()
 
+    @property
+    def are_done(self) -> bool:
+        """All that can be is reordered."""
+        return not self._left
+
     def reorder(self, seconds: float) -> None:
         """Reorder slices for about so long; at least one, if any is left."""
         deadline = time.monotonic() + seconds
@@ -192,9 +197,10 @@ class Linears:
 
 def extra_bytes(model: nn.Module) -> tuple[int, int]:
     """What oneDNN's code for the model's shapes will take, and what reordering takes meanwhile: both in bytes."""
-    taken = [weight for _, weight in _candidates(model, _LEAST_BYTES)]
-    kinds = {(weight.shape, weight.dtype) for weight in taken}
-    most = max((weight.nbytes for weight in taken), default=0)
+    taken = list(_candidates(model, _LEAST_BYTES))
+    kinds = {(weight.shape, weight.dtype) for _, weight in taken}
+    users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
+    most = max((weight.nbytes for module, weight in taken if users[id(module.weight)] == 1), default=0)
     codes = min(len(kinds) * (len(REORDERED) + len(PLAIN)), _CODES_KEPT)
     return codes * _CODE_BYTES, min(most, SLICE_BYTES)
 
