@@ -13,12 +13,12 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from router import checkpoint
-from router.estimate import weight_bytes
+from router.estimate import compute_bytes, weight_bytes
 from router.presets import Preset
 from tests import tiny
 from worker import contract, estimate
 from worker.contract import Exit
-from worker.engine import architectures, encoders, engine, graphs, layout, loader
+from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader
 from worker.engine.graphs import shapes
 from worker.errors import StartError
 from worker.generation import Text
@@ -296,3 +296,16 @@ def test_a_storage_counts_once_and_only_while_it_lives() -> None:
         kept.add_(1)
         assert torch.nn.functional.linear(view.float(), torch.ones(3, 10)).shape == (5, 3)
     assert live.peak == 1100
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_path: Path, is_tied: bool) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m", vocab_size=16000, tie_word_embeddings=is_tied)
+    chosen = options(snapshot, parallel=1)
+    with FakeTensorMode():
+        model = estimate.build(transformers.LlamaForCausalLM, loader.load_config(chosen), torch.float32, embeds=False)
+        _, reordering = linears.extra_bytes(model)
+    assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
+    compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
+    eager = Preset(id="m", parallel=1, ctx_size=16, enforce_eager=True)
+    assert (compute > compute_bytes(checkpoint.read(snapshot), eager, 16, on_host=True)) != is_tied
