@@ -65,6 +65,8 @@ async def test_what_a_standby_holds_is_reserved_and_then_part_of_its_worker() ->
     await asyncio.sleep(1.0)
     assert worker.reserved == {CPU: HELD}
     await request
+    starts = [event for event in world.events.since(0) or () if event.data.get("state") == "starting"]
+    assert starts[-1].data["reserved"] == {"cpu": 4 * GIB}, "from its start on, and not only what it measures"
     assert worker.reserved[CPU] == 4 * GIB
     await world.stop()
 
