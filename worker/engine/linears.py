@@ -14,8 +14,8 @@ x 2048, that come from memory (Zen 4, 2 threads; scripts/bench_engine shows what
 Weights are reordered while sequences decode, some between one step and the next: loading copies nothing. A reordered
 matrix takes the place of the mapped one, whose pages are let go; other weights are freed.
 
-oneDNN makes code for each number of rows it meets, half a MiB each that is kept: so it meets those in SIZES only. Any
-other number is computed in several of these, the last one padded.
+oneDNN makes code for each number of rows it meets, in half a millisecond, and keeps half a MiB of it, for as many as it
+is told to (worker/__main__.py): so it meets those in _SIZES only. Any other number is padded, or computed in several.
 """
 
 import inspect
@@ -33,12 +33,12 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-REORDERED = {4: 147, 8: 199, 12: 234, 16: 283, 24: 403, 32: 506, 48: 726, 64: 947, 256: 3552}
-"""Rows that are computed at once, and the microseconds that it takes where the weights come from memory (float32, 768 x
-2048, 2 threads); only ratios matter. Fewer than 4 take longer than 4."""
-PLAIN = {1: 176, 4: 313, 8: 372, 16: 483, 32: 706, 64: 1180, 256: 3807}
-"""The same of weights as they lie: fewer, as the code made for them is not needed for long, but for a head that shares
-them with the embeddings."""
+_SIZES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256)
+REORDERED = {size: max(147.0, 80.0 + 13.6 * size) for size in _SIZES if size >= 4}
+"""Rows that are computed at once, and the microseconds that it takes where the weights come from memory: fitted to
+float32, 768 x 2048, 2 threads; only ratios matter. Fewer than 4 take longer than 4."""
+PLAIN = {size: 176.0 if size == 1 else 260.0 + 14.0 * size for size in _SIZES}
+"""The same of weights as they lie."""
 SLICE_BYTES = 64 << 20
 """Of a matrix reordered at once: so much more than its weights a model occupies meanwhile."""
 _LEAST_BYTES = 1 << 20
