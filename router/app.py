@@ -60,7 +60,7 @@ LINGERING = 2.0
 """Seconds for which the rest of a refused body is read and thrown away, so that its sender gets to see why."""
 PROTOCOL: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": LINGERING}
 """What connections of this application need, as options of aiohttp's protocol."""
-ID, OTHER_ID = ".+", "(?!(?:load|unload)$).+"
+ID, OTHER_ID = "(?s:.+)", "(?!(?:load|unload)$)(?s:.+)"
 """A model in a path; without /v1 two names are calls, and GET of them is a wrong method."""
 NO_QUERY: Mapping[str, str] = {}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

@@ -139,6 +139,9 @@ def _repository(body: Mapping[str, Any]) -> str:
 
 
 def _named(body: Mapping[str, Any]) -> str:
+    for field in ("model", "name"):
+        if not isinstance(body.get(field), str | None):
+            raise BadRequest(f"{field} must be a string", param=field)
     name = body.get("model") or body.get("name")
     if not isinstance(name, str):
         raise BadRequest("model name is missing from the request", reason="model_missing", param="model")

@@ -35,7 +35,7 @@ def named(context, value, names):
 
 @schemathesis.hook
 def map_body(context, body):
-    if isinstance(body, dict) and not isinstance(body.get("keep_alive", ""), str):
+    if isinstance(body, dict) and type(body.get("keep_alive")) in (int, float):
         body = {**body, "keep_alive": -1}  # else the model leaves, again and again
     path = context.operation.path
     apart = ("/models", "/lmi", "/router", "/api/delete", "/api/pull")

@@ -247,6 +247,17 @@ async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: 
             assert (unknown.status_code, set(unknown.json())) == (404, {"code", "type", "message"})
 
 
+async def test_a_name_that_is_none_is_refused_as_its_dialect_does(tmp_path: Path) -> None:
+    async with world(tmp_path, silent) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for path in ("/v1/models/%0A", "/lmi/models/%0A"):
+                answer = await client.get(path)
+                assert (answer.status_code, "model" in answer.text) == (404, True), answer.text
+            shown = await client.post("/api/show", json={"model": "a", "name": 5})
+            assert (shown.status_code, shown.json()) == (400, {"error": "name must be a string"})
+
+
 @pytest.mark.parametrize("path", ["/v1/completions?model=A", "/models/A/invoke", "/v1/completions?model_name=%41"])
 async def test_an_answer_can_repeat_the_name_that_was_not_in_its_body(tmp_path: Path, path: str) -> None:
     async def answer(upstream: Upstream) -> None:

@@ -85,3 +85,9 @@ async def test_a_member_that_is_not_described_is_found() -> None:
     for wrong in ({"input_tokens": 3, "odd": 1}, {}, {"input_tokens": "3"}):
         with pytest.raises(jsonschema.ValidationError):
             validator.validate(wrong)
+
+
+async def test_two_fields_that_mean_the_same_are_not_both_stated() -> None:
+    async with serving(FakeEngine(tokenizer())) as world:
+        status, _, told = await world.post("/embedding", {"input": "a", "content": [{}]})
+        assert (status, told["error"]["param"]) == (400, "content")

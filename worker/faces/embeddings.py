@@ -96,6 +96,8 @@ async def _read_inputs(fields: Fields, names: tuple[str, ...], model: Model) -> 
     encoding = _encoding(model)
     prompt, cuts = _read_prompt(fields, encoding), _read_truncate(fields)
     stated = [name for name in names if fields.take(name) is not None]
+    if len(stated) > 1:
+        raise InvalidValue(f"{' and '.join(stated)} mean the same; state one", param=stated[1])
     name = stated[0] if stated else names[0]
     rows, texts = await read_texts(fields, name, model, prefix=prompt, longest=MOST_IDS if cuts else None)
     written = [text for text in texts if text is not None]
