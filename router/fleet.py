@@ -868,7 +868,8 @@ class Fleet:
     def _begin_holding(self, model: Model, wish: Wish) -> None:
         self._ids += 1
         model.holding = self._holdings[self._ids] = holding = Holding(self._ids, model.preset, wish)
-        task = asyncio.get_running_loop().create_task(hold(holding, self.launcher, self.events), name=str(holding))
+        life = hold(holding, self.launcher, self.events, self.changed)
+        task = asyncio.get_running_loop().create_task(life, name=str(holding))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._held(task, model, holding))
         self.changed()  # it counts from now on, and its own time to live may be over soon

@@ -8,7 +8,7 @@ not be read again.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from router.events import EventLog
@@ -70,14 +70,15 @@ class Holding:
         self.released.set()
 
 
-async def hold(holding: Holding, launcher: Launcher, events: EventLog) -> None:
-    """Live one holding, until it is released or lost."""
+async def hold(holding: Holding, launcher: Launcher, events: EventLog, changed: Callable[[], None]) -> None:
+    """Live one holding, until it is released or lost; `changed` is called once it is held."""
     tell(holding, events, "holding")
     try:
         async with launcher.keep(holding.wish.files) as held:
             await launcher.refresh()  # from here on it is in the driver's figure
             holding.is_held = True
             tell(holding, events, "held")
+            changed()
             lost = asyncio.ensure_future(held.lost())
             released = asyncio.ensure_future(holding.released.wait())
             try:
