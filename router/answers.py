@@ -624,7 +624,14 @@ ANSWERS: Mapping[str, Answer] = {
         about="One vector for each text.",
     ),
     "fastchat_conv": Answer(
-        body=shape({"conv": shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT})}),
+        body=shape(
+            {
+                "conv": {
+                    **shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT}),
+                    "additionalProperties": True,
+                }
+            }
+        ),
         about="How FastChat's own API server lays out a chat for this model.",
     ),
     "fastchat_count": Answer(body=shape({"count": COUNT, "error_code": const(0)}), about="Tokens of a prompt."),

@@ -38,7 +38,7 @@ def map_body(context, body):
     if isinstance(body, dict) and type(body.get("keep_alive")) in (int, float):
         body = {**body, "keep_alive": -1}  # else the model leaves, again and again
     path = context.operation.path
-    apart = ("/models", "/lmi", "/router", "/api/delete", "/api/pull")
+    apart = ("/models", "/lmi", "/router", "/api/delete", "/api/pull", "/worker_", "/count_token", "/model_details")
     managed = path.startswith(apart) and not path.endswith("invoke")
     return body if managed else named(context, body, ("model", "name"))
 
