@@ -60,7 +60,9 @@ async def _generate(body: Json, model: Model, *, streams: bool) -> Call:
     temperature = fields.number("temperature")
     if (top_p is not None and top_p < _GREEDY / 1000) or (temperature is not None and temperature < _GREEDY):
         asked |= {"temperature": 0.0, "top_p": 1.0}
-    prompt, echo = fields.text("prompt") or "", fields.flag("echo")
+    prompt, echo = fields.text("prompt"), fields.flag("echo")
+    if prompt is None:
+        raise InvalidValue("prompt must be a string", param="prompt")
     ignored = fields.settle(strict=model.options.strict_fields)
     chat = await understand_text({**asked, "prompt": prompt}, model, id=f"fastchat-{uuid.uuid4().hex}")
     begin = "" if echo is False else prompt
