@@ -105,13 +105,24 @@ def test_a_large_matrix_is_reordered_by_slices_and_right_at_every_one() -> None:
     model = made(Pair(nn.Linear(64, 1000)))
     x = torch.randn(7, 64)
     before = model(x)
-    ours = Linears(model, least_bytes=0, slice_bytes=300 * 64 * 4)
+    ours = Linears(model, let_go=lambda weights: True, least_bytes=0, slice_bytes=300 * 64 * 4)
     with torch.inference_mode():
         for _ in range(5):
             ours.reorder(0.0)
             torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-3)
-    (layer,) = (each for each in model.modules() if type(each) is nn.Linear)
-    assert layer.weight.is_meta, "all of it is elsewhere"
+    assert ours.are_done
+
+
+def test_a_large_matrix_that_could_not_be_freed_slice_by_slice_is_never_there_twice() -> None:
+    layer = made(nn.Linear(64, 1000))
+    x = torch.randn(7, 64)
+    before = layer(x)
+    ours = Linears(Pair(layer), least_bytes=0, slice_bytes=300 * 64 * 4)
+    with torch.inference_mode():
+        ours.reorder(FOREVER)
+        torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-3)
+    assert ours.are_done
+    assert not layer.weight.is_meta
 
 
 def test_weights_that_are_used_elsewhere_too_stay_as_they_are() -> None:

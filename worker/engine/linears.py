@@ -129,8 +129,9 @@ class _Linear:
             first += size
         return out
 
-    def reorder_some(self, slice_bytes: int, let_go: Callable[[torch.Tensor], bool]) -> None:
-        """Reorder the next slice; the weights it was made of are needed no more."""
+    def reorder_some(self, slice_bytes: int, let_go: Callable[[torch.Tensor], bool]) -> bool:
+        """Reorder the next slice; the weights it was made of are needed no more. False if nothing is left to do: all
+        is reordered, or a slice alone frees nothing, as the weights lie in no file."""
         outputs, inputs = self.weight.shape
         step = outputs
         if self.weight.is_contiguous():
@@ -139,12 +140,17 @@ class _Linear:
         end = min(self.begin + step, outputs)
         some = self.weight[self.begin : end]
         self.slices.append((self.begin, torch.ops.mkldnn._reorder_linear_weight(some, _ROWS_TO_EXPECT)))
-        is_mapped = let_go(some)
         self.begin = end
-        if end == outputs and not is_mapped:
+        if let_go(some):
+            return end < outputs
+        if end < outputs:
+            self.slices.clear()
+            self.begin = 0
+        else:
             # whoever reads them all the same is told so, in place of reading what is not there
             self.weight = self.weight.to("meta")
             self.module.weight = nn.Parameter(self.weight, requires_grad=False)
+        return False
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -187,9 +193,7 @@ class Linears:
         """Reorder slices for about so long; at least one, if any is left."""
         deadline = time.monotonic() + seconds
         while self._left:
-            mine = self._left[-1]
-            mine.reorder_some(self._slice_bytes, self._let_go)
-            if mine.begin == len(mine.weight):
+            if not self._left[-1].reorder_some(self._slice_bytes, self._let_go):
                 self._left.pop()
             if time.monotonic() >= deadline:
                 return
