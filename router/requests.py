@@ -72,7 +72,7 @@ class Record:
             "arrived": round(self.began, 3),
             "phase": self.phase,
             "status": None if running else self.status,
-            "seconds": round(now - self.arrived if self.seconds is None else self.seconds, 3),
+            "seconds": round(now - self.arrived if self.seconds is None else self.seconds, 4),
             "queue_seconds": _rounded(self.queued),
             "load_seconds": _rounded(self.loaded),
             "ttft": _rounded(self.ttft),

@@ -19,7 +19,7 @@ from tests.processes.routers import ROOT, Router, gone, router
 from tests.tiny import make
 
 MIB = 1 << 20
-LIMIT, MARGIN = 1600, 128
+LIMIT, MARGIN = 1700, 128
 DEMO = ("--device-limit", f"cpu={LIMIT}", "--models-memory-margin", str(MARGIN))
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import ClientSession, UnixConnector
 
 from router.fleet import Limits
+from router.lifecycle import State
 from router.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
 from worker import contract
@@ -338,7 +339,7 @@ async def test_who_leaves_frees_the_worker_at_once(tmp_path: Path, phase: str, h
         if phase == "streaming":
             await reader.readuntil(b"data:")
         if phase == "loading":
-            await until(lambda: any(worker.leases for worker in up.fleet.workers()))
+            await until(lambda: any(each.leases and each.state is State.STARTING for each in up.fleet.workers()))
         if phase == "before the head":
             await until(lambda: bool(up.requests))
         leave(writer, how)

@@ -109,7 +109,7 @@ async def test_the_body_goes_on_and_the_answer_comes_back_byte_for_byte(shared: 
 @MODULE
 async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) -> None:
     routes = [route for route in ROUTES if route.instead]
-    assert len(routes) > 10
+    assert len(routes) >= 10
     for route in routes:
         response = await shared.client.request(route.method, route.path, json={"model": "huge"})
         if route.face is Face.OLLAMA:

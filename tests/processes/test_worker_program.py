@@ -196,7 +196,8 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
     total = said.weights[0] + said.context[0] + said.compute[0] + said.runtime[0]
-    assert 0.9 * total < used < 1.04 * total
+    # beside what it took there is room for grammars, and for code that other numbers of rows would need
+    assert 0.8 * total < used < 1.04 * total
 
 
 POISONED = """

@@ -45,12 +45,12 @@ async def test_nobody_without_the_token_is_answered(method: str, path: str, auth
     async with serving(bearer=None) as world:
         headers = {} if authorization is None else {"Authorization": authorization}
         async with world.client.request(method, world.url + path, data=b"{}", headers=headers) as answer:
-            body = await answer.json()
+            body = json.loads((await answer.read()).rstrip(b"\0"))
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         told = body.get("error", body)
         told = told if isinstance(told, dict) else {"message": told}
-        assert told.get("message", told.get("detail")) == "Invalid API Key"
+        assert told.get("message", told.get("detail", told.get("text"))) == "Invalid API Key"
         if routes.FACES.get(path, routes.Face.OPENAI) in (routes.Face.OPENAI, routes.Face.LLAMA_SERVER):
             assert told == {
                 "code": 401,
