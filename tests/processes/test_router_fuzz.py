@@ -107,7 +107,7 @@ async def test_no_malformed_request_makes_the_router_fail_hang_or_quote_it(tmp_p
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         await is_well(up)
-    # the fake worker's own end is none of the router's: asyncio 3.11 makes a traceback of a stream's task cancelled then
+    # the fake worker's end is none of the router's: asyncio 3.11 makes a traceback of a stream's task cancelled then
     mine = [line for line in up.log if " worker.alpha " not in line]
     assert not any("Traceback" in line for line in mine)
     assert not any(SECRET.decode() in line for line in up.log)
