@@ -150,10 +150,6 @@ class Option:
     def is_flag(self) -> bool:
         return isinstance(self.kind, Flag)
 
-    @property
-    def is_secret(self) -> bool:
-        return isinstance(self.kind, _Secret)
-
 
 _FILE, _FOLDER = Text("FILE"), Text("DIR")
 MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS = "Models", "Memory", "HTTP", "Access", "Queue", "Logs"

@@ -594,23 +594,24 @@ RESPONSES: Body = {
 
 _BLOCK_TEXT: Schema = PARTS[0]
 _BLOCK_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK_TEXT}]}
+_BLOCK_IMAGE: Schema = {
+    **described(
+        {
+            "type": {"const": "image"},
+            "source": {
+                **described(
+                    {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": _BASE64}
+                ),
+                "required": ["type", "media_type", "data"],
+            },
+        }
+    ),
+    "required": ["type", "source"],
+    "description": _SEEING,
+}
 _BLOCKS: tuple[Schema, ...] = (
     _BLOCK_TEXT,
-    {
-        **described(
-            {
-                "type": {"const": "image"},
-                "source": {
-                    **described(
-                        {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": _BASE64}
-                    ),
-                    "required": ["type", "media_type", "data"],
-                },
-            }
-        ),
-        "required": ["type", "source"],
-        "description": _SEEING,
-    },
+    _BLOCK_IMAGE,
     {
         **described(
             {
@@ -625,21 +626,7 @@ _BLOCKS: tuple[Schema, ...] = (
 )
 _ANSWER_BLOCKS: tuple[Schema, ...] = (
     _BLOCK_TEXT,
-    {
-        **described(
-            {
-                "type": {"const": "image"},
-                "source": {
-                    **described(
-                        {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": _BASE64}
-                    ),
-                    "required": ["type", "media_type", "data"],
-                },
-            }
-        ),
-        "required": ["type", "source"],
-        "description": _SEEING,
-    },
+    _BLOCK_IMAGE,
     {
         **described(
             {
