@@ -313,8 +313,11 @@ COMPONENTS: Mapping[str, Schema] = {
             "usage": ref("PromptUsage"),
         }
     ),
-    "NativeCompletion": shape({**_NATIVE_FRAME, **_NATIVE_END}, _NATIVE_MORE),
-    "NativeCompletionFrame": shape(_NATIVE_FRAME, {**_NATIVE_END, **_NATIVE_MORE, "prompt_progress": _PROMPT_PROGRESS}),
+    # whoever sends `response_fields` gets those alone
+    "NativeCompletion": shape({}, {**_NATIVE_FRAME, **_NATIVE_END, **_NATIVE_MORE}),
+    "NativeCompletionFrame": shape(
+        {}, {**_NATIVE_FRAME, **_NATIVE_END, **_NATIVE_MORE, "prompt_progress": _PROMPT_PROGRESS}
+    ),
     "ResponseItem": {
         "anyOf": [
             shape(
@@ -598,7 +601,8 @@ ANSWERS: Mapping[str, Answer] = {
     "completion": Answer(
         body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
         frame=ref("NativeCompletionFrame"),
-        about="Text that goes on from the prompt; a list where several were asked for.",
+        about="Text that goes on from the prompt, with all of these fields or those of `response_fields`; a list where"
+        " several were asked for.",
     ),
     "embedding": Answer(
         body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})),

@@ -21,6 +21,10 @@ MAX_TOOLS = 512
 MAX_TEXTS = 2048
 """Prompts, inputs or documents of one request, as many as at OpenAI."""
 MAX_GUIDED_CHOICES = 1024
+MAX_SHOWN = 64
+"""Fields that an answer may be cut to."""
+MAX_BIASED = 128
+"""Characters of a text whose tokens are biased."""
 _LARGEST = 2**31 - 1
 _LONG = 2**63
 
@@ -206,7 +210,10 @@ _LOGIT_BIAS: Schema = {
             "type": "array",
             "items": {
                 "type": "array",
-                "prefixItems": [{"type": "integer", "minimum": 0}, _BIAS],
+                "prefixItems": [
+                    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "maxLength": MAX_BIASED}]},
+                    _BIAS,
+                ],
                 "minItems": 2,
                 "maxItems": 2,
             },
@@ -214,7 +221,7 @@ _LOGIT_BIAS: Schema = {
         },
         {"type": "null"},
     ],
-    "description": "Biases by token id; false bans a token.",
+    "description": "Biases by token id; in pairs a text stands for each of its tokens; false bans a token.",
 }
 TUNING: Body = {
     "temperature": number(0, 100, "0 takes the likeliest token."),
@@ -301,19 +308,23 @@ MAX_TOKENS: Schema = {
 }
 _ZERO_TOO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
 ADAPTERS: Schema = one_of(["", [], {}], "Adapters are not supported.")
+_PIECES: Schema = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
+    "minItems": 1,
+}
 _TEXTS: Schema = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_TEXTS},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        _PIECES,
         {
             "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "items": {"anyOf": [{"type": "string"}, _PIECES]},
             "minItems": 1,
             "maxItems": MAX_TEXTS,
         },
     ],
-    "description": "A text, several, token ids, or several arrays of them.",
+    "description": "A text, several, token ids, or several arrays of them; texts may stand between token ids.",
 }
 COMMON: Body = {
     "model": MODEL,
@@ -833,14 +844,16 @@ COMPLETION: Body = {
     "sse_ping_interval": PING,
     "post_sampling_probs": one_of([False]),
     "n_indent": one_of([0]),
-    "response_fields": one_of([[]]),
+    "response_fields": array(
+        {"type": "string"}, most=MAX_SHOWN, about="Of the answer these fields alone; `a/b` is a field of a field."
+    ),
     "return_tokens_only": one_of([False]),
     "lora": one_of([[], ""], "Adapters are not supported."),
     "adapters": one_of([[], ""], "Adapters are not supported."),
 }
 TOKENIZE: Body = {
     "model": MODEL,
-    "content": required(text()),
+    "content": {"anyOf": [{"type": "string"}, {**_PIECES, "minItems": 0}]},
     "add_special": flag(),
     "parse_special": flag("true unless stated."),
     "with_pieces": flag(),

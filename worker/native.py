@@ -10,6 +10,7 @@ from worker.fields import Json
 from worker.generation import Delta, Generation, TokenLogprob
 from worker.replies import Totals, finite, progress_of
 
+_NOWHERE = object()
 _STOPS = {"stop": "eos", "length": "limit", None: "none"}
 
 
@@ -25,8 +26,11 @@ class NativeReply:
         settings: Json,
         returns_tokens: bool,
         has_progress: bool,
+        shown: Sequence[str] = (),
     ):
-        """`prompts` are texts; `settings` those of all choices, as they were understood."""
+        """`prompts` are texts; `settings` those of all choices, as they were understood; `shown`: of a whole body these
+        fields alone, `a/b` for a field of a field; empty for all."""
+        self._shown = shown
         self._generations = generations
         self._n = generations[0].n
         self._has_progress = has_progress
@@ -44,7 +48,7 @@ class NativeReply:
     def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Any:
         for number, delta in deltas:
             self._answer(number, delta).add(delta)
-        bodies = [answer.body() for answer in self._answers]
+        bodies = [self._cut(answer.body()) for answer in self._answers]
         return bodies[0] if len(bodies) == 1 else bodies
 
     def frames(self, number: int, delta: Delta) -> bytes:
@@ -59,11 +63,17 @@ class NativeReply:
         if delta.finish is not None:
             told = {"content", "tokens", "completion_probabilities"}
             last = {name: value for name, value in answer.body().items() if name not in told}
-            frames.append(_frame(last | {"content": "", "tokens": []}))
+            frames.append(_frame(self._cut(last | {"content": "", "tokens": []})))
         return b"".join(frames)
 
     def closing(self) -> bytes:
         return b""  # the last body says `stop`
+
+    def _cut(self, body: Json) -> Json:
+        if not self._shown:
+            return body
+        found = ((path, _at(body, path.split("/"))) for path in self._shown)
+        return {path: value for path, value in found if value is not _NOWHERE}
 
     def _answer(self, number: int, delta: Delta) -> "_Answer":
         return self._answers[number * self._n + delta.index]
@@ -98,7 +108,7 @@ class _Answer:
         return {
             "index": self._index,
             "content": delta.text,
-            "tokens": list(delta.tokens) if self._returns_tokens else [],
+            "tokens": list(delta.tokens),  # whether they were asked for or not, as in llama-server
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": len(self._tokens),
@@ -137,6 +147,12 @@ class _Answer:
                 {**_entry(each), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs
             ]
         }
+
+
+def _at(value: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        value = value.get(key, _NOWHERE) if isinstance(value, dict) else _NOWHERE
+    return value
 
 
 def _entry(entry: TokenLogprob) -> Json:

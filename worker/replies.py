@@ -423,5 +423,7 @@ def _frame(body: Json) -> bytes:
 
 
 def _closing(head: Json, totals: Totals, include_usage: bool) -> bytes:
-    usage = _frame({**head, "choices": [], "usage": totals.usage()}) if include_usage else b""
+    usage = (
+        _frame({**head, "choices": [], "usage": totals.usage(), "timings": totals.timings()}) if include_usage else b""
+    )
     return usage + _DONE

@@ -3,16 +3,17 @@
 Law: PURE, values only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.bodies import MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
+from worker.bodies import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields, Json, parse_setting, to_integer
 from worker.generation import Sampling
 
+Encode = Callable[[str], Sequence[int]]
 _PRESET_KEYS = {
     "temp": "temperature",
     "top-k": "top_k",
@@ -69,18 +70,25 @@ def _of_checkpoint(config: Mapping[str, Any]) -> Json:
 
 
 def read(
-    fields: Fields, defaults: Defaults, *, vocab_size: int, logprobs: int | None, seed: int | None
+    fields: Fields,
+    defaults: Defaults,
+    *,
+    vocab_size: int,
+    logprobs: int | None,
+    seed: int | None,
+    encode: Encode | None = None,
 ) -> tuple[Sampling, tuple[str, ...]]:
     """The request's sampling and its stop strings; raises InvalidValue naming the field.
 
     `logprobs`: how many alternatives to report, as each dialect spells that in its own way; `seed`: where the request
-    has none. A request's seed of -1 asks for another one each time, as in llama-server.
+    has none. A request's seed of -1 asks for another one each time, as in llama-server. `encode`: a text's tokens, for
+    biases that are stated by text; None: they cannot be.
     """
     stated = fields.integer("seed")
     stop = read_stop(fields, "stop")
     sampling = Sampling(
         **{**defaults.tuning, **_tuning(fields)},
-        logit_bias=_logit_bias(fields.take("logit_bias"), vocab_size),
+        logit_bias=_logit_bias(fields.take("logit_bias"), vocab_size, encode),
         seed=seed if stated is None else None if stated == -1 else stated,
         min_tokens=fields.integer("min_tokens") or 0,
         ignore_eos=fields.flag("ignore_eos") or False,
@@ -134,8 +142,9 @@ def _to_token(key: str) -> int | None:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else None
 
 
-def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
-    """Biases by token id, from `{"id": bias}` or `[[id, bias], ...]`; a bias of false bans, as in llama-server."""
+def _logit_bias(value: Any, vocab_size: int, encode: Encode | None) -> dict[int, float]:
+    """Biases by token id, from `{"id": bias}` or `[[id or text, bias], ...]`; a bias of false bans, as in
+    llama-server."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -147,12 +156,15 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     biases: dict[int, float] = {}
     for pair in pairs:
         token, bias = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
-        id = to_integer(token)
+        if isinstance(token, str) and encode is not None and 0 < len(token) <= MAX_BIASED:
+            ids: Sequence[int | None] = encode(token)
+        else:
+            ids = [to_integer(token)]
         number: Any = -100 if bias is False else bias
         is_number = type(number) in (int, float)
-        if id is None or not 0 <= id < vocab_size or not is_number or not -100 <= number <= 100:
+        if not all(id is not None and 0 <= id < vocab_size for id in ids) or not is_number or not -100 <= number <= 100:
             raise InvalidValue(
                 "logit_bias must map token ids of this model to numbers between -100 and 100", param="logit_bias"
             )
-        biases[id] = float(number)
+        biases.update((id, float(number)) for id in ids if id is not None)
     return biases

@@ -28,6 +28,14 @@ async def test_a_text_becomes_its_tokens_without_special_ones() -> None:
     assert await tokens({"content": ""}) == []
 
 
+async def test_tokenize_takes_texts_and_token_ids_one_behind_another() -> None:
+    hi, there = await tokens({"content": "hi"}), await tokens({"content": " there"})
+    assert await tokens({"content": ["hi", 7, " there"]}) == [*hi, 7, *there]
+    assert await tokens({"content": ["hi", " there"], "add_special": True}) == [BOS, *hi, *there]
+    assert await tokens({"content": [7, "hi"], "add_special": True}) == [7, *hi]
+    assert await tokens({"content": []}) == []
+
+
 async def test_special_tokens_in_a_text_are_tokens_unless_told_otherwise() -> None:
     assert (await tokens({"content": "<s>"})) == [BOS]
     literal = await tokens({"content": "<s>", "parse_special": False})
@@ -66,7 +74,8 @@ async def test_a_long_text_is_tokenized_like_a_short_one() -> None:
         ({}, "content"),
         ({"content": None}, "content"),
         ({"content": 5}, "content"),
-        ({"content": ["a"]}, "content"),
+        ({"content": [True]}, "content"),
+        ({"content": [["a"]]}, "content"),
         ({"content": "a", "add_special": 1}, "add_special"),
         ({"content": "a", "parse_special": "no"}, "parse_special"),
         ({"content": "a", "with_pieces": 1}, "with_pieces"),

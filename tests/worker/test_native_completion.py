@@ -52,7 +52,9 @@ async def test_a_streams_contents_add_up_to_the_whole_and_nothing_follows_the_la
         chunks = serving.chunks(await world.stream("/completion", {**PROMPT, **body}))
         assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
         assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
+        _, _, counted = await world.post("/completion", {**PROMPT, **body, "return_tokens": True})
+        assert [token for chunk in chunks for token in chunk["tokens"]] == counted["tokens"]
+        assert whole["tokens"] == (counted["tokens"] if "return_tokens" in body else [])
         assert chunks[-1]["stop_type"] == whole["stop_type"]
         told = [each for chunk in chunks[:-1] for each in chunk.get("completion_probabilities", [])]
         assert told == whole.get("completion_probabilities", [])
@@ -67,6 +69,36 @@ async def test_several_prompts_or_choices_are_a_list_in_order() -> None:
         assert [answer["content"][0] for answer in answers] == ["0", "1", "0", "1"]
         chunks = serving.chunks(await world.stream("/completion", {"prompt": ["a", "b"], "n_predict": 3}))
         assert sorted(chunk["index"] for chunk in chunks if chunk["stop"]) == [0, 1]
+
+
+async def test_prompts_of_one_request_may_be_texts_token_ids_and_both_in_pieces() -> None:
+    made = model()
+    [hi], [there] = await made.encode(["hi"]), await made.encode([" there"], add_special=False)
+    whole = [*hi, *there]
+    for prompt in (whole, ["hi", " there"], [*hi, " there"], ["hi", *there]):
+        call = await llama_server.completion({"prompt": [prompt] if prompt == ["hi", " there"] else prompt}, made)
+        assert call.generations[0].prompt == tuple(whole)
+    call = await llama_server.completion({"prompt": [whole, "hi", ["hi", *there]]}, made)
+    assert [each.prompt for each in call.generations] == [tuple(whole), tuple(hi), tuple(whole)]
+
+
+async def test_an_answer_has_only_the_fields_that_were_asked_for() -> None:
+    async with serving.serving() as world:
+        body = {**PROMPT, "n_predict": 4, "response_fields": ["content", "generation_settings/n_predict", "no/such"]}
+        _, _, answer = await world.post("/completion", body)
+        assert answer.keys() == {"content", "generation_settings/n_predict"}
+        assert answer["generation_settings/n_predict"] == 4
+        chunks = serving.chunks(await world.stream("/completion", body))
+        assert chunks[-1] == {"content": "", "generation_settings/n_predict": 4}
+        _, _, answer = await world.post("/completion", {**body, "response_fields": []})
+        assert "timings" in answer
+
+
+async def test_a_bias_of_a_text_is_one_of_each_of_its_tokens() -> None:
+    made = model()
+    ids = made.encode_piece("hi there")
+    call = await llama_server.completion({**PROMPT, "logit_bias": [["hi there", False], [4, 2]]}, made)
+    assert call.generations[0].sampling.logit_bias == {**dict.fromkeys(ids, -100.0), 4: 2.0}
 
 
 async def test_what_a_body_states_becomes_the_generation() -> None:
@@ -98,7 +130,9 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
         ({"n_predict": 3, "max_tokens": 4}, "max_tokens", "invalid_value"),
         ({"n_probs": 99}, "n_probs", "invalid_value"),
         ({"post_sampling_probs": True}, "post_sampling_probs", "unsupported_parameter"),
-        ({"response_fields": ["content"]}, "response_fields", "unsupported_parameter"),
+        ({"response_fields": [5]}, "response_fields", "invalid_value"),
+        ({"logit_bias": [["", 1.0]]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [["x" * 129, 1.0]]}, "logit_bias", "invalid_value"),
         ({"n_indent": 2}, "n_indent", "unsupported_parameter"),
         ({"lora": [{"id": 0, "scale": 1.0}]}, "lora", "unsupported_parameter"),
         ({"mirostat": 1}, "mirostat", "unsupported_parameter"),

@@ -111,6 +111,10 @@ class Model:
             return self._encode(texts, add_special=add_special, parse_special=parse_special)
         return await asyncio.to_thread(self._encode, texts, add_special=add_special, parse_special=parse_special)
 
+    def encode_piece(self, text: str) -> list[int]:
+        """Token ids of a few characters, with nothing around them."""
+        return self._encode([text], add_special=False, parse_special=True)[0]
+
     async def encode_cut(self, texts: Sequence[str]) -> list[list[int]]:
         """As `encode`, each text cut at its end to `max_text` tokens, what the tokenizer puts around it included."""
         if not texts:
@@ -151,6 +155,22 @@ class Model:
             parts = {families.PREFIX: list(prompt) if text is None else next(plain), families.SUFFIX: after}
             whole.append(start + [id for each in layout for id in (parts[each] if isinstance(each, str) else [each])])
         return whole
+
+    async def encode_pieces(
+        self, pieces: Sequence[Any], *, param: str, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of one text that lies in pieces: ids as they are, strings as tokens. What the tokenizer puts around
+        a text (`add_special`) it puts around a string that begins one. Raises InvalidValue naming the field `param`."""
+        for piece in pieces:
+            if not (isinstance(piece, str) or (type(piece) is int and 0 <= piece < self.vocab_size)):
+                raise InvalidValue(f"{param} must hold token ids between 0 and {self.vocab_size - 1}", param=param)
+        begins = bool(pieces) and isinstance(pieces[0], str)
+        first = [pieces[0]] if begins else []
+        rest = [piece for piece in pieces[begins:] if isinstance(piece, str)]
+        encoded = await self.encode(first, add_special=add_special, parse_special=parse_special)
+        encoded += await self.encode(rest, add_special=False, parse_special=parse_special)
+        texts = iter(encoded)
+        return [id for piece in pieces for id in (next(texts) if isinstance(piece, str) else [piece])]
 
     def start_of_text(self, name: str) -> list[int]:
         """What stands for an empty text in field `name`; raises InvalidValue if the model has nothing for that."""
@@ -252,27 +272,33 @@ class Result:
 async def read_texts(
     fields: Fields, name: str, model: Model, *, prefix: str = "", longest: int | None = None
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids of each text in field `name`, in its four forms: string, [string], [int], [[int]]; and the texts, where
-    they were texts. `prefix` stands before each text, but not before token ids. Raises InvalidValue naming the field,
-    and ContextExceeded for more than `longest` (None: the context) token ids."""
+    """Token ids of each text in field `name`, and the texts, where they were texts.
+
+    The field holds a text, or several; each is a string, token ids, or pieces of both, one behind another. `prefix`
+    stands before each string, but not before token ids. Raises InvalidValue naming the field, and ContextExceeded for
+    more than `longest` (None: the context) token ids.
+    """
     value = fields.take(name)
-    items = value if isinstance(value, list) and value and not _is_number(value[0]) else [value]
+    items = value if isinstance(value, list) and value and not any(map(_is_number, value)) else [value]
     if len(items) > MAX_TEXTS:
         raise InvalidValue(f"{name} must have at most {MAX_TEXTS} entries", param=name)
-    if all(isinstance(item, str) for item in items):
-        prompts = await model.encode([prefix + item for item in items] if prefix else items)
-        if not all(prompts):
-            prompts = [prompt or model.start_of_text(name) for prompt in prompts]
-        return prompts, items
-    if all(isinstance(item, list) and item for item in items):
-        for item in items:
-            if len(item) > (longest or model.engine.ctx_size):  # before each of them is looked at
-                raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
-        largest = model.vocab_size
-        if all(type(token) is int and 0 <= token < largest for item in items for token in item):
-            return items, [None] * len(items)
-        raise InvalidValue(f"{name} must hold token ids between 0 and {largest - 1}", param=name)
-    raise InvalidValue(f"{name} must be a string, an array of strings, token ids or arrays of them", param=name)
+    for item in items:
+        if not (isinstance(item, str) or (isinstance(item, list) and item)):
+            raise InvalidValue(f"{name} must be a string, an array of strings, token ids or arrays of them", param=name)
+        if isinstance(item, list) and len(item) > (longest or model.engine.ctx_size):  # before each is looked at
+            raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
+    strings = [item for item in items if isinstance(item, str)]
+    encoded = iter(await model.encode([prefix + text for text in strings] if prefix else strings))
+    prompts = [next(encoded) if isinstance(item, str) else await _ids(item, name, model) for item in items]
+    if not all(prompts):
+        prompts = [prompt or model.start_of_text(name) for prompt in prompts]
+    return prompts, [item if isinstance(item, str) else None for item in items]
+
+
+async def _ids(pieces: list[Any], name: str, model: Model) -> list[int]:
+    if all(type(piece) is int and 0 <= piece < model.vocab_size for piece in pieces):
+        return pieces
+    return await model.encode_pieces(pieces, param=name)
 
 
 def read_ping_interval(fields: Fields) -> float | None:
@@ -324,4 +350,5 @@ def _generation_config(snapshot: Path) -> Mapping[str, Any]:
 def _fingerprint(options: Serve) -> str:
     """Changes whenever the same seed may give another text."""
     settings = {name: str(getattr(options, name)) for name in ModelOptions.__dataclass_fields__}
-    return "fp_" + hashlib.blake2s(json.dumps(settings, sort_keys=True).encode(), digest_size=5).hexdigest()
+    digest = hashlib.blake2s(json.dumps(settings, sort_keys=True).encode(), digest_size=5).hexdigest()
+    return f"b0-{digest}"  # llama-server's form, by which its clients know it

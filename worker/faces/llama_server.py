@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from worker import chat, constraints, sampling
-from worker.bodies import COMPLETION, DETOKENIZE, TEMPLATE, TOKENIZE
+from worker.bodies import COMPLETION, DETOKENIZE, MAX_SHOWN, TEMPLATE, TOKENIZE
 from worker.errors import InvalidValue
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json, to_integer
@@ -20,7 +20,6 @@ async def completion(body: Json, model: Model) -> Call:
     alternatives = fields.integer("n_probs", high=model.options.max_logprobs)
     fields.refuse("post_sampling_probs", "post_sampling_probs is not supported: leave it out for those of the model")
     fields.refuse("n_indent", "n_indent is not supported; leave it out")
-    fields.refuse("response_fields", "response_fields is not supported; leave it out for all of them")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
     for adapters in ("lora", "adapters"):
         fields.refuse(adapters, f"{adapters}: adapters are not supported yet; merge yours into a snapshot of its own")
@@ -31,7 +30,9 @@ async def completion(body: Json, model: Model) -> Call:
         vocab_size=model.vocab_size,
         logprobs=alternatives or None,
         seed=options.seed if options.seed >= 0 else None,
+        encode=model.encode_piece,
     )
+    shown = _names(fields, "response_fields")
     grammar = constraints.read(fields)
     stream = fields.flag("stream") or False
     name = fields.text("model") or options.name
@@ -67,6 +68,7 @@ async def completion(body: Json, model: Model) -> Call:
         model=name,
         returns_tokens=returns_tokens,
         has_progress=has_progress,
+        shown=shown,
     )
     return Call(generations=generations, reply=reply, stream=stream, ping_interval=ping_interval, ignored=ignored)
 
@@ -79,6 +81,13 @@ def _n_predict(fields: Fields, default: int) -> int | None:
     tokens = same if stated is None else stated
     tokens = default if tokens is None else tokens
     return None if tokens < 0 else tokens
+
+
+def _names(fields: Fields, name: str) -> list[str]:
+    listed = fields.sequence(name) or []
+    if not all(isinstance(each, str) for each in listed) or len(listed) > MAX_SHOWN:
+        raise InvalidValue(f"{name} must be an array of at most {MAX_SHOWN} names of fields", param=name)
+    return listed
 
 
 def _of_stream(fields: Fields, name: str, stream: bool) -> bool:
@@ -101,14 +110,17 @@ async def tokenize(body: Json, model: Model) -> Result:
     """`content` as token ids, with their pieces if `with_pieces`; raises RequestError."""
     fields = Fields(body, TOKENIZE)
     fields.text("model")
-    content = fields.text("content")
-    if content is None:
-        raise InvalidValue("content must be a string", param="content")
+    content = fields.take("content")
+    if not isinstance(content, str | list):
+        raise InvalidValue("content must be a string, or an array of strings and token ids", param="content")
     add_special = fields.flag("add_special") or False
     parse_special = fields.flag("parse_special")
     with_pieces = fields.flag("with_pieces") or False
     ignored = fields.settle(strict=model.options.strict_fields)
-    [tokens] = await model.encode([content], add_special=add_special, parse_special=parse_special is not False)
+    pieces = content if isinstance(content, list) else [content]
+    tokens = await model.encode_pieces(
+        pieces, param="content", add_special=add_special, parse_special=parse_special is not False
+    )
     listed: list[Any] = [{"id": token, "piece": _piece(model, token)} for token in tokens] if with_pieces else tokens
     return Result(body={"tokens": listed}, ignored=ignored)
 

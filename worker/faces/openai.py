@@ -249,6 +249,7 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         vocab_size=model.vocab_size,
         logprobs=logprobs,
         seed=options.seed if options.seed >= 0 else None,
+        encode=model.encode_piece,
     )
     stream = fields.flag("stream") or False
     stream_options = fields.within("stream_options", STREAM_OPTIONS)
