@@ -608,7 +608,10 @@ ANSWERS: Mapping[str, Answer] = {
         body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})),
         about="Vectors of each text: one, or without pooling one for each token.",
     ),
-    "rerank": Answer(body=ref("Ranking"), about="Documents, the one that fits best first."),
+    "rerank": Answer(
+        body={"anyOf": [ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT}))]},
+        about="Documents, the one that fits best first; a bare list where they were sent as `texts`.",
+    ),
     "chat_input_tokens": Answer(body=ref("InputTokens"), about="Tokens of the prompt that this chat makes."),
     "responses": Answer(body=ref("Response"), frame=ref("ResponseEvent"), about="A response."),
     "responses_input_tokens": Answer(body=ref("InputTokens"), about="Tokens of the prompt that this input makes."),

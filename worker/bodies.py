@@ -490,11 +490,19 @@ EMBEDDING: Body = {
 RERANK: Body = {
     "model": MODEL,
     "query": _WORD,
-    "documents": required(
-        array({"anyOf": [{"type": "string"}, described({"text": required(text())})]}, least=1, most=MAX_TEXTS)
+    "documents": array(
+        {"anyOf": [{"type": "string"}, described({"text": required(text())})]},
+        least=1,
+        most=MAX_TEXTS,
+        about="Either these or `texts`.",
+    ),
+    "texts": array(
+        {"type": "string"}, least=1, most=MAX_TEXTS, about="As in text-embeddings-inference: the answer is a bare list."
     ),
     "top_n": integer(1),
     "return_documents": flag(),
+    "return_text": flag("The same as `return_documents`."),
+    "raw_scores": one_of([False]),
     "truncate": _TRUNCATE,
 }
 

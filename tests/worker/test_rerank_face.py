@@ -7,7 +7,7 @@ import pytest
 
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
+from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.faces import Model, embeddings
 from worker.generation import Encoding
 
@@ -57,6 +57,18 @@ async def test_only_so_many_come_back_and_with_their_texts_if_asked() -> None:
     assert len(many.body["results"]) == 3
 
 
+async def test_texts_come_back_as_a_bare_list_as_in_text_embeddings_inference() -> None:
+    given = ["a", "bb", "ccc"]
+    listed = (await embeddings.rerank({"query": "q", "documents": given, "top_n": 2}, model())).body["results"]
+    texts = {"query": "q", "texts": given, "top_n": 2}
+    bare = (await embeddings.rerank(texts, model())).body
+    assert bare == [{"index": each["index"], "score": each["relevance_score"]} for each in listed]
+    shown = (await embeddings.rerank({**texts, "return_text": True, "raw_scores": False}, model())).body
+    assert [each["text"] for each in shown] == [given[each["index"]] for each in listed]
+    with pytest.raises(UnsupportedField, match="raw_scores"):
+        await embeddings.rerank({**texts, "raw_scores": True}, model())
+
+
 async def test_equal_documents_keep_their_order() -> None:
     result = await embeddings.rerank({"query": "q", "documents": ["same"] * 5}, model())
     assert [each["index"] for each in result.body["results"]] == [0, 1, 2, 3, 4]
@@ -81,6 +93,9 @@ async def test_an_embedder_ranks_by_its_prompts_for_queries_and_documents() -> N
         ({"query": "a", "documents": ["a"] * 2049}, "documents"),
         ({"query": "a", "documents": ["a", 5]}, "documents[1]"),
         ({"query": "a", "documents": [{"image": "x"}]}, "documents[0]"),
+        ({"query": "a", "documents": ["a"], "texts": ["a"]}, "texts"),
+        ({"query": "a", "texts": []}, "texts"),
+        ({"query": "a", "texts": ["a", {"text": "b"}]}, "texts"),
         ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
         ({"query": "a", "documents": ["a"], "return_documents": 1}, "return_documents"),
         ({"query": "a", "documents": ["a"], "truncate": "START"}, "truncate"),

@@ -66,23 +66,29 @@ async def rerank(body: Json, model: Model) -> Result:
     fields = Fields(body, RERANK)
     name = fields.text("model") or model.options.name
     query = fields.text("query")
-    documents = _read_documents(fields)
+    documents, is_bare = _read_documents(fields)
+    field = "texts" if is_bare else "documents"
     most = fields.integer("top_n")
-    shows = fields.flag("return_documents") or False
+    shows = bool(fields.flag("return_documents")) | bool(fields.flag("return_text"))
+    fields.refuse("raw_scores", "raw_scores is not supported: leave it out for scores that can be compared")
     cuts = _read_truncate(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
     if not query:
         raise InvalidValue("query must be a string that is not empty", param="query")
     if model.engine.encoding is None:
-        texts = _checked(await model.encode_pairs(query, documents, cuts=cuts), model, "documents")
+        texts = _checked(await model.encode_pairs(query, documents, cuts=cuts), model, field)
         scores = await model.engine.score(texts)
     else:
         asked = await _encode([query], model, "query", "query", cuts=cuts)
-        given = await _encode(documents, model, "documents", "document", cuts=cuts)
+        given = await _encode(documents, model, field, "document", cuts=cuts)
         texts = [*asked, *given]
         vector, *others = await model.engine.embed(texts, normalize=2)
         scores = await _products(vector, others)
     order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))[:most]
+    if is_bare:
+        text = [{"text": each} if shows else {} for each in documents]
+        bare = [{"index": index, "score": scores[index], **text[index]} for index in order]
+        return Result(body=bare, ignored=ignored, prompt_tokens=_count(texts))
     results: list[Json] = [{"index": index, "relevance_score": scores[index]} for index in order]
     if shows:
         for each in results:
@@ -176,9 +182,16 @@ def _read_truncate(fields: Fields) -> bool:
     raise InvalidValue("truncate must be true or false, or NONE or END; only the end can be cut", param="truncate")
 
 
-def _read_documents(fields: Fields) -> list[str]:
-    """`documents`: strings, or objects with a `text`. Raises InvalidValue."""
-    listed = fields.sequence("documents")
+def _read_documents(fields: Fields) -> tuple[list[str], bool]:
+    """`documents`: strings, or objects with a `text`; or `texts`, as text-embeddings-inference has them, and whether
+    they are called that. Raises InvalidValue."""
+    listed, bare = fields.sequence("documents"), fields.sequence("texts")
+    if bare is not None:
+        if listed is not None:
+            raise InvalidValue("documents and texts mean the same; state one", param="texts")
+        if not bare or len(bare) > MAX_TEXTS or not all(isinstance(each, str) for each in bare):
+            raise InvalidValue(f"texts must be an array of 1 to {MAX_TEXTS} strings", param="texts")
+        return bare, True
     if not listed:
         raise InvalidValue("documents must be an array of at least one string or object with text", param="documents")
     if len(listed) > MAX_TEXTS:
@@ -187,7 +200,7 @@ def _read_documents(fields: Fields) -> list[str]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidValue("a document must be a string or an object with text", param=f"documents[{index}]")
-    return texts
+    return texts, False
 
 
 async def _products(vector: Sequence[float], others: Sequence[Sequence[float]]) -> list[float]:
