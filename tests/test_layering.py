@@ -56,13 +56,15 @@ WORKER = [
     "worker.engine.forward  worker.engine.aligned_cache",
     "worker.engine.kept",
     "worker.engine.graphs",
-    "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.adapters  worker.engine.sampler"
+    "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
-    "worker.engine.attention  worker.engine.linears",
+    "worker.engine.adapters",
+    "worker.engine.attention  worker.engine.linears  worker.engine.lora_files",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.layout  worker.engine.batching  worker.engine.alignment",
+    "worker.engine.slots",
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families",
     "worker.fields  worker.deltas",
@@ -84,7 +86,7 @@ PURE = [
     "worker.sampling", "worker.tools",
     "worker.engine.alignment", "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache",
     "worker.engine.scheduler",
-    "worker.engine.sequence",
+    "worker.engine.sequence", "worker.engine.slots",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}
 WITH_TORCH = ["worker.engine.*", "worker.estimate", "worker.nursery"]

@@ -91,6 +91,10 @@ class ModelOptions:
     """Tokens that the cache has room for, of all sequences together; 0: ctx_size x parallel."""
     prefill_chunk: int = 512
     """Prompt tokens of one sequence in one step."""
+    max_loras: int = 0
+    """Adapters in memory at once, of which sequences of one step may use any; 0: none, ever."""
+    max_lora_rank: int = 16
+    """The largest rank that an adapter may have."""
     limit_images: int = 8
     """Images of one prompt at most, of a model that takes images; 0: none."""
     threads: int = 1
@@ -124,6 +128,12 @@ class Serve(ModelOptions):
     """New tokens where a request states no maximum; -1: to the end of the context."""
     queue_size: int = 1000
     """Requests that may wait for a place in the batch."""
+    adapters: str = ""
+    """JSON array of AdapterSources: the adapters that requests may name, until the worker is told others."""
+    default_adapter: str = ""
+    """For requests that name none; empty: the model as it is."""
+    max_cpu_loras: int = 0
+    """Of so many adapters the files stay open; 0: of all."""
     max_logprobs: int = 20
     seed: int = -1
     """Where a request has none; -1: another one each time."""
@@ -142,6 +152,32 @@ class Serve(ModelOptions):
     `devices` says then only which kind they will be."""
     leashed: bool = False
     spawner: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSource:
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    path: str
+    """Folder with adapter_config.json and adapter_model.safetensors."""
+    scale: float = 1.0
+    """On top of the adapter's own."""
+    pinned: bool = False
+    """Once in device memory it stays there."""
+
+
+def encode_adapters(sources: Sequence[AdapterSource]) -> str:
+    """`Serve.adapters`; empty for none."""
+    return json.dumps([dataclasses.asdict(each) for each in sources], separators=(",", ":")) if sources else ""
+
+
+def decode_adapters(text: str) -> list[AdapterSource]:
+    """What `encode_adapters` made. Raises ValueError with a message for a person."""
+    try:
+        return [AdapterSource(**each) for each in json.loads(text or "[]")]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"adapters: no JSON array of adapters ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,9 @@ WorkerError
 │   ├── UnknownField        400 unknown_parameter      (param)
 │   ├── ContextExceeded     400 context_length_exceeded
 │   ├── Unauthorized        401 invalid_api_key
+│   ├── UnusableAdapter     400 invalid_value          (files of an adapter)
 │   ├── NotFound            404 not_found
+│   ├── AdapterNotFound     404 model_not_found
 │   ├── QueueFull           429 queue_full
 │   ├── SequenceFailed      500 internal               (one sequence; its neighbours go on)
 │   ├── UnsupportedByModel  501 unsupported_by_model
@@ -74,6 +76,16 @@ class Unauthorized(RequestError):
 
 class NotFound(RequestError):
     status, type, reason = 404, "not_found_error", "not_found"
+
+
+class AdapterNotFound(RequestError):
+    status, type, reason = 404, "not_found_error", "model_not_found"
+
+
+class UnusableAdapter(RequestError):
+    """The files of an adapter cannot be used with this model, or not at all."""
+
+    status, type, reason = 400, "invalid_request_error", "invalid_value"
 
 
 class QueueFull(RequestError):

@@ -56,6 +56,7 @@ from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
 from worker.engine.sequence import Sequence
+from worker.engine.slots import Use
 from worker.engine.vision import HELD_BYTES, Processor, Tower, see
 from worker.errors import StartError
 from worker.generation import Picture, Pictures, Sampling, Text
@@ -179,10 +180,13 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             tower = Tower(model, seeing.token, CPU) if seeing is not None else None
             runner, capacity = make_runner(model, config, options, ctx_size, tower)
             context = runner.bytes
+            adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
+            weights += adapters.bytes if adapters is not None else 0
             if device.type == "cpu" and not options.enforce_eager:
                 kernels, reordering = linears.extra_bytes(model)
             shorten(model)
-            steps = generation_steps(runner, capacity, options, ctx_size)
+            use = adapters.pretend() if adapters is not None else None
+            steps = generation_steps(runner, capacity, options, ctx_size, use)
             if seeing is not None:
                 with unset_fake_temporarily():
                     shown = seeing.largest(dtype, ctx_size)
@@ -402,15 +406,20 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 
 
 def generation_steps(
-    runner: PackedRunner | AlignedRunner, capacity: Capacity, options: contract.ModelOptions, ctx_size: int
+    runner: PackedRunner | AlignedRunner,
+    capacity: Capacity,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    use: Use | None = None,
 ) -> Iterator[Step]:
     """The largest steps of a batch: a chunk of a prompt at the far end of the context, which lies in two runs if there
-    are such, beside rows that decode there; the same with logprobs of the prompt; and all rows decoding."""
+    are such, beside rows that decode there; the same with logprobs of the prompt; and all rows decoding. Every other
+    row has the adapter `use`."""
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
     crosses, has_states = False, False
     if isinstance(runner, AlignedRunner):
         crosses, has_states = runner.crosses, runner.has_states
-    part, decodes = partial(_segment, capacity), partial(_decodes, capacity, ctx_size=ctx_size)
+    part, decodes = partial(_segment, capacity, use=use), partial(_decodes, capacity, ctx_size=ctx_size, use=use)
     yield partial(_generate, runner, (*decodes(rows - 1), part(rows - 1, ctx_size - chunk, chunk)))
     yield partial(_generate, runner, decodes(rows))
     if crosses:
@@ -472,12 +481,16 @@ def _generate(runner: Runner, batch: Batch) -> None:
     sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
 
 
-def _decodes(capacity: Capacity, count: int, ctx_size: int) -> tuple[Segment, ...]:
+def _decodes(capacity: Capacity, count: int, ctx_size: int, use: Use | None = None) -> tuple[Segment, ...]:
     """So many rows, each with another length, near the end of the context."""
-    return tuple(_segment(capacity, row, max(ctx_size - 1 - row, 0), 1) for row in range(count))
+    return tuple(
+        _segment(capacity, row, max(ctx_size - 1 - row, 0), 1, use=use if row % 2 else None) for row in range(count)
+    )
 
 
-def _segment(capacity: Capacity, row: int, start: int, length: int, *, prompt_logprobs: bool = False) -> Segment:
+def _segment(
+    capacity: Capacity, row: int, start: int, length: int, *, prompt_logprobs: bool = False, use: Use | None = None
+) -> Segment:
     tokens = [0] * (start + length)
     sequence = Sequence(
         id=row,
@@ -486,6 +499,7 @@ def _segment(capacity: Capacity, row: int, start: int, length: int, *, prompt_lo
         limit=len(tokens),
         ends=frozenset(),
         prompt_logprobs=prompt_logprobs,
+        adapter=use,
         computed=start,
     )
     table = capacity.trial(row, start + length)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from worker.contract import AdapterSource
 from worker.images import Image
 
 Finish = Literal["stop", "length"]
@@ -100,6 +101,18 @@ class Pictures:
         return end
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterChoice:
+    """The adapter that a request names."""
+
+    name: str = ""
+    """Empty, with no number: the model as it is, even if there is a default adapter."""
+    number: int | None = None
+    """Its place in the list of all, as llama-server's clients say it."""
+    scale: float = 1.0
+    """1.0: as it was trained; 0.0: none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One request: a prompt of token ids and how to go on from it."""
@@ -108,6 +121,8 @@ class Generation:
     prompt: tuple[int, ...]
     pictures: Pictures | None = None
     """The images that some of the prompt's tokens stand for."""
+    adapter: AdapterChoice | None = None
+    """None: the default one, if there is any."""
     max_tokens: int | None = None
     """New tokens at most; None: to the end of the context. An engine caps it to the room left."""
     stop: tuple[str, ...] = ()
@@ -287,6 +302,10 @@ class Engine(Protocol):
 
     async def score(self, pairs: Sequence[Text]) -> list[float]:
         """How well the two texts of each pair fit, by a cross-encoder; higher is better. Otherwise as `embed`."""
+
+    async def adapt(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
+        """From now on these adapters may be named and no others; what runs goes on as it began. Returns what is wrong
+        with those that cannot be used, by name. Raises UnsupportedByModel where none can be."""
 
     async def close(self) -> None:
         """Stop the step loop; whatever runs ends with Draining."""

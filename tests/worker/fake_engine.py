@@ -16,12 +16,13 @@ Words in a prompt that change its course:
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from worker import detokenize
+from worker.contract import AdapterSource
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
 from worker.generation import (
     Delta,
@@ -67,6 +68,8 @@ class FakeEngine:
         self.requests: list[Generation] = []
         self.texts: list[Text] = []
         self.journal: list[str] = []
+        self.adapters: list[AdapterSource] = []
+        self.default_adapter = ""
         self._changed = asyncio.Condition()
         self._waiting = waiting
         self._steps = 0
@@ -83,6 +86,11 @@ class FakeEngine:
     @property
     def measured(self) -> dict[str, int]:
         return {"cpu": 1 << 20}
+
+    async def adapt(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
+        """Those whose path ends in `broken` are."""
+        self.adapters, self.default_adapter = list(sources), default
+        return {each.name: f"{each.path} is no adapter" for each in sources if each.path.endswith("broken")}
 
     async def close(self) -> None:
         self._is_closed = True

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from worker.engine.adapters import Adapters
 from worker.engine.aligned_cache import AlignedCache
 from worker.engine.alignment import Alignment
 from worker.engine.forward import Forward, Seen, first_token
@@ -64,6 +65,7 @@ class AlignedRunner:
         self._first = first_token(model) if self._forward.crosses else 0
         self._alignment = Alignment(rows, ctx_size)
         self._tower = tower
+        self.adapters: Adapters | None = None
         self._seeing: dict[int, Pictures] = {}
         """By row: the images of a prompt that is being computed."""
         self._lengths: dict[int, int] = {}
@@ -211,6 +213,7 @@ class AlignedRunner:
         starts = [part.start for _, part in order]
         crossed = [self._cache.crossed(slot) for slot in range(plan.slots.start, plan.slots.stop)]
         self._cache.prepare(plan.slots, starts)
+        self._adapt([part for _, part in order])
         logits = self._forward(
             [part.tokens for _, part in order],
             starts,
@@ -245,6 +248,7 @@ class AlignedRunner:
         self._cache.carry_out(self._alignment.alone(part.row, part.start, len(part.tokens)))
         slot, begin = self._alignment.slot(part.row), self._alignment.begin(part.row)
         slots = slice(slot, slot + 1)
+        self._adapt([part])
         encoded = self._encode(part) if self._forward.crosses and part.encodes else None
         crossed = [] if encoded is not None or not self._forward.crosses else [self._cache.crossed(slot)]
         self._cache.prepare(slots, [part.start])
@@ -272,6 +276,11 @@ class AlignedRunner:
             self._cache.has_crossed(slot, encoded.shape[1])
         self._done(slots, [part])
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, 0)
+
+    def _adapt(self, parts: Sequence[_Part]) -> None:
+        """The next forwards are of these rows; one alone may be computed in pieces, and read by the encoder."""
+        if self.adapters is not None:
+            self.adapters.begin([(part.segment.sequence.adapter, len(part.tokens)) for part in parts])
 
     def _encode(self, part: _Part) -> torch.Tensor:
         sequence = part.segment.sequence

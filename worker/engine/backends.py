@@ -6,14 +6,24 @@ import torch
 
 from worker import contract
 from worker.engine import architectures, attention, trial
+from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.engine.runner import PackedRunner
 from worker.engine.vision import Tower
-from worker.errors import StartError
+from worker.errors import StartError, UnsupportedByModel
 
-__all__ = ["ATTENTION", "Unsupported", "implementation", "make_blocks", "make_pool", "make_runner", "prove"]
+__all__ = [
+    "ATTENTION",
+    "Unsupported",
+    "implementation",
+    "make_adapters",
+    "make_blocks",
+    "make_pool",
+    "make_runner",
+    "prove",
+]
 
 ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
 """transformers' name of the packed backend's attention, by the preset's."""
@@ -74,6 +84,26 @@ def make_runner(
     chunk = min(options.prefill_chunk, ctx_size)
     runner = AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device, tower=tower)
     return runner, Rows(rows, ctx_size)
+
+
+def make_adapters(
+    runner: PackedRunner | AlignedRunner,
+    model: Any,
+    options: contract.ModelOptions,
+    device: torch.device,
+    *,
+    copies: int,
+) -> Adapters | None:
+    """The slots that `options` ask for, allocated, and used by `runner`. Raises StartError where there can be none."""
+    if not options.max_loras:
+        return None
+    try:
+        runner.adapters = Adapters(
+            model, slots=options.max_loras, rank=options.max_lora_rank, copies=copies, device=device
+        )
+    except UnsupportedByModel as error:
+        raise StartError(f"{error.message}; set enable-lora = off") from None
+    return runner.adapters
 
 
 def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:

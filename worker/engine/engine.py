@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from worker import contract
 from worker.contract import Exit
 from worker.detokenize import Answer, TokenBytes
 from worker.engine import architectures, attention, backends, encoders, loader, memory
+from worker.engine.adapters import Adapters
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
@@ -37,6 +38,7 @@ from worker.engine.scheduler import Pace, Segment
 from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.shelf import shelf
+from worker.engine.slots import Use
 from worker.engine.steploop import Outbox, StepLoop
 from worker.engine.vision import Eyes, Tower, see
 from worker.errors import (
@@ -52,6 +54,8 @@ from worker.generation import Delta, Generation, Occupancy, Sampling, Text, Toke
 from worker.images import TEXT_ONLY
 
 log = logging.getLogger(__name__)
+
+_NO_ADAPTERS = "this model is served without adapters; set enable-lora = on in its preset"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class TransformersEngine:
         capacity: Capacity | None = None,
         pace: Pace | None = None,
         linears: Linears | None = None,
+        adapters: Adapters | None = None,
         encoder: encoders.Loaded | None = None,
         vision: Eyes | None = None,
         blind: str = TEXT_ONLY,
@@ -103,6 +108,7 @@ class TransformersEngine:
         self._ids = count()
         outbox = Outbox()
         self._generating = self._embedding = None
+        self._adapters = adapters
         work: Generating | Embedding
         if runner is not None:
             capacity = capacity or Rows(options.parallel, ctx_size)
@@ -115,6 +121,7 @@ class TransformersEngine:
                 pace=pace or Pace(),
                 linears=linears,
                 grammars=self._grammars,
+                adapters=adapters,
             )
         else:
             assert encoder is not None
@@ -184,6 +191,12 @@ class TransformersEngine:
             )
             pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
+            adapters = backends.make_adapters(
+                backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras
+            )
+            if adapters is not None:
+                for name, wrong in adapters.update(_adapters(options), options.default_adapter).items():
+                    log.warning("adapter %s cannot be used: %s", name, wrong)
             linears = None if options.enforce_eager else Linears(loaded.model, let_go=loaded.let_go)
             runner: Runner = backend
             over("build")
@@ -217,6 +230,7 @@ class TransformersEngine:
             capacity=capacity,
             pace=pace,
             linears=linears,
+            adapters=adapters,
             vision=eyes,
             blind=blind,
         )
@@ -231,6 +245,8 @@ class TransformersEngine:
         over: Callable[[str], None],
     ) -> "TransformersEngine":
         config, tokenizer = prepared.config, prepared.tokenizer
+        if options.max_loras:
+            raise StartError("adapters are for models that generate text, and this one does not; set enable-lora = off")
         loaded = encoders.load(options, config, tokenizer, progress, over, prepared.built)
         over("build")
         ctx_size = context_size(options, loaded.positions)
@@ -289,10 +305,11 @@ class TransformersEngine:
         if work is None:
             raise UnsupportedByModel("this model embeds or scores texts; it cannot generate any")
         prompt = self._check(request)
+        adapter = self._adapter(request)
         matcher = None
         if request.grammar is not None:
             matcher = await asyncio.wrap_future(self._grammars.begin(request.grammar))
-        stream = self._stream(request, prompt, matcher)
+        stream = self._stream(request, prompt, matcher, adapter)
         if not work.admit(stream, self._options.parallel + self._options.queue_size):
             raise QueueFull(f"{self._options.queue_size} requests wait for this model already; try again later")
         try:
@@ -306,7 +323,26 @@ class TransformersEngine:
             work.release(stream, request.n)
             self._loop.post(partial(work.cancel, stream))
 
-    def _stream(self, request: Generation, prompt: Sequence[int], matcher: Matcher | None) -> Stream:
+    async def adapt(self, sources: Sequence[contract.AdapterSource], default: str = "") -> Mapping[str, str]:
+        """See `worker.generation.Engine`."""
+        adapters, work = self._adapters, self._generating
+        if adapters is None or work is None:
+            raise UnsupportedByModel(_NO_ADAPTERS)
+        problems = await asyncio.to_thread(adapters.update, sources, default)
+        self._loop.post(work.forget_adapters)
+        return problems
+
+    def _adapter(self, request: Generation) -> Use | None:
+        """What the request's choice stands for. Raises AdapterNotFound, UnusableAdapter, UnsupportedByModel."""
+        if self._adapters is not None:
+            return self._adapters.find(request.adapter)
+        if request.adapter is not None and (request.adapter.name or request.adapter.number is not None):
+            raise UnsupportedByModel(_NO_ADAPTERS)
+        return None
+
+    def _stream(
+        self, request: Generation, prompt: Sequence[int], matcher: Matcher | None, adapter: Use | None
+    ) -> Stream:
         """The request's sequences, with fresh seeds where it has none."""
         stream = Stream(asyncio.get_running_loop())
         now = time.monotonic()
@@ -322,6 +358,7 @@ class TransformersEngine:
                 ends=self._ends,
                 seed=secrets.randbits(63) if seed is None else seed + index,
                 prompt=prompt,
+                adapter=adapter,
             )
             if request.n > 1:
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
@@ -529,10 +566,17 @@ def _check(options: contract.Serve) -> None:
     if options.attention not in backends.ATTENTION:
         raise StartError(f"attention {options.attention!r} is none of {', '.join(backends.ATTENTION)}", Exit.USAGE)
     least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
-             "max_input_tokens": 0}  # fmt: skip
+             "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0}  # fmt: skip
     for name, smallest in least.items():
         if getattr(options, name) < smallest:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)
+
+
+def _adapters(options: contract.Serve) -> list[contract.AdapterSource]:
+    try:
+        return contract.decode_adapters(options.adapters)
+    except ValueError as error:
+        raise StartError(str(error), Exit.USAGE) from None
 
 
 def context_size(options: contract.ModelOptions, positions: int) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from worker.detokenize import Answer, Piece
 from worker.engine import memory
+from worker.engine.adapters import Adapters
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.kv_cache import Capacity
 from worker.engine.linears import Linears
@@ -116,10 +117,12 @@ class Generating:
         pace: Pace,
         linears: Linears | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ):
         self._runner, self._outbox, self._piece, self._grammars = runner, outbox, piece, grammars
         self._capacity, self._chunk, self._pace, self._linears = capacity, chunk, pace, linears
-        self._scheduler = Scheduler(capacity, chunk)
+        self._adapters = adapters
+        self._scheduler = Scheduler(capacity, chunk, adapters.slots if adapters is not None else None)
         self._choices: dict[int, Choice] = {}
         self._prefill_tokens = self._decode_tokens = 0
         self._live = 0
@@ -152,6 +155,11 @@ class Generating:
         """Its reader is gone: its sequences are out of the next step."""
         for choice in list(stream.choices):
             self._forget(choice)
+
+    def forget_adapters(self) -> None:
+        """Those that may be named no longer are out of memory as soon as nobody uses them."""
+        if self._adapters is not None:
+            self._adapters.forget_gone()
 
     def abandon(self, error: RequestError) -> None:
         for choice in list(self._choices.values()):
@@ -246,9 +254,8 @@ class Generating:
                 if memory.is_sticky(error):
                     raise
                 log.exception("a sequence failed in its step")
-                self._fail(
-                    segment.sequence, SequenceFailed(f"the model failed on this request: {type(error).__name__}")
-                )
+                told = SequenceFailed(f"the model failed on this request: {type(error).__name__}")
+                self._fail(segment.sequence, error if isinstance(error, RequestError) else told)
         return results
 
     def _present(self, segments: Iterable[Segment]) -> Batch:

@@ -182,6 +182,8 @@ class FixedRunner:
         """The smallest shape that the batch fits into; None if it is not pure decoding, or too large to record."""
         if not batch or not all(segment.is_decode and segment.logits == 1 for segment in batch):
             return None
+        if any(segment.sequence.adapter is not None for segment in batch):
+            return None  # which layers add what, a recording cannot know
         rows, blocks = len(batch), max(blocks_for(segment.end) for segment in batch)
         fitting = (shape for shape in self._shapes if shape[0] >= rows and shape[1] >= blocks)
         return next(fitting, None)

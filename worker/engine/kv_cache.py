@@ -324,7 +324,7 @@ class Blocks:
         if not self._caches:
             return
         for index in range(len(table.keys), sequence.computed // BLOCK_TOKENS):
-            key = block_key(table.keys[-1] if index else b"", _part(sequence.tokens, index))
+            key = block_key(table.keys[-1] if index else _root(sequence), _part(sequence.tokens, index))
             table.keys.append(key)
             block = table.blocks[index]
             if key not in self._block_of:
@@ -385,7 +385,7 @@ class Blocks:
     def _keys(self, sequence: Sequence) -> list[bytes]:
         id, length, keys = self._asked
         if (id, length) != (sequence.id, len(sequence.tokens)):
-            keys, key = [], b""
+            keys, key = [], _root(sequence)
             for index in range((len(sequence.tokens) - 1) // BLOCK_TOKENS):
                 key = block_key(key, _part(sequence.tokens, index))
                 keys.append(key)
@@ -481,6 +481,11 @@ def block_key(before: bytes, tokens: Tokens[int]) -> bytes:
     128 bits of BLAKE2 (RFC 7693), because one who finds a collision would read another's context.
     """
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def _root(sequence: Sequence) -> bytes:
+    """What stands before the first block: under another adapter the same tokens have other keys and values."""
+    return sequence.adapter.salt if sequence.adapter is not None else b""
 
 
 def _part(tokens: list[int], index: int) -> list[int]:

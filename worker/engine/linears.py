@@ -213,7 +213,7 @@ def _candidates(model: nn.Module, least_bytes: int) -> Iterator[tuple[nn.Module,
     """Linear layers that are computed here, with their weights: only those that nobody reads but the layer itself."""
     for parent in model.modules():
         for name, module in parent.named_children():
-            if type(module) not in (nn.Linear, Conv1D) or _is_read(type(parent).__module__, name):
+            if type(module) not in (nn.Linear, Conv1D) or is_read(type(parent).__module__, name):
                 continue
             weight = cast(torch.Tensor, module.weight)
             least = 0 if weight.dtype == torch.bfloat16 else least_bytes
@@ -222,7 +222,7 @@ def _candidates(model: nn.Module, least_bytes: int) -> Iterator[tuple[nn.Module,
 
 
 @lru_cache(maxsize=1024)
-def _is_read(module: str, name: str) -> bool:
+def is_read(module: str, name: str) -> bool:
     """Whether the code of `module`, around a layer called `name`, uses its weights itself, as Mamba does, and must not
     find them gone; code that cannot be seen may. Neither asking for their type nor drawing them at random counts."""
     try:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from worker.engine.adapters import Adapters
 from worker.engine.attention import Layout, Packed, Pool
 from worker.engine.kv_cache import Blocks
 from worker.engine.memory import upload
@@ -47,6 +48,7 @@ class PackedRunner:
         self._model = model
         self._blocks = blocks
         self.pool, self.device = pool, device
+        self.adapters: Adapters | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +75,8 @@ class PackedRunner:
             tokens.extend(segment.sequence.tokens[segment.start : segment.end])
             positions.extend(range(segment.start, segment.end))
             wanted.extend(range(len(tokens) - segment.logits, len(tokens)))
+        if self.adapters is not None:
+            self.adapters.begin([(segment.sequence.adapter, segment.length) for segment in batch])
         return self.forward(
             self._to_device(tokens),
             self._to_device(positions),

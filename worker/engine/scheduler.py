@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from worker.engine.kv_cache import Capacity, Table
 from worker.engine.sequence import Sequence
+from worker.engine.slots import Slots
 
 PROMPT_LOGITS = 16
 """Positions of prompts whose logits are computed in one step, where requests want them all: logits of a large
@@ -69,9 +70,11 @@ class Scheduler:
     so somebody always gets on. Who was put back comes before all who never ran.
     """
 
-    def __init__(self, capacity: Capacity, chunk: int):
-        """As many run at once as `capacity` has room for; one step computes at most `chunk` prompt tokens."""
+    def __init__(self, capacity: Capacity, chunk: int, slots: Slots | None = None):
+        """As many run at once as `capacity` has room for; one step computes at most `chunk` prompt tokens. `slots`: for
+        the adapters of sequences that have one."""
         self._chunk = chunk
+        self._slots = slots
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, tuple[Sequence, int]] = {}
@@ -153,6 +156,8 @@ class Scheduler:
         if not is_spoiled:
             self._capacity.note(self._running[sequence.id][1], sequence)
         _, row = self._running.pop(sequence.id)
+        if sequence.adapter is not None and self._slots is not None:
+            self._slots.give_back(sequence.adapter.adapter)
         self._capacity.give_back(row, is_spoiled=is_spoiled)
         self._void.append(row)
         self._following.pop(sequence.id, None)
@@ -180,11 +185,31 @@ class Scheduler:
         """
         for sequence, row in self._running.values():
             self._capacity.note(row, sequence)
-        while self._waiting and len(self._running) < self._allowed and self._admit(self._waiting[0]):
-            self._waiting.popleft()
+        self._admit_all()
         decodes = sorted(self._decodes(), key=_place)
         budget = max(1, min(prompt_budget, self._chunk))
         return (*decodes, *self._prefill(budget))
+
+    def _admit_all(self) -> None:
+        """First come, first served; but who waits for its adapter's slot lets those pass who need none, as they may
+        run meanwhile. Nobody else with an adapter passes: slots would never fall idle."""
+        passed = 0
+        while passed < len(self._waiting) and len(self._running) < self._allowed:
+            first = self._waiting[passed]
+            if first.adapter is not None and (passed or not self._has_slot(first)):
+                passed += 1
+            elif self._admit(first):
+                del self._waiting[passed]
+            else:
+                break
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        return sequence.adapter is None or self._slots is None or self._slots.can_lend(sequence.adapter.adapter)
+
+    def _run(self, sequence: Sequence, row: int) -> None:
+        self._running[sequence.id] = sequence, row
+        if sequence.adapter is not None and self._slots is not None:
+            self._slots.lend(sequence.adapter.adapter)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Let it run, if there is room."""
@@ -193,13 +218,13 @@ class Scheduler:
         if leader is not None and not self._running[leader][0].answered:
             if not self._capacity.has_row:
                 return False
-            self._running[sequence.id] = sequence, self._capacity.attach(sequence)
+            self._run(sequence, self._capacity.attach(sequence))
             self._following[sequence.id] = leader
             return True
         if not self._capacity.can_admit(sequence):
             return False
         row, sequence.computed = self._capacity.admit(sequence)
-        self._running[sequence.id] = sequence, row
+        self._run(sequence, row)
         if not sequence.preempted:
             sequence.cached = sequence.computed
         if group is not None:
@@ -241,6 +266,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Rows belong to exactly those who run. For tests, and when idle."""
         self._capacity.check_integrity()
+        if self._slots is not None:
+            self._slots.check_integrity()
         assert self._capacity.owners == {row: id for id, (_, row) in self._running.items()}, (
             "a row outlived its sequence"
         )

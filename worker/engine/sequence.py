@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from worker.engine.slots import Use
 from worker.generation import Finish, Generation, Pictures, Sampling
 
 
@@ -37,6 +38,8 @@ class Sequence:
     """Logits are wanted at every position of the prompt, not only at its last."""
     pictures: Pictures | None = None
     """The images that some tokens of its prompt stand for."""
+    adapter: Use | None = None
+    """None: the model as it is."""
     group: int | None = None
     """Those who share it are choices of one request, with the same prompt: one computes it for all."""
     computed: int = 0
@@ -49,9 +52,18 @@ class Sequence:
 
     @classmethod
     def of(
-        cls, request: Generation, *, id: int, limit: int, ends: Iterable[int], seed: int, prompt: Tokens[int] = ()
+        cls,
+        request: Generation,
+        *,
+        id: int,
+        limit: int,
+        ends: Iterable[int],
+        seed: int,
+        prompt: Tokens[int] = (),
+        adapter: Use | None = None,
     ) -> "Sequence":
-        """A fresh sequence for one choice of `request`; `prompt` where it differs from the request's own."""
+        """A fresh sequence for one choice of `request`; `prompt` where it differs from the request's own; `adapter`:
+        the one that the request's choice stands for."""
         tokens = list(prompt or request.prompt)
         return cls(
             id=id,
@@ -63,6 +75,7 @@ class Sequence:
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
             pictures=request.pictures,
+            adapter=adapter,
         )
 
     @property
