@@ -20,7 +20,8 @@ class Event:
     """One thing that happened. `time` is wall-clock seconds, for people; order is by `id`.
 
     Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
-    `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `shutdown`.
+    `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `prepared` (what
+    could be done once for a model was, or not), `shutdown`.
     """
 
     id: int

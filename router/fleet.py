@@ -306,7 +306,8 @@ class Fleet:
         """Read the files of a model's companions ahead, as far as memory is free."""
         sizes = []
         for each in self._companions(model):
-            files = self.files.weights(self.files.find(each.preset) or "")
+            snapshot = self.files.find(each.preset) or ""
+            files = self.files.weights(self.files.loads_from(each.preset, snapshot))
             sizes.append((tuple(files), sum(files.values())))
         devices = self._ledger.observe(self.launcher.readings(), self._residents()) if sizes else []
         for files_ in standby.readable(sizes, devices, self._reading):
@@ -946,7 +947,7 @@ class Fleet:
             if snapshot is None:
                 return {"decision": "unknown", "message": f"the files of {id} are not here yet; load it once"}
             worker = Worker(0, model.preset, State.QUEUED, self.now())
-            worker.snapshot = snapshot
+            worker.snapshot = self.files.loads_from(model.preset, snapshot)
             try:
                 await weigh(worker, self)
             except EstimateError as unknown:

@@ -190,6 +190,7 @@ class Hub:
             keep = {Path(folder).name for other in others if (folder := site.files.find(other)) is not None}
             cache, repo, revision = site.settings.hub_cache, preset.repo, preset.revision
             await asyncio.to_thread(hubcache.remove, cache, repo, revision, keep=keep, alone=not others)
+            await asyncio.to_thread(site.files.sweep)
         except (OSError, ValueError) as error:
             site.leaving.discard(preset.id)
             with suppress(ApiError):

@@ -62,6 +62,19 @@ class Files(Protocol):
     def fetched(self, preset: Preset, snapshot: str) -> None:
         """A download of `preset` has ended in `snapshot`."""
 
+    def loads_from(self, preset: Preset, snapshot: str) -> str:
+        """Folder that a worker of the preset's snapshot loads: another one if that was converted."""
+
+    def forsake(self, snapshot: str) -> bool:
+        """What was to be loaded could not be: whether it was a converted snapshot, which is not used again."""
+
+    def sweep(self) -> None:
+        """Delete what was made of snapshots that are no longer there. Blocks on the disk."""
+
+    @property
+    def converted(self) -> Mapping[str, int]:
+        """Bytes of disk of what was made of snapshots, by their folders; looks at nothing."""
+
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         """The facts in it, as `preset` changes them. Raises UnknownCheckpoint."""
 
@@ -350,8 +363,11 @@ async def live(worker: Worker, world: World) -> None:
     except asyncio.CancelledError:
         pass  # retired: `end` says why
     except WorkerLost as lost:
-        worker.lost, worker.reason = lost, lost.cause
-        error = _after_loss(worker, world, lost)
+        if _is_conversions_fault(worker, world, lost):
+            worker.reason, error = "abandoned", Again()
+        else:
+            worker.lost, worker.reason = lost, lost.cause
+            error = _after_loss(worker, world, lost)
     except NotForked as refused:
         log.warning("%s: %s; what it takes when it is executed is reserved anew", worker, refused)
         worker.reason = "abandoned"
@@ -413,6 +429,7 @@ async def _live(worker: Worker, world: World) -> None:
             return
     else:
         worker.snapshot = world.files.find(preset) or ""
+    worker.snapshot = world.files.loads_from(preset, worker.snapshot)
     await weigh(worker, world)
     await _trace_unknown(worker, world, program)
     assert worker.costs is not None
@@ -724,6 +741,16 @@ async def _leases_back(worker: Worker) -> None:
             while worker.leases:
                 worker.stirred.clear()
                 await worker.stirred.wait()
+
+
+def _is_conversions_fault(worker: Worker, world: World, lost: WorkerLost) -> bool:
+    """Whether a worker could not use a converted snapshot: its model is loaded at once from the files as they came."""
+    if worker.ready_at is not None or not (lost.final or lost.exit == contract.Exit.DAMAGED):
+        return False
+    if not world.files.forsake(worker.snapshot):
+        return False
+    log.warning("%s: its converted snapshot cannot be used (%s); it is loaded as it came", worker, lost.message)
+    return True
 
 
 def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Again:

@@ -69,6 +69,8 @@ def _tell(event: Event) -> None:
             total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
             parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
+        case "prepared":
+            log.log(logging.WARNING if data["why"] else logging.INFO, "%s", prepared_line(event))
         case "holding":
             why = f" reason={data['reason']}" if "reason" in data else ""
             log.info("%s#%s weights %s %s%s", event.model, data["id"], data["state"], size(data["bytes"]), why)
@@ -76,6 +78,16 @@ def _tell(event: Event) -> None:
             log.error("presets not reloaded, the old ones still are: %s", "; ".join(data["errors"]))
         case "config":
             log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
+
+
+def prepared_line(event: Event) -> str:
+    """`mixtral prepared: weights 88.1GiB, estimate in 212.3s`."""
+    data = event.data
+    if data["why"]:
+        return f"{event.model} is not prepared ({data['outcome']}), and loads as it came: {data['why']}"
+    parts = [f"weights {size(data['bytes'])}"] if data["bytes"] else []
+    parts += ["tokenizer"] * data["tokenizer"] + ["estimate"] * data["estimated"]
+    return f"{event.model} prepared: {', '.join(parts)} in {data['seconds']:.1f}s"
 
 
 def state_line(event: Event) -> str:

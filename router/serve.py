@@ -40,6 +40,7 @@ from router.launchers.local import LocalLauncher
 from router.ledger import HOST, Ledger
 from router.metrics import Metrics
 from router.names import Names
+from router.preparation import Preparation
 from router.presets import Loaded, Preset
 from router.proxy import Pace, Proxy
 from router.settings import Key, Settings
@@ -196,7 +197,7 @@ async def _router(
             limit=limits.get,
             models_max=settings.workers_at_once,
         )
-        files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline)
+        files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
             calibration=Calibration(state / "estimates.json", later=aside.submit),
@@ -252,11 +253,19 @@ async def _router(
         stop.on_hangup = lambda: stop.keep(_reload(site))
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
         lag = asyncio.get_running_loop().create_task(metrics.watch_the_loop())
+        preparing: asyncio.Task[None] | None = None
+        if settings.prepare:
+            preparation = Preparation(fleet, files.conversions)
+            events.fold(preparation.hear)
+            preparing = asyncio.get_running_loop().create_task(preparation.run(), name="preparation")
         try:
             with _watch(settings, stop):
                 yield site
         finally:
             lag.cancel()
+            if preparing is not None:
+                preparing.cancel()
+                await asyncio.wait({preparing})
             site.closing = True
             events.append("shutdown", "*")
             await _close(fleet, launcher, stop)

@@ -90,6 +90,7 @@ class Settings:
     """Empty: the platform's, chosen where it is used."""
     runtime_dir: str = ""
     nursery: bool = True
+    prepare: bool = True
     hub_cache: str = ""
     """Folder of downloaded repositories; has no flag, as all programs of the hub share its variables."""
 
@@ -173,10 +174,12 @@ OPTIONS: tuple[Option, ...] = (
     Option(flag="hf-token", kind=_Secret(many=False), group=MODELS, env=("HF_TOKEN",), unset="none",
            also=("-hft",), help="for downloads only"),
     Option(flag="state-dir", kind=_FOLDER, group=MODELS, unset="the platform's",
-           help="estimates, weights of demo models"),
+           help="estimates, converted snapshots, weights of demo models"),
     Option(flag="runtime-dir", kind=_FOLDER, group=MODELS, unset="the platform's", help="sockets and process records"),
     Option(flag="nursery", kind=Flag(), group=MODELS,
            help="fork workers from a process with its imports done; off: each imports for itself, 3 s"),
+    Option(flag="prepare", kind=Flag(), group=MODELS,
+           help="convert what each load would convert, once, when idle; takes the disk space of mixtures of experts"),
 
     Option(flag="models-memory-margin", kind=MemoryByDevice(hint="MiB"), group=MEMORY,
            help="kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count"),

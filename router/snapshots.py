@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from router import checkpoint
+from router.calibration import version
 from router.catalogue import find_snapshot
+from router.conversions import Conversions, can_be_converted
 from router.errors import LoadFailed
 from router.estimate import Checkpoint
 from router.presets import Preset
@@ -15,10 +18,14 @@ from worker import contract
 class Snapshots:
     """Finds, reads, and says how to fetch."""
 
-    def __init__(self, *, cache: str, state: Path, offline: bool):
+    def __init__(self, *, cache: str, state: Path, offline: bool, prepare: bool = True):
+        """`prepare`: whether models are loaded from converted snapshots."""
         self._cache = cache
         self._demo = state / "demo"
         self._offline = offline
+        self._prepare = prepare
+        versions = [version(name) for name in ("transformers", "tokenizers", "fleet-router")]
+        self.conversions = Conversions(state / "converted", versions=versions)
         self._made: dict[str, str] = {}
         """Folders of demo models, by name; only `worker download` knows where it makes them."""
 
@@ -59,6 +66,25 @@ class Snapshots:
                 return {each.path: each.stat().st_size for each in entries if each.name.endswith(".safetensors")}
         except OSError:
             return {}
+
+    def loads_from(self, preset: Preset, snapshot: str) -> str:
+        """Its converted form where there is one: not for a preset whose interpreter may have other libraries."""
+        if not self._prepare or not can_be_converted(preset):
+            return snapshot
+        return self.conversions.find(snapshot) or snapshot
+
+    def forsake(self, snapshot: str) -> bool:
+        if not self.conversions.is_one(snapshot):
+            return False
+        self.conversions.give_up(Path(snapshot))
+        return True
+
+    def sweep(self) -> None:
+        self.conversions.sweep()
+
+    @property
+    def converted(self) -> Mapping[str, int]:
+        return self.conversions.sizes
 
     def download(self, preset: Preset) -> contract.Download:
         if preset.demo:

@@ -517,6 +517,8 @@ def main(argv: list[str]) -> None:
         worker.download(command)
     elif isinstance(command, contract.Estimate):
         worker.estimate(command)
+    elif isinstance(command, contract.Convert):
+        tied.say(contract.Converted(weights=0, tokenizer=False))
     else:
         asyncio.run(worker.serve(worker.prepare(command)))
 

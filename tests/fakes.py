@@ -128,6 +128,7 @@ class FakeModel:
     shared: int = 0
     """Of them, or of its shard in main memory, bytes that it has in common with its nursery if it is forked."""
     download_seconds: float = 1.0
+    convert_seconds: float = 1.0
     estimate_seconds: float = 0.5
     load_seconds: float = 2.0
     stop_seconds: float = 0.5
@@ -138,6 +139,7 @@ class FakeModel:
     """Seconds after ready."""
     download_fails: list[WorkerLost] = field(default_factory=list)
     """One for each attempt that is to fail, the first first; when used up, attempts succeed."""
+    convert_fails: list[WorkerLost] = field(default_factory=list)
     estimate_fails: list[WorkerLost] = field(default_factory=list)
     start_fails: list[WorkerLost] = field(default_factory=list)
     prepare_seconds: float = 0.1
@@ -356,6 +358,14 @@ class FakeLauncher:
         listen(contract.Progress(stage="download", done=sum(model.shards), total=sum(model.shards)))
         self._note(f"downloaded {program.model}")
         return f"/snapshots/{command.repo or command.demo or program.model}"
+
+    async def convert(self, program: Program, command: contract.Convert, listen: Listen) -> contract.Converted:
+        model = self._model(program)
+        self._begin(f"convert {program.model}")
+        await self._take(model.convert_seconds, f"convert {program.model}", f"cancelled {program.model}")
+        self._fail(program, model.convert_fails)
+        self._note(f"converted {program.model}")
+        return contract.Converted(weights=sum(model.shards), tokenizer=False)
 
     async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
         model = self._model(program)

@@ -119,8 +119,8 @@ def test_a_switch_has_a_negative_form() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "unknown verb ''; one of: download, estimate, serve, nursery"),
-        (["sing"], "unknown verb 'sing'; one of: download, estimate, serve, nursery"),
+        ([], "unknown verb ''; one of: download, convert, estimate, serve, nursery"),
+        (["sing"], "unknown verb 'sing'; one of: download, convert, estimate, serve, nursery"),
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-sise=1"], "serve: unknown option '--ctx-sise=1'"),
         (["serve", "snapshot"], "serve: unknown option 'snapshot'"),
         (["serve", "--snapshot=/m", "--listen=x", "--ctx-size=many"], "serve: '--ctx-size=many' needs a number"),

@@ -1,4 +1,4 @@
-"""Verbs: download, estimate, serve, nursery. A worker as a program: options in, events and an exit code out.
+"""Verbs: download, convert, estimate, serve, nursery. A worker as a program: options in, events and an exit code out.
 
 Everything heavy is imported by the verb that needs it, after the leash is taken: `download` and `--help` never see
 torch, and a worker whose router dies while torch is being imported is gone at once.
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
         print(help.of(words[0]))
         return 0
     if not words:
-        print("worker: say what to do: download, estimate or serve; see worker --help", file=sys.stderr)
+        print("worker: say what to do: download, convert, estimate or serve; see worker --help", file=sys.stderr)
         return 2
     leashed, spawner = "--leashed" in words, _spawner(words)
     if leashed and not spawner:
@@ -136,6 +136,11 @@ def _dispatch(words: list[str], tied: leash.Leash) -> None:
         from worker import estimate
 
         tied.say(estimate.estimate(command))
+    elif isinstance(command, contract.Convert):
+        from worker.engine import conversion
+
+        conversion.be_modest()
+        tied.say(conversion.convert(command, tied.say))
     else:
         _serve(command, tied, began)
 

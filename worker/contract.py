@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-VERBS = ("download", "estimate", "serve", "nursery")
+VERBS = ("download", "convert", "estimate", "serve", "nursery")
 MAX_EVENT_BYTES = 1 << 20
 """A longer line on a worker's stdout is skipped by the router."""
 
@@ -55,6 +55,21 @@ class Download:
     """Folder below which a `demo` model is made."""
     cache: str = ""
     """Hub cache folder; empty: the hub library's own default."""
+    leashed: bool = False
+    spawner: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Do once what every load of a snapshot would do again: convert weights and tokenizer, into a folder that is a
+    snapshot, too. At the lowest priority."""
+
+    snapshot: str
+    """Folder with config.json, tokenizer and safetensors files."""
+    target: str
+    """Folder to make; what is right as it lies is linked there. If nothing has to be converted, it says only that."""
+    threads: int = 1
+    """torch threads of this process."""
     leashed: bool = False
     spawner: int = 0
 
@@ -190,8 +205,10 @@ class Nursery:
     spawner: int = 0
 
 
-Command = Download | Estimate | Serve | Nursery
-_COMMANDS: dict[str, type[Any]] = {"download": Download, "estimate": Estimate, "serve": Serve, "nursery": Nursery}
+Command = Download | Convert | Estimate | Serve | Nursery
+_COMMANDS: dict[str, type[Any]] = {
+    "download": Download, "convert": Convert, "estimate": Estimate, "serve": Serve, "nursery": Nursery,
+}  # fmt: skip
 
 
 def to_argv(command: Command) -> list[str]:
@@ -271,7 +288,8 @@ def _convert(hint: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Work goes on; `done` of `total` (0: unknown). Stages: download (bytes), start, weights (bytes), warmup."""
+    """Work goes on; `done` of `total` (0: unknown). Stages: download (bytes), convert (bytes), start, weights
+    (bytes), warmup."""
 
     stage: str
     done: int = 0
@@ -283,6 +301,14 @@ class Downloaded:
     """The snapshot is complete and verified."""
 
     snapshot: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """The target is complete. `weights`: bytes of weights written; `tokenizer`: it was converted, too."""
+
+    weights: int
+    tokenizer: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +443,10 @@ class Exited:
     code: int
 
 
-Event = Progress | Downloaded | Estimated | Prepared | Ready | Request | Pulse | Failed | Warm | Born | Refused | Exited
+Event = (
+    Progress | Downloaded | Converted | Estimated | Prepared | Ready | Request | Pulse | Failed | Warm | Born | Refused
+    | Exited
+)  # fmt: skip
 _EVENTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 _FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _EVENTS.values()}
 
@@ -439,6 +468,33 @@ def decode(line: bytes) -> Event | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return event
+
+
+# What `convert` leaves in its target, for whoever looks whether that may be used.
+
+MANIFEST = "converted.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a converted snapshot is of. One without files says that nothing had to be converted."""
+
+    source: str
+    """Folder of the snapshot."""
+    files: dict[str, list[int]]
+    """Size in bytes and time of the last change in nanoseconds of each file that was written, by name; all others are
+    links."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return json.dumps(dataclasses.asdict(manifest), indent=1).encode() + b"\n"
+
+
+def decode_manifest(text: bytes) -> Manifest:
+    """Raises ValueError, TypeError, KeyError or AttributeError if it is none."""
+    body = json.loads(text)
+    files: dict[str, list[int]] = {name: [int(size), int(changed)] for name, (size, changed) in body["files"].items()}
+    return Manifest(source=str(body["source"]), files=files)
 
 
 # The word that follows the token on stdin, to a worker that was started with `Serve.prepare`.

@@ -11,8 +11,8 @@ from worker import contract
 
 WIDTH = 110
 _KINDS: dict[str, type[Any]] = {
-    "download": contract.Download, "estimate": contract.Estimate, "serve": contract.Serve,
-    "nursery": contract.Nursery,
+    "download": contract.Download, "convert": contract.Convert, "estimate": contract.Estimate,
+    "serve": contract.Serve, "nursery": contract.Nursery,
 }  # fmt: skip
 _TEXTS = {
     "revision": "Branch, tag or commit.",

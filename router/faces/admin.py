@@ -61,6 +61,7 @@ def state(site: Site) -> dict[str, Any]:
             {"model": holding.preset.id, "bytes": holding.wish.size, "held": holding.is_held}
             for holding in fleet.holdings
         ],
+        "prepared": [{"snapshot": folder, "bytes": size} for folder, size in site.files.converted.items()],
         "queue": [
             {"model": worker.preset.id, "position": worker.ahead + 1, "waiting_for": worker.waits_for}
             for worker in fleet.workers()

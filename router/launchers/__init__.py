@@ -163,6 +163,10 @@ class Launcher(Protocol):
     async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
         """Folder of the complete snapshot. Raises WorkerLost; cancelling kills the process, partial files stay."""
 
+    async def convert(self, program: Program, command: contract.Convert, listen: Listen) -> contract.Converted:
+        """Returns once the target is complete. Raises WorkerLost; cancelling kills the process, nothing is used of what
+        it leaves."""
+
     async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
         """Raises WorkerLost; cancelling kills the process."""
 

@@ -7,7 +7,7 @@ Law: PURE. Nothing passes because nobody thought of it: what is not named here s
 from collections.abc import Mapping
 from typing import Literal
 
-Verb = Literal["download", "estimate", "serve"]
+Verb = Literal["download", "convert", "estimate", "serve"]
 
 TAG = "FLEET_WORKER"
 """Names the run that a process belongs to; its descendants inherit it."""

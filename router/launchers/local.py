@@ -40,12 +40,14 @@ from worker.routes import TOKEN_HEADER
 log = logging.getLogger("router.launchers")
 
 T = TypeVar("T")
-Answer = TypeVar("Answer", contract.Downloaded, contract.Estimated)
+Answer = TypeVar("Answer", contract.Downloaded, contract.Converted, contract.Estimated)
 
 PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
 """How a worker is started: `-P` keeps the current folder out of its imports."""
 HEALTH_TIMEOUT = 30.0
 CLOSE_TIMEOUT = 5.0
+CONVERT_SILENCE = 600.0
+"""Seconds in which a conversion that goes on writes another quarter of a gigabyte, however busy the machine is."""
 LOOK_INTERVAL = 1.0
 """Seconds between two looks at a process's vitals."""
 LATE = 1.0
@@ -58,7 +60,9 @@ lived so long."""
 REFUSAL_PAUSE = 60.0
 """Seconds for which a nursery that would not fork is not counted on."""
 
-_NOUNS: Mapping[Verb, str] = {"download": "download", "estimate": "estimate", "serve": "worker"}
+_NOUNS: Mapping[Verb, str] = {
+    "download": "download", "convert": "conversion", "estimate": "estimate", "serve": "worker",
+}  # fmt: skip
 _MEANINGS: Mapping[int, str] = {
     contract.Exit.OK: "although nobody asked it to",
     contract.Exit.USAGE: "wrong usage",
@@ -213,6 +217,11 @@ class LocalLauncher:
         answer = await self._ask(program, command, contract.Downloaded, vitals, hear)
         return answer.snapshot
 
+    async def convert(self, program: Program, command: contract.Convert, listen: Listen) -> contract.Converted:
+        now = asyncio.get_running_loop().time()
+        vitals = Vitals(now, start_timeout=CONVERT_SILENCE, stall_timeout=CONVERT_SILENCE)
+        return await self._ask(program, command, contract.Converted, vitals, listen)
+
     async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
         async with self._estimating:
             now = asyncio.get_running_loop().time()
@@ -275,7 +284,7 @@ class LocalLauncher:
         self, program: Program, command: contract.Command, kind: type[Answer], vitals: Vitals, listen: Listen
     ) -> Answer:
         """Run a process to its end; returns the last event of `kind` that it said. Raises WorkerLost."""
-        verb: Verb = "download" if isinstance(command, contract.Download) else "estimate"
+        verb = _verb(command)
         tag = self._folder.tag(program.model, program.worker)
         answers: list[Answer] = []
         verdicts: list[Verdict] = []
@@ -727,6 +736,16 @@ def device_names(place: Bytes) -> dict[str, DeviceId]:
 def model_devices(names: Mapping[str, DeviceId]) -> tuple[str, ...]:
     """Of a worker's devices those of its shards: accelerators, or main memory if it has none."""
     return tuple(name for name in names if name != "cpu") or ("cpu",)
+
+
+def _verb(command: contract.Command) -> Verb:
+    """Of a process that runs to its end."""
+    match command:
+        case contract.Download():
+            return "download"
+        case contract.Convert():
+            return "convert"
+    return "estimate"
 
 
 def may_fork(program: Program, verb: Verb) -> bool:

@@ -45,8 +45,8 @@ def by_hand(*words: str) -> tuple[int, str, str]:
 def test_help_explains_every_option_of_a_verb(verb: str) -> None:
     code, out, _ = by_hand(verb, "--help")
     assert code == 0
-    kind = {"download": contract.Download, "estimate": contract.Estimate, "serve": contract.Serve,
-            "nursery": contract.Nursery}[verb]  # fmt: skip
+    kind = {"download": contract.Download, "convert": contract.Convert, "estimate": contract.Estimate,
+            "serve": contract.Serve, "nursery": contract.Nursery}[verb]  # fmt: skip
     for field in dataclasses.fields(kind):
         assert field.name.replace("_", "-") in out
 
@@ -60,8 +60,11 @@ def test_help_names_the_verbs() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "worker: say what to do: download, estimate or serve; see worker --help"),
-        (("sing",), "worker: unknown verb 'sing'; one of: download, estimate, serve, nursery; see worker --help"),
+        ((), "worker: say what to do: download, convert, estimate or serve; see worker --help"),
+        (
+            ("sing",),
+            f"worker: unknown verb 'sing'; one of: {', '.join(contract.VERBS)}; see worker --help",
+        ),
         (("serve", "--snapshot=/m"), "worker: serve: missing --listen; see worker --help"),
         (("download", "--leashed"), "worker: --leashed needs --spawner=PID, the process id of whoever starts this one"),
     ],

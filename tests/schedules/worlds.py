@@ -40,6 +40,9 @@ class FakeFiles:
         self.missing = set(missing)
         self.facts = LLAMA
         """In each of them."""
+        self.conversions: dict[str, str] = {}
+        """Folders of converted snapshots, by those of what they were made of."""
+        self.swept = 0
         self._changes: Counter[str] = Counter()
 
     def change(self, name: str) -> None:
@@ -51,6 +54,22 @@ class FakeFiles:
 
     def find(self, preset: Preset) -> str | None:
         return None if preset.id in self.missing else f"/snapshots/{preset.id}"
+
+    def loads_from(self, preset: Preset, snapshot: str) -> str:
+        return self.conversions.get(snapshot, snapshot)
+
+    def forsake(self, snapshot: str) -> bool:
+        sources = [source for source, made in self.conversions.items() if made == snapshot]
+        for source in sources:
+            del self.conversions[source]
+        return bool(sources)
+
+    def sweep(self) -> None:
+        self.swept += 1
+
+    @property
+    def converted(self) -> dict[str, int]:
+        return dict.fromkeys(self.conversions, 128 << 20)
 
     def weights(self, snapshot: str) -> dict[str, int]:
         return {f"{snapshot}/model.safetensors": 128 << 20}

@@ -250,10 +250,10 @@ def load_model(
             return Loaded(model, model.config, device, built.dtype, embeds, files)
         cls = model_class(options, config, embeds)
         files = ()
-        with _quiet():
+        with quiet():
             if options.load_format == "dummy":
                 model, dtype = _random(cls, options, config, device)
-            elif _is_quantized(options, config):
+            elif is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
                 model, dtype, files = _stored(cls, options, config, device, embeds, report, over)
@@ -276,7 +276,7 @@ def _set_up(model: Any, attention: str | None) -> Any:
 def build(options: contract.ModelOptions, config: Any, attention: str | None) -> Built | None:
     """The model for `load_model` to fill, where its weights can be used as they lie on disk: None if any would have to
     be converted, put together or quantised. Reads headers only. Raises StartError."""
-    if _is_quantized(options, config) or "auto_map" in config.to_dict():
+    if is_quantized(options, config) or "auto_map" in config.to_dict():
         return None
     embeds = is_embedder(options, config)
     cls = model_class(options, config, embeds)
@@ -292,8 +292,8 @@ def build(options: contract.ModelOptions, config: Any, attention: str | None) ->
         names = (name, prefix + name, name.removeprefix(prefix))
         if all(each not in expected or expected[each].shape != tensor.shape for each in names):
             return None
-    with _quiet():
-        model = _set_up(_build(cls, config, tensors, dtype, embeds), attention)
+    with quiet():
+        model = _set_up(build_around(cls, config, tensors, dtype, embeds), attention)
     ours = {tensor.data_ptr() for tensor in tensors.values()}
     if any(parameter.numel() and parameter.data_ptr() not in ours for parameter in model.parameters()):
         return None
@@ -430,7 +430,7 @@ def _stored(
         for file in opened:
             tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
         over("read")
-        model = _build(cls, config, tensors, dtype, embeds).to(device)
+        model = build_around(cls, config, tensors, dtype, embeds).to(device)
         over("build")
         ahead.finish(told)
         over("read")
@@ -438,7 +438,8 @@ def _stored(
     return model, dtype, tuple(opened)
 
 
-def _is_quantized(options: contract.ModelOptions, config: Any) -> bool:
+def is_quantized(options: contract.ModelOptions, config: Any) -> bool:
+    """Whether the checkpoint is quantised, or is to be."""
     return bool(getattr(config, "quantization_config", None)) or options.quantization not in ("auto", "none")
 
 
@@ -455,7 +456,9 @@ def _keeps_float32(cls: Any) -> bool:
     return bool(getattr(cls, "_keep_in_fp32_modules", None) or getattr(cls, "_keep_in_fp32_modules_strict", None))
 
 
-def _build(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, embeds: bool) -> Any:
+def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, embeds: bool) -> Any:
+    """The model of `config` around `tensors`, by their names in the files: views stay what they are where nothing has
+    to be converted. Raises StartError for tensors that do not fit or are not there."""
     extra = {"add_pooling_layer": False} if embeds and has_pooler(cls) else {}
     try:
         model, info = cls.from_pretrained(
@@ -540,7 +543,7 @@ def _is_installed(module: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars on a worker's stderr: progress is an event."""
     bars: Any = transformers.utils.logging
     shown = bars.is_progress_bar_enabled()

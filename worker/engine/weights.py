@@ -29,6 +29,8 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""What the format calls torch's types."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_HEADER = 100_000_000
 """Bytes; the reference implementation refuses longer ones, too."""
@@ -295,4 +297,4 @@ def _read(descriptor: int, start: int, length: int) -> None:
                 return
 
 
-__all__ = ["INDEX", "SINGLE", "ReadAhead", "WeightFile", "files"]
+__all__ = ["INDEX", "NAMES", "SINGLE", "ReadAhead", "WeightFile", "files"]

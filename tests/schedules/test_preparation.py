@@ -1,0 +1,179 @@
+"""Preparation: once for a model, while nobody wants anything; and loads that find it, or that cannot use it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from router.fleet import Limits
+from router.launchers import WorkerLost
+from router.preparation import QUIET, Preparation
+from tests.fakes import GIB, FakeModel, virtual
+from tests.schedules.worlds import Schedule
+from worker.contract import Exit
+
+
+class FakeConversions:
+    """Snapshots that have to be converted, and those that were, which `files` finds from then on."""
+
+    def __init__(self, world: Schedule):
+        self.given_up: list[Path] = []
+        self.settled: set[str] = set()
+        self.sweeps = 0
+        self._files = world.files
+
+    def target(self, snapshot: str) -> Path:
+        return Path(f"/converted/{Path(snapshot).name}")
+
+    def is_settled(self, snapshot: str) -> bool:
+        return snapshot in self.settled or self.target(snapshot) in self.given_up
+
+    def give_up(self, target: Path) -> None:
+        self.given_up.append(target)
+
+    async def swept(self) -> None:
+        self.sweeps += 1
+
+    def finish(self, name: str) -> None:
+        self.settled.add(f"/snapshots/{name}")
+        self._files.conversions[f"/snapshots/{name}"] = f"/converted/{name}"
+
+
+class World:
+    """A fleet with its preparation, which hears of everything."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self.conversions = FakeConversions(schedule)
+        self.preparation = Preparation(schedule.fleet, self.conversions)
+        schedule.events.fold(self.preparation.hear)
+        self.task = asyncio.ensure_future(self.preparation.run())
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        found = self.schedule.events.since(0) or []
+        return [{"model": event.model, **event.data} for event in found if event.kind == "prepared"]
+
+    def when(self, entry: str) -> float:
+        return next(at for at, said in self.schedule.launcher.timeline if said == entry)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+        await self.schedule.stop()
+
+
+def world_of(*names: str, models: dict[str, FakeModel] | None = None, **fields: Any) -> World:
+    sizes = dict.fromkeys(names, GIB)
+    return World(Schedule(sizes, models=models or {}, limits=Limits(patience=0.0), **{"stated": False, **fields}))
+
+
+@virtual
+async def test_a_model_is_prepared_once_after_its_first_load_when_nobody_wants_anything() -> None:
+    world = world_of("a")
+    await world.schedule.ask("a", seconds=20.0)
+    ended = world.schedule.now
+    await asyncio.sleep(60.0)
+    assert world.when("convert a") >= ended + QUIET
+    assert world.schedule.journal.count("convert a") == 1
+    [told] = world.told
+    assert (told["model"], told["outcome"], told["bytes"]) == ("a", "done", GIB)
+    world.conversions.finish("a")
+    await world.schedule.ask("a")
+    await asyncio.sleep(60.0)
+    assert world.schedule.journal.count("convert a") == 1
+    await world.stop()
+
+
+@virtual
+async def test_what_was_fetched_is_prepared_before_anybody_asks_and_its_exact_footprint_is_known() -> None:
+    world = world_of("a", missing=("a",))
+    fleet = world.schedule.fleet
+    fleet.fetch("a")
+    await asyncio.sleep(30.0)
+    assert world.schedule.journal == ["download a", "convert a", "estimate a"]
+    assert world.told[0]["estimated"]
+    await world.schedule.ask("a")
+    [said] = [event for event in world.schedule.events.since(0) or () if event.kind == "estimate"]
+    assert said.data["source"] == "exact", "no load has to work it out any more"
+    await world.stop()
+
+
+@virtual
+async def test_nobody_waits_for_a_preparation() -> None:
+    """Who is asked for while it runs is loaded as it came."""
+    world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_seconds=1000.0)}, missing=("a",))
+    world.schedule.fleet.fetch("a")
+    await asyncio.sleep(30.0)
+    assert world.schedule.journal == ["download a", "convert a"]
+    assert await world.schedule.ask("a") < 5.0
+    [worker] = world.schedule.fleet.workers()
+    assert worker.snapshot == "/snapshots/a"
+    await world.stop()
+
+
+@virtual
+async def test_a_request_postpones_what_has_not_begun() -> None:
+    world = world_of("a", "b")
+    await world.schedule.ask("a")
+    await world.schedule.ask("b", seconds=100.0)
+    ended = world.schedule.now
+    await asyncio.sleep(60.0)
+    assert min(world.when("convert a"), world.when("convert b")) >= ended
+    await world.stop()
+
+
+@virtual
+async def test_the_next_load_takes_what_was_converted() -> None:
+    world = world_of("a")
+    world.conversions.finish("a")
+    await world.schedule.ask("a")
+    [worker] = world.schedule.fleet.workers()
+    assert worker.snapshot == "/converted/a"
+    await world.stop()
+
+
+@virtual
+async def test_a_converted_snapshot_that_cannot_be_loaded_is_forsaken_and_the_request_does_not_notice() -> None:
+    lost = WorkerLost("a: damaged", cause="crashed", exit=Exit.DAMAGED)
+    world = world_of("a", models={"a": FakeModel(shards=(GIB,), start_fails=[lost])})
+    world.conversions.finish("a")
+    await world.schedule.ask("a")
+    [worker] = world.schedule.fleet.workers()
+    assert worker.snapshot == "/snapshots/a"
+    assert world.schedule.journal == ["start a", "start a"]
+    assert world.schedule.fleet.models["a"].failure is None
+    await world.stop()
+
+
+@virtual
+async def test_a_conversion_that_fails_is_told_and_not_tried_again() -> None:
+    full = WorkerLost("a: the disk is full", cause="crashed", exit=Exit.DISK_FULL)
+    world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_fails=[full])})
+    for _ in range(2):
+        await world.schedule.ask("a")
+        world.schedule.fleet.unload("a")
+        await asyncio.sleep(60.0)
+    [told] = world.told
+    assert (told["outcome"], told["why"]) == ("no_room", "a: the disk is full")
+    assert world.schedule.journal.count("convert a") == 1
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_was_removed_meanwhile_is_not_prepared() -> None:
+    world = world_of("a")
+    await world.schedule.ask("a")
+    world.schedule.fleet.remove("a", "requested")
+    await asyncio.sleep(60.0)
+    assert "convert a" not in world.schedule.journal
+    await world.stop()
+
+
+@virtual
+async def test_what_another_interpreter_loads_is_left_to_it() -> None:
+    world = world_of("a", keys={"a": {"python": "/other/python"}})
+    await world.schedule.ask("a")
+    await asyncio.sleep(60.0)
+    assert "convert a" not in world.schedule.journal
+    assert world.told == []
+    await world.stop()
