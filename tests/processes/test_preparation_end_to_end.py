@@ -61,6 +61,7 @@ async def test_a_fetched_model_is_converted_once_and_every_load_takes_that_until
     async with running_hub(tmp_path / "hub") as hub:
         environ = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "cache")}
         async with router(*words, environ=environ) as up:
+            await up.says("is warm")
             assert (await up.client.post("/models", json={"model": model})).status_code == 200
             usual, snapshot = await answer(up, model)  # nobody waits for a preparation
             assert snapshot.startswith(str(tmp_path / "cache"))
@@ -73,11 +74,11 @@ async def test_a_fetched_model_is_converted_once_and_every_load_takes_that_until
             assert row == {"snapshot": snapshot, "bytes": file.stat().st_size}
             await unloaded(up, model)
             assert await answer(up, model) == (usual, str(target))
-        async with router(*words, "--no-prepare", environ=environ) as up:
-            assert await answer(up, model) == (usual, snapshot), "it uses nothing that was made"
+            await unloaded(up, model)
+            os.rename(file, tmp_path / "aside")
+            assert await answer(up, model) == (usual, snapshot), "it is torn"
+            os.rename(tmp_path / "aside", file)
+        async with router(*words, "--no-nursery", "--no-prepare", environ=environ) as up:
             assert (await up.client.get("/router/state")).json()["prepared"] == []
-        async with router(*words, environ=environ) as up:
-            os.truncate(file, 5000)
-            assert await answer(up, model) == (usual, snapshot)
             assert (await up.client.delete("/models", params={"model": model})).status_code == 200
             assert list(converted.iterdir()) == []
