@@ -307,7 +307,24 @@ MAX_TOKENS: Schema = {
     "description": "New tokens at most; -1 is all that fits.",
 }
 _ZERO_TOO: Schema = integer(-1, None, "New tokens at most; -1 is all that fits.")
-ADAPTERS: Schema = one_of(["", [], {}], "Adapters are not supported.")
+_SCALE: Schema = {"type": "number", "minimum": -1e6, "maximum": 1e6}
+ADAPTERS: Schema = {
+    "anyOf": [
+        {"type": ["string", "null"]},
+        {"type": "array", "items": {"type": "string"}},
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {**described({"id": {"type": "integer", "minimum": 0}, "scale": _SCALE}), "required": ["id"]},
+                    {**described({"name": {"type": "string", "minLength": 1}, "scale": _SCALE}), "required": ["name"]},
+                ]
+            },
+        },
+    ],
+    "description": "A LoRA adapter by name, one for each of several prompts, or one with its scale, by name or by its"
+    " place in GET /lora-adapters. Empty is none.",
+}
 _PIECES: Schema = {
     "type": "array",
     "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
@@ -856,8 +873,8 @@ COMPLETION: Body = {
         {"type": "string"}, most=MAX_SHOWN, about="Of the answer these fields alone; `a/b` is a field of a field."
     ),
     "return_tokens_only": one_of([False]),
-    "lora": one_of([[], ""], "Adapters are not supported."),
-    "adapters": one_of([[], ""], "Adapters are not supported."),
+    "lora": ADAPTERS,
+    "adapters": ADAPTERS,
 }
 TOKENIZE: Body = {
     "model": MODEL,
@@ -893,7 +910,7 @@ INVOCATIONS: Body = {
     "inputs": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
     "parameters": record(PARAMETERS),
     "stream": flag(),
-    "adapters": one_of(["", []], "Adapters are not supported."),
+    "adapters": ADAPTERS,
 }
 ERICLLM: Body = {
     "model": MODEL,

@@ -510,6 +510,12 @@ TOKEN_HEADER = "Authorization"
 REQUEST_ID_HEADER = "X-Request-Id"
 ASKED_HEADER = "X-Router-Asked"
 """The name by which a request asked for its model, percent-encoded, where its body has none: answers repeat it."""
+ADAPTER_HEADER = "X-Router-Adapter"
+"""The adapter that a request named beside its body, percent-encoded: behind the model's name, in the query or in a
+header of LMI's clients."""
+ADAPTERS_PATH = "/internal/adapters"
+"""PUT `{adapters: [AdapterSource], default}`: which may be named from now on; `{problems: {name: why}}` of those that
+cannot be used. Between router and worker only."""
 IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
 REQUEST_HEADERS = (
     "Content-Type",

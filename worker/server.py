@@ -17,6 +17,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
@@ -27,7 +28,16 @@ from worker import contract, routes
 from worker.connection import WRITE_STALL, ClientGone, Connection
 from worker.contract import Exit
 from worker.deltas import Batch, Deltas
-from worker.errors import Draining, InvalidJson, NotFound, QueueFull, RequestError, StartError, Unauthorized
+from worker.errors import (
+    Draining,
+    InvalidJson,
+    InvalidValue,
+    NotFound,
+    QueueFull,
+    RequestError,
+    StartError,
+    Unauthorized,
+)
 from worker.faces import (
     Call,
     Model,
@@ -43,7 +53,7 @@ from worker.faces import (
     responses,
 )
 from worker.fields import Json, parse
-from worker.generation import Engine, Prefill, Timings
+from worker.generation import AdapterChoice, Engine, Prefill, Timings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -321,6 +331,7 @@ class Server:
             if route.worker and not route.upstream:
                 application.router.add_route(route.method, route.path, handlers[route.name])
         application.router.add_get("/health", self._health)
+        application.router.add_put(routes.ADAPTERS_PATH, self._adapt)
         return application
 
     # A request's life
@@ -352,6 +363,16 @@ class Server:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return _json({"status": "ok"})
 
+    async def _adapt(self, request: web.Request) -> web.StreamResponse:
+        """PUT of the adapters that may be named from now on."""
+        body = parse(await _read(request))
+        try:
+            sources = [contract.AdapterSource(**each) for each in body["adapters"]]
+            problems = await self._model.engine.adapt(sources, str(body.get("default", "")))
+        except (KeyError, TypeError):
+            raise InvalidValue("adapters must be an array of {name, path, scale, pinned}", param="adapters") from None
+        return _json({"problems": dict(problems)})
+
     def _answering(self, face: Callable[[Json, Model], Awaitable[Result]]) -> Handler:
         """A handler for what needs no tokens generated."""
 
@@ -367,6 +388,7 @@ class Server:
             call = await face(await _body(exchange.request), self._model)
             if isinstance(call, Result):
                 return await _finish(exchange, call)
+            call = _adapted(call, exchange.request)
             exchange.keep_alive = call.keep_alive
             exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
             async with self._deltas(call) as deltas:
@@ -486,6 +508,20 @@ async def _body(request: web.Request) -> Json:
     if asked and body.get("model") is None:
         body["model"] = unquote(asked)
     return body
+
+
+def _adapted(call: Call, request: web.Request) -> Call:
+    """The call with the adapter that was named beside its body. Raises InvalidValue if the body names another one."""
+    name = unquote(request.headers.get(routes.ADAPTER_HEADER, ""))
+    if not name:
+        return call
+    for each in call.generations:
+        if each.adapter is not None and each.adapter != AdapterChoice(name):
+            raise InvalidValue(
+                f"the request names adapter '{name[:100]}' beside its body, and another one in it; name one",
+                param="adapters",
+            )
+    return replace(call, generations=tuple(replace(each, adapter=AdapterChoice(name)) for each in call.generations))
 
 
 async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:

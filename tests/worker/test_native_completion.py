@@ -134,7 +134,7 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
         ({"logit_bias": [["", 1.0]]}, "logit_bias", "invalid_value"),
         ({"logit_bias": [["x" * 129, 1.0]]}, "logit_bias", "invalid_value"),
         ({"n_indent": 2}, "n_indent", "unsupported_parameter"),
-        ({"lora": [{"id": 0, "scale": 1.0}]}, "lora", "unsupported_parameter"),
+        ({"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]}, "lora", "unsupported_parameter"),
         ({"mirostat": 1}, "mirostat", "unsupported_parameter"),
         ({"grammar": "root ::= x", "json_schema": {}}, "grammar", "invalid_value"),
         ({"stream": 1}, "stream", "invalid_value"),

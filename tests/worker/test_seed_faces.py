@@ -62,7 +62,7 @@ async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
         ({"inputs": ["a", "b"], "stream": True}, "stream"),
         ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
         ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "typical_p"),
-        ({"inputs": "a", "adapters": "x"}, "adapters"),
+        ({"inputs": "a", "adapters": ["x", "y"]}, "adapters"),
         ({"messages": [], "stream": True}, "/v1/chat/completions"),
     ]
     async with serving() as world:

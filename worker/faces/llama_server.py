@@ -4,7 +4,7 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
-from worker import chat, constraints, sampling
+from worker import adapting, chat, constraints, sampling
 from worker.bodies import COMPLETION, DETOKENIZE, MAX_SHOWN, TEMPLATE, TOKENIZE
 from worker.errors import InvalidValue
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
@@ -21,8 +21,6 @@ async def completion(body: Json, model: Model) -> Call:
     fields.refuse("post_sampling_probs", "post_sampling_probs is not supported: leave it out for those of the model")
     fields.refuse("n_indent", "n_indent is not supported; leave it out")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
-    for adapters in ("lora", "adapters"):
-        fields.refuse(adapters, f"{adapters}: adapters are not supported yet; merge yours into a snapshot of its own")
     options = model.options
     picked, stop = sampling.read(
         fields,
@@ -43,6 +41,7 @@ async def completion(body: Json, model: Model) -> Call:
     n = fields.integer("n") or 1
     ping_interval = read_ping_interval(fields)
     prompts, texts = await read_texts(fields, "prompt", model)
+    adapters = adapting.read(fields, "lora", "adapters", prompts=len(prompts))
     ignored = fields.settle(strict=options.strict_fields)
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
@@ -51,6 +50,7 @@ async def completion(body: Json, model: Model) -> Call:
         Generation(
             id=f"{id}.{number}",
             prompt=tuple(prompt),
+            adapter=adapters[number],
             max_tokens=max_tokens,
             stop=stop,
             n=n,

@@ -2,10 +2,12 @@
 
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
+from worker import adapting
 from worker.bodies import INVOCATIONS, PARAMETERS
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, openai
@@ -42,19 +44,21 @@ async def invocations(body: Json, model: Model) -> Call:
         return await (openai.chat if "messages" in body else openai.completions)(body, model)
     fields = Fields(body, INVOCATIONS)
     name, stream = fields.text("model"), fields.flag("stream") or False
-    fields.refuse("adapters", "adapters are not supported yet; merge yours into a snapshot of its own")
     inputs = fields.take("inputs")
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidValue("inputs must be a string or an array of strings", param="inputs")
     if stream and len(texts) > 1:
         raise InvalidValue("stream needs one input: lines do not say whose they are", param="inputs")
+    adapters = adapting.read(fields, "adapters", prompts=len(texts))
     asked, settings = _parameters(fields, model)
     ignored = fields.settle(strict=model.options.strict_fields)
     asked |= {"model": name, "prompt": texts, "stream": stream, "logprobs": 0}
     chat = await understand_text(asked, model, id=f"lmi-{uuid.uuid4().hex}")
     return Call(
-        generations=chat.generations,
+        generations=tuple(
+            replace(each, adapter=adapter) for each, adapter in zip(chat.generations, adapters, strict=True)
+        ),
         reply=_Reply(chat, texts, is_list=isinstance(inputs, list), **settings),
         stream=stream,
         ping_interval=None,

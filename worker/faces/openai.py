@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from worker import adapting, constraints, sampling, tools
 from worker import chat as chats
-from worker import constraints, sampling, tools
 from worker.bodies import CHAT, CHAT_TOKENS, COMPLETIONS, STREAM_OPTIONS, TEXT
 from worker.errors import InvalidValue
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
@@ -55,7 +55,7 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
     conversation = chats.read(fields, model.template, blind=model.engine.blind)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separates = _separates(fields, model)
-    _refuse_unbuilt(fields)
+    adapters = adapting.read(fields, "adapters", "lora")
     has_logprobs = fields.flag("logprobs") or False
     top = fields.integer("top_logprobs", high=model.options.max_logprobs)
     if top and not has_logprobs:
@@ -74,7 +74,9 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
         separates=separates,
     )
     common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
-    generations = common.generations(id, [tokens], shown=shown(model.family, model.special), pictures=pictures)
+    generations = common.generations(
+        id, [tokens], shown=shown(model.family, model.special), pictures=pictures, adapters=adapters
+    )
     return Chat(common=common, generations=generations, manner=manner, ignored=ignored)
 
 
@@ -128,7 +130,6 @@ async def completions(body: Json, model: Model) -> Call:
     """A text completion of one or more prompts; raises RequestError."""
     model.require("completion")
     fields = Fields(body, COMPLETIONS)
-    _refuse_unbuilt(fields)
     suffix = fields.text("suffix")
     echo = fields.flag("echo") or False
     if suffix and echo:
@@ -140,6 +141,7 @@ async def completions(body: Json, model: Model) -> Call:
         common.check_max_tokens()
     best_of = _best_of(fields, common)
     prompts, texts = await read_texts(fields, "prompt", model)
+    adapters = adapting.read(fields, "adapters", "lora", prompts=len(prompts))
     if suffix:
         prompts = await model.encode_around(prompts, texts, suffix)
     ignored = fields.settle(strict=model.options.strict_fields)
@@ -153,7 +155,7 @@ async def completions(body: Json, model: Model) -> Call:
         # the best is the likeliest, so the choice among them needs to know
         sampling=replace(common.sampling, logprobs=logprobs or 0) if best_of > common.n else common.sampling,
     )
-    generations = wanted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None)
+    generations = wanted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None, adapters=adapters)
     echoes = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
     reply = TextReply(
         common.head(id, model),
@@ -210,13 +212,15 @@ class _Common:
         prompt_logprobs: bool = False,
         shown: frozenset[int] = frozenset(),
         pictures: Pictures | None = None,
+        adapters: adapting.Choices = (),
     ) -> tuple[Generation, ...]:
-        """One for each prompt; `pictures` are those of the only one."""
+        """One for each prompt, with its adapter if there are any; `pictures` are those of the only one."""
         return tuple(
             Generation(
                 id=f"{id}.{number}",
                 prompt=tuple(prompt),
                 pictures=pictures,
+                adapter=adapters[number] if adapters else None,
                 max_tokens=self.max_tokens,
                 stop=self.stop,
                 n=self.n,
@@ -297,12 +301,6 @@ def _max_tokens(fields: Fields, default: int) -> int | None:
         return default if default > 0 else None
     tokens = stated if newer is None else newer
     return None if tokens == -1 else tokens
-
-
-def _refuse_unbuilt(fields: Fields) -> None:
-    """Raise UnsupportedField for what changes the answer and is not built yet, unless its value changes nothing."""
-    for name in ("adapters", "lora"):
-        fields.refuse(name, f"{name}: adapters are not supported yet; merge yours into a snapshot of its own")
 
 
 def _separates(fields: Fields, model: Model) -> bool:
