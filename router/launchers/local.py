@@ -377,7 +377,7 @@ class LocalLauncher:
             except OSError as error:
                 raise lost_at_birth(program, verb, argv[0], error) from error
         self._children[tag] = child
-        await self._put_on_record(program, verb, tag, child.pid)
+        self._put_on_record(program, verb, tag, child.pid)
 
     def _environment(
         self, verb: Verb, tag: str, visible: str, extra: Mapping[str, str], command: contract.Command | None
@@ -425,20 +425,20 @@ class LocalLauncher:
         )
         self._children[tag] = child = self.nursery.child
         try:
-            await uncancelled(self._put_on_record(program, "serve", tag, child.pid))
+            self._put_on_record(program, "serve", tag, child.pid)
             code = await asyncio.shield(child.exited)
             log.warning("the nursery %s: %s", _how_it_ended(code, oom_killed=False), child.said)
         finally:
             self.nursery = None
             await uncancelled(self._bury(tag))
 
-    async def _put_on_record(self, program: Program, verb: Verb, tag: str, pid: int) -> None:
+    def _put_on_record(self, program: Program, verb: Verb, tag: str, pid: int) -> None:
         """Before it gets its token: whoever kills the router now finds it on disk, and the guard knows its group."""
         assert self._guard is not None, "the launcher is not entered"
         try:
             self._guard.add(pid)
             orphans.known.add(self._guard.pid)  # it may be a new one
-            await asyncio.to_thread(self._folder.write, tag, pid, model=program.model, worker=program.worker, verb=verb)
+            self._folder.write(tag, pid, model=program.model, worker=program.worker, verb=verb)
         except OSError as error:  # its leash holds it all the same
             log.warning("%s: cannot put process %d on record: %s", program.worker, pid, error)
 

@@ -93,7 +93,11 @@ class RunFolder:
         return self.path / f"{tag}.sock"
 
     def write(self, tag: str, pid: int, *, model: str, worker: str, verb: str) -> None:
-        """Put the process on record. Returns once that is on disk. Raises OSError."""
+        """Put the process on record, whole or not at all, for whoever opens the folder after us. Raises OSError.
+
+        Nothing is flushed to the disk, which can take as long as a whole swap: what the kernel has outlives this
+        process however it ends, and no record outlives a boot.
+        """
         socket = str(self.socket(tag)) if verb == "serve" else ""
         record = Record(
             pid=pid,
@@ -108,15 +112,9 @@ class RunFolder:
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.write(file, json.dumps(asdict(record)).encode())
-            os.fsync(file)
         finally:
             os.close(file)
         draft.rename(self._record(tag))
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def remove(self, tag: str) -> None:
         """The process is reaped: strike it off, with its socket."""

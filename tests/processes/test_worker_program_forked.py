@@ -162,7 +162,8 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     peak = last.measured["cpu"]
     assert at_ready < peak, "something was really used"
     for each in (static, exact(traced[forked], said, forked=forked)):
-        assert peak + last.later <= each.total <= 1.9 * peak, f"{each.source}: {peak >> 20} MiB of {segments(each)}"
+        most = peak + last.later
+        assert most <= each.total <= 1.3 * most, f"{each.source}: {most >> 20} MiB of {segments(each)}"
     assert last.later < later, "the tables for grammars are there now"
 
 

@@ -199,6 +199,12 @@ class Linears:
                 return
 
 
+def look_at(model: nn.Module) -> None:
+    """Have the code of `model` read, so that `Linears` need not, here or in a process that is forked from this one."""
+    for _ in _candidates(model, 0):
+        pass
+
+
 def extra_bytes(model: nn.Module) -> tuple[int, int]:
     """What oneDNN's code for the model's shapes will take, and what reordering takes meanwhile: both in bytes."""
     taken = list(_candidates(model, _LEAST_BYTES))

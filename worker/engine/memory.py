@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -81,6 +82,8 @@ class Inheritance:
     def __init__(self) -> None:
         self._stretches: list[tuple[int, int]] = []
         """First address and bytes."""
+        self.modules = 0
+        """As many were imported when this process was forked: the first ones of `sys.modules`."""
         self._pagemap = -1
         self._bytes = 0
         self._looked_at = -math.inf
@@ -102,6 +105,7 @@ class Inheritance:
 
     def take(self) -> None:
         """In the child, while it may still look at itself: a worker that nobody may debug cannot open this file."""
+        self.modules = len(sys.modules)
         with suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 

@@ -7,13 +7,16 @@ type, experts that must be stacked, quantisation) or would run code of a snapsho
 
 import gc
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 
 from worker import contract
-from worker.engine import attention, backends, encoders, loader
+from worker.chat import Template
+from worker.engine import attention, backends, encoders, linears, loader
+from worker.errors import StartError
 
 MOST = 16
 """Models; the one that nobody asked for for longest makes way."""
@@ -77,6 +80,10 @@ class Shelf:
         else:
             implementation = backends.implementation(options.attention, config)
         built = loader.build(options, config, implementation)
+        if built is not None:
+            linears.look_at(built.model)
+        with suppress(StartError):  # a worker whose template is damaged says so itself
+            Template(tokenizer, text="", variables="")  # compiled once in a process and its children
         self._made[_key(options)] = Made(config, tokenizer, built, stamp)
         self._tidy(gone=False)
 

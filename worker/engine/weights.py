@@ -205,7 +205,8 @@ class ReadAhead:
     def __enter__(self) -> Self:
         self._descriptors = {file: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in self._files}
         cached = sum(_cached(self._descriptors[file], 0, file.size) for file in self._files)
-        for _ in range(1 if cached > _WARM * self.total else _READERS):
+        others = 1 if cached > _WARM * self.total else _READERS
+        for _ in range(others if self.total > _STRETCH else 0):
             self._threads.append(threading.Thread(target=self._run, name="read-ahead", daemon=True))
             self._threads[-1].start()
         return self
