@@ -452,7 +452,7 @@ class Fleet:
     def _begin(self, model: Model, *, luxury: bool = False) -> Worker:
         self._ids += 1
         state = State.QUEUED if self.files.find(model.preset) is not None else State.DOWNLOADING
-        worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.ran_out, luxury=luxury)
+        worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.cut_short, luxury=luxury)
         worker.family = model.workers
         model.workers.append(worker)
         self._alive[worker.id] = worker
@@ -490,8 +490,8 @@ class Fleet:
         """What this end means for the model's next life."""
         now, lost = self.now(), worker.lost
         served = worker.ready_at is not None
-        ran_out = lost is not None and lost.memory != "" and not served
-        model.ran_out = model.ran_out + 1 if ran_out and worker.attempt == 0 else 0
+        is_curable = lost is not None and not served and (lost.memory != "" or lost.from_outside)
+        model.cut_short = int(is_curable and worker.attempt == 0)
         if worker.ready_at is not None and worker.answered and now - worker.ready_at > backoff.CALM:
             model.crashes.forget()
         if lost is None and worker.refused is not None:
@@ -499,7 +499,7 @@ class Fleet:
         elif lost is None:
             if worker.ready_at is not None and model.failure is not None and model.failure.at < worker.ready_at:
                 model.failure = None
-        elif not model.ran_out:
+        elif not model.cut_short:
             model.failure = self._failure(model, lost, served=served)
 
     def _failure(self, model: Model, lost: WorkerLost, *, served: bool) -> Failure:
@@ -669,7 +669,7 @@ class Fleet:
                 worker.preset = preset
             return False
         self._let_go(model, "config_changed")
-        model.failure, model.ran_out = None, 0
+        model.failure, model.cut_short = None, 0
         model.crashes.forget()
         worker_ = model.open
         for each in list(model.workers):

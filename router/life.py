@@ -155,7 +155,8 @@ class Worker:
         self.preset = preset
         self.state = state
         self.attempt = attempt
-        """How many lives of this model ran out of memory at their start just before this one."""
+        """How many lives of this model just before this one ended before they were ready, by what one more may cure:
+        they ran out of memory, or somebody killed them."""
         self.luxury = luxury
         """A copy: nobody's need as long as another worker of its model is."""
         self.fetches = False
@@ -770,6 +771,9 @@ def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Ag
         )
     if lost.final:
         return LoadFailed(f"{name} cannot be loaded: {lost.message}")
+    if lost.from_outside and worker.attempt == 0:
+        log.warning("%s: %s; those who wait for it get another one", worker, lost.message)
+        return Again()
     return LoadBackoff(f"{name} failed to load: {lost.message}", retry_after=1)
 
 

@@ -32,8 +32,8 @@ class Model:
     """All that are not stopped, the newest last."""
     failure: Failure | None = None
     crashes: Crashes = field(default_factory=Crashes)
-    ran_out: int = 0
-    """How many lives in a row ran out of memory before they were ready."""
+    cut_short: int = 0
+    """How many lives in a row ended before they were ready, by what one more may cure (`Worker.attempt`): 0 or 1."""
     reason: str = ""
     """Why its last worker ended."""
     since: float | None = None

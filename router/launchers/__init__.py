@@ -4,6 +4,7 @@ A launcher is the only thing that touches a machine. It knows processes, sockets
 plans or presets' meaning. There is one implementation for this machine and one fake for the schedule tests.
 """
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from router.wire import Wire
 from worker import contract
 
 Cause = Literal["crashed", "oom", "load_failed", "load_timeout", "stalled", "download_failed"]
+
+
+_FROM_OUTSIDE = frozenset({contract.Exit.OK, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+"""Exit codes of a process that somebody ended: by a signal that none raises by a fault of its own, or one that it took
+for our wish to stop."""
 
 
 class WorkerLost(RouterError):
@@ -40,6 +46,11 @@ class WorkerLost(RouterError):
     def final(self) -> bool:
         """Whether the same attempt would fail the same way again."""
         return self.exit in contract.FINAL_EXITS
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether somebody else ended the process, for no fault of its model that is known."""
+        return self.exit in _FROM_OUTSIDE and not self.memory
 
 
 @dataclass(frozen=True, kw_only=True)

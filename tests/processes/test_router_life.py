@@ -108,6 +108,29 @@ async def test_who_waits_for_a_load_hears_that_the_router_stops(tmp_path: Path) 
 
 
 @pytest.mark.slow
+async def test_a_load_that_somebody_kills_is_begun_once_more_and_its_client_hears_nothing_of_it(tmp_path: Path) -> None:
+    """Killed twice, it is a failure, which says by what."""
+    go, journal = tmp_path / "go", tmp_path / "journal"
+    file = presets(tmp_path, {"a": {"_hold_load": str(go), "_journal": str(journal)}})
+    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+
+        async def kill() -> None:
+            os.kill(int((await until(lines, "started")).split()[1]), signal.SIGKILL)
+
+        asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
+        await kill()
+        await kill()
+        answer = await asked
+        assert error_of(answer) == (503, "load_backoff")
+        assert "SIGKILL" in answer.text
+        loaded = asyncio.create_task(up.client.post("/models/load?wait=1", json={"model": "a"}))
+        await kill()
+        go.touch()
+        assert (await loaded).status_code == 200
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+
+
+@pytest.mark.slow
 async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     behaviour = json.dumps({"journal": str(journal), "hold_load": str(tmp_path / "never")})

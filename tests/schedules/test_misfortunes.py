@@ -33,6 +33,10 @@ def crash(message: str = "died", exit: int | None = 1) -> WorkerLost:
     return WorkerLost(message, cause="crashed", exit=exit)
 
 
+def killed(exit: int = -9) -> WorkerLost:
+    return WorkerLost("somebody killed it", cause="crashed", exit=exit)
+
+
 def out_of_memory() -> WorkerLost:
     return WorkerLost("no memory left", cause="oom", exit=6, memory="host")
 
@@ -225,6 +229,59 @@ async def test_a_removed_model_is_not_loaded_again_for_those_who_waited() -> Non
     await asyncio.sleep(5)
     assert world.journal == ["start a"]
     assert world.fleet.workers() == []
+    await world.stop()
+
+
+# Loads that somebody kills
+
+
+@pytest.mark.parametrize("exit", [-9, -15, 0])
+@virtual
+async def test_a_load_that_somebody_kills_is_begun_once_more_for_all_who_wait(exit: int) -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [killed(exit)]
+    await asyncio.gather(*(world.ask("a") for _ in range(3)))
+    assert world.journal == ["start a", "start a"]
+    assert world.fleet.models["a"].failure is None
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_is_killed_twice_is_a_failure_and_the_next_one_has_two_lives_again() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [killed() for _ in range(3)]
+    with pytest.raises(LoadBackoff, match="somebody killed it"):
+        await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    await asyncio.sleep(2)
+    await world.ask("a")
+    assert world.journal == ["start a"] * 4
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_ends_by_itself_is_not_begun_again_at_once() -> None:
+    for exit in (1, 5, -11, None):
+        world = Schedule({"a": GIB})
+        world.launcher.models["a"].start_fails = [crash(exit=exit)]
+        with pytest.raises(LoadBackoff):
+            await world.ask("a")
+        assert world.journal == ["start a"]
+        await world.stop()
+
+
+@virtual
+async def test_nobody_is_loaded_again_whom_nobody_waits_for() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [killed()]
+    asked = asyncio.create_task(world.ask("a"))
+    world.launcher.hold("start a")
+    await asyncio.sleep(0.1)
+    asked.cancel()
+    await asyncio.sleep(0)
+    world.launcher.release("start a")
+    await asyncio.sleep(10)
+    assert world.journal == ["start a"]
     await world.stop()
 
 
