@@ -60,7 +60,7 @@ WORKER = [
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.adapters",
-    "worker.engine.attention  worker.engine.linears  worker.engine.lora_files",
+    "worker.engine.attention  worker.engine.linears  worker.engine.lora_files  worker.engine.pace",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
@@ -86,7 +86,7 @@ PURE = [
     "worker.fields", "worker.generation", "worker.images",
     "worker.sampling", "worker.tools",
     "worker.engine.alignment", "worker.engine.architectures", "worker.engine.batching", "worker.engine.kv_cache",
-    "worker.engine.scheduler",
+    "worker.engine.pace", "worker.engine.scheduler",
     "worker.engine.sequence", "worker.engine.slots",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}

@@ -17,8 +17,9 @@ from tests import tiny
 from tests.worker.loaded import load, options, say, serving
 from worker.engine import attention, backends, loader, memory
 from worker.engine.engine import record
+from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner
-from worker.engine.scheduler import Batch, Pace, Segment
+from worker.engine.scheduler import Batch, Segment
 from worker.engine.sequence import Sequence as TokenSequence
 
 pytestmark = [

@@ -31,8 +31,13 @@ LAYERS: list[Callable[[], nn.Module]] = [
 ]
 
 
-@given(st.integers(1, 5000), st.booleans())
-def test_any_number_of_rows_is_made_of_known_sizes_of_which_only_the_last_is_padded(
+@given(st.integers(257, 5000), st.booleans())
+def test_more_rows_than_the_largest_size_are_computed_as_they_are(rows: int, is_reordered: bool) -> None:
+    assert pieces(rows, is_reordered) == (rows,)
+
+
+@given(st.integers(1, 256), st.booleans())
+def test_any_number_of_rows_up_to_that_is_made_of_known_sizes_of_which_only_the_last_is_padded(
     rows: int, is_reordered: bool
 ) -> None:
     way, known = pieces(rows, is_reordered), REORDERED if is_reordered else PLAIN

@@ -1,12 +1,11 @@
 """Promises of `worker.engine.scheduler`: budget kept, nobody starves, first come first served, nothing leaks."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from worker.engine.kv_cache import Rows
-from worker.engine.scheduler import PROMPT_LOGITS, Batch, Pace, Scheduler, Segment
+from worker.engine.scheduler import PROMPT_LOGITS, Batch, Scheduler
 from worker.engine.sequence import Sequence
 from worker.generation import Picture, Pictures
 
@@ -212,72 +211,3 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 TestAnyTraffic = AnyTraffic.TestCase
-
-
-def steps(prompt_tokens: int, *, decodes: int = 0) -> Batch:
-    batch = []
-    if prompt_tokens:
-        batch.append(Segment(sequence(1, prompt_tokens), 0, 0, prompt_tokens))
-    for row in range(decodes):
-        each = sequence(2 + row, 1)
-        each.append(7)
-        each.computed = 1
-        batch.append(Segment(each, 1 + row, 1, 1))
-    return tuple(batch)
-
-
-def test_a_step_that_stumbled_over_a_few_tokens_does_not_make_prompts_trickle() -> None:
-    pace = Pace()
-    for _ in range(4):
-        pace.learn(steps(0, decodes=8), 0.05)
-        pace.learn(steps(400, decodes=8), 0.45)
-    before = pace.budget(8, 512)
-    pace.learn(steps(1, decodes=8), 1.0)
-    assert pace.budget(8, 512) > before / 4
-
-
-@pytest.mark.parametrize(("token_seconds", "decode_seconds"), [(0.001, 0.03), (0.00001, 0.02), (0.01, 0.5)])
-def test_prompts_do_not_make_streams_stutter(token_seconds: float, decode_seconds: float) -> None:
-    pace = Pace()
-    for _ in range(50):
-        tokens = pace.budget(2, 512)
-        pace.learn(steps(0, decodes=2), decode_seconds)
-        pace.learn(steps(tokens, decodes=2), decode_seconds + tokens * token_seconds)
-    tokens = pace.budget(2, 512)
-    assert tokens in (512, Pace.FEWEST) or tokens * token_seconds <= 1.1 * decode_seconds
-    assert pace.budget(0, 512) >= tokens, "with nobody to disturb, prompts get more"
-
-
-def test_one_stream_is_not_kept_waiting_as_long_as_many_at_once_would_be() -> None:
-    pace = Pace()
-    pace.learn(steps(64), 0.064)
-    pace.learn(steps(0, decodes=1), 0.01)
-    pace.learn(steps(0, decodes=33), 0.33)
-    budgets = [pace.budget(decoding, 512) for decoding in (1, 5, 17, 33, 60)]
-    assert budgets == [Pace.FEWEST, 50, 170, 330, 330]
-
-
-def test_after_a_burst_those_who_wait_weigh_more_than_those_who_stream() -> None:
-    pace = Pace()
-    pace.learn(steps(64), 0.064)
-    pace.learn(steps(0, decodes=4), 0.02)
-    assert [pace.budget(4, 512, prompts) for prompts in (1, 2, 4, 12, 1000)] == [20, 20, 60, 220, 512]
-
-
-def test_a_prompt_that_is_computed_apart_goes_on_in_parts_worth_a_pass() -> None:
-    for pace, fewest in ((Pace(), Pace.FEWEST), (Pace(apart=True), Pace.FEWEST_APART)):
-        pace.learn(steps(64), 6.4)
-        pace.learn(steps(0, decodes=4), 0.02)
-        assert pace.budget(4, 512) == fewest
-
-
-def test_a_step_of_a_slow_model_stays_short_enough_to_hear_a_cancel() -> None:
-    pace = Pace()
-    for _ in range(20):
-        pace.learn(steps(64), 64 * 0.02)
-    assert 40 <= pace.budget(0, 512) <= 60
-
-
-def test_before_anything_is_known_the_first_steps_are_small() -> None:
-    assert Pace().budget(0, 512) == 64
-    assert Pace().budget(0, 8) == 8

@@ -9,7 +9,8 @@ from worker import contract
 from worker.detokenize import Answer
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.kv_cache import Rows
-from worker.engine.scheduler import Batch, Pace
+from worker.engine.pace import Pace
+from worker.engine.scheduler import Batch
 from worker.engine.sequence import Sequence
 from worker.engine.steploop import Outbox, Rate, Report, StepLoop
 from worker.errors import RequestError

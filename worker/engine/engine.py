@@ -32,9 +32,10 @@ from worker.engine.grammar import Grammars, Matcher
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.linears import Linears
+from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
-from worker.engine.scheduler import Pace, Segment
+from worker.engine.scheduler import Segment
 from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.shelf import shelf

@@ -21,9 +21,10 @@ from worker.engine.adapters import Adapters
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.kv_cache import Capacity
 from worker.engine.linears import Linears
+from worker.engine.pace import Pace
 from worker.engine.runner import Runner
 from worker.engine.sampler import Likelihood, Masks, Pick, Sampled, likelihoods, sample, uniform
-from worker.engine.scheduler import Batch, Pace, Scheduler, Segment
+from worker.engine.scheduler import Batch, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
 from worker.engine.steploop import Outbox, Report
 from worker.errors import RequestError, SequenceFailed

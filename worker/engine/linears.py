@@ -55,12 +55,11 @@ _ALIGNMENT = 64
 
 @lru_cache(maxsize=4096)
 def pieces(rows: int, is_reordered: bool) -> tuple[int, ...]:
-    """The cheapest way to compute `rows`: sizes whose sum is at least that, only the last of them padded."""
+    """The cheapest way to compute `rows`: sizes whose sum is at least that, only the last of them padded.
+
+    More than the largest size are computed as they are: beside that, oneDNN's making of code is short."""
     costs = REORDERED if is_reordered else PLAIN
-    largest = max(costs)
-    if rows > largest:
-        return (largest, *pieces(rows - largest, is_reordered))
-    if rows in costs:
+    if rows in costs or rows > max(costs):
         return (rows,)
     padded = min(size for size in costs if size >= rows)
     ways = [(padded,), *((size, *pieces(rows - size, is_reordered)) for size in costs if size < rows)]

