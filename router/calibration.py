@@ -49,6 +49,7 @@ def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str], *, forke
         effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.prefill_chunk, preset.dtype,
         preset.quantization, preset.attention, preset.enforce_eager, preset.threads, preset.load_format, preset.task,
         preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
+        preset.adapter_slots, preset.max_lora_rank,
         sorted(preset.env.items()), [version(name) for name in ("torch", "transformers", "fleet-router")],
     )  # fmt: skip
     words = json.dumps([checkpoint.identity, settings, list(devices), "fork" if forked else "exec"])

@@ -19,6 +19,7 @@ from router.errors import ConfigError
 from router.ini import Problem
 from router.presets import Found, Loaded
 from router.settings import Key, Settings, configured_keys, hub_cache
+from worker import contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ def read_keys(settings: Settings) -> tuple[Key, ...]:
     return configured_keys(settings, user_file=texts[0], admin_file=texts[1])
 
 
-def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "") -> str | None:
-    """The folder of a complete snapshot of `repo` (`org/name`) in the hub cache; None if there is none.
+def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, adapter: bool = False) -> str | None:
+    """The folder of a complete snapshot of `repo` (`org/name`), or of an `adapter`, in the hub cache; None if there is
+    none.
 
     `revision` is a branch, a tag or a whole commit. `cache_dir` empty: the hub library's own default.
     """
@@ -104,7 +106,13 @@ def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "") -> str
     commit = _text(reference)[0].strip() if reference.is_file() else revision
     snapshot = folder / "snapshots" / commit
     is_one = re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir()
-    return str(snapshot.absolute()) if is_one and not missing(snapshot) else None
+    lacks = missing_adapter if adapter else missing
+    return str(snapshot.absolute()) if is_one and not lacks(snapshot) else None
+
+
+def missing_adapter(folder: Path) -> str:
+    """What an adapter's folder lacks, in words; empty if it is complete."""
+    return next((name for name in contract.ADAPTER_FILES if not _is_file(folder / name)), "")
 
 
 def missing(folder: Path) -> str:
@@ -156,6 +164,9 @@ class LocalDisk:
 
     def read(self, path: str) -> str:
         return Path(path).read_bytes().decode()
+
+    def folders(self, path: str) -> list[str]:
+        return [name for name in _names(path, quiet=True) if os.path.isdir(os.path.join(path, name))]
 
 
 def _text(path: Path) -> tuple[str, str]:

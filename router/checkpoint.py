@@ -529,7 +529,7 @@ def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:
     sizes = [math.prod(shape) for shape in shapes]
     rows = sum(shape[-1 if transposed else 0] for shape in shapes)
     blocks = sum(-(-size // 64) for size in sizes)
-    return Linears(len(shapes), sum(sizes), rows, blocks, max(sizes, default=0))
+    return Linears(len(shapes), sum(sizes), rows, blocks, max(sizes, default=0), sum(map(sum, shapes)))
 
 
 def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:

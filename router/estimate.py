@@ -182,6 +182,8 @@ class Linears:
     """Of 64 elements; 4 bits have a scale for each."""
     largest: int = 0
     """Elements of one."""
+    ends: int = 0
+    """Inputs and outputs of all of them: a LoRA adapter of rank 1 has so many elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,7 +473,13 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # it makes a causal mask of all positions, a byte each
         total += facts.max_positions**2
-    return total + facts.head_elements * DTYPE_BYTES["float32"]
+    return total + facts.head_elements * DTYPE_BYTES["float32"] + adapter_bytes(facts, preset, each)
+
+
+def adapter_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
+    """Bytes of the slots for LoRA adapters, of elements of `each` bytes: A and B of every linear layer (Hu et al. 2021,
+    section 4.1)."""
+    return preset.adapter_slots * preset.max_lora_rank * facts.linears.ends * each
 
 
 def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, int]:

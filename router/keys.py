@@ -97,8 +97,9 @@ class Meaningless:
 
 Word = Key | Refused | Meaningless
 
-SOURCE, CONTEXT, NUMERICS, PLACEMENT, PROMPT, LIFECYCLE, PROCESS = (
-    "Source and identity", "Context and batch", "Numerics", "Placement", "Prompt and sampling", "Lifecycle", "Process",
+SOURCE, CONTEXT, NUMERICS, PLACEMENT, ADAPTERS, PROMPT, LIFECYCLE, PROCESS = (
+    "Source and identity", "Context and batch", "Numerics", "Placement", "Adapters", "Prompt and sampling", "Lifecycle",
+    "Process",
 )  # fmt: skip
 
 KEYS: tuple[Key, ...] = (
@@ -197,6 +198,24 @@ KEYS: tuple[Key, ...] = (
     Key(name="reserved-memory", kind=Memory(), field="reserved_memory", group=PLACEMENT, also=("reserved-memory-mb",),
         help="added to the estimate on each device"),
 
+    Key(name="lora", kind=Names(hint="name=folder or org/name, ..."), field="lora", group=ADAPTERS, own=True, live=True,
+        unset="none", help="LoRA adapters that requests may name, as MODEL@NAME or in their bodies"),
+    Key(name="lora-scaled", kind=Names(hint="folder:scale, ..."), field="lora_scaled", group=ADAPTERS, own=True,
+        live=True, unset="none", help="the same, each times a scale"),
+    Key(name="default-lora", kind=Text("name"), field="default_lora", group=ADAPTERS, own=True, live=True, unset="none",
+        help="adapter of requests that name none"),
+    Key(name="adapters-dir", kind=Text("folder"), field="adapters_dir", group=ADAPTERS, own=True, live=True, path=True,
+        unset="adapters/ in the model's folder", help="each folder in it is an adapter, by its name"),
+    Key(name="enable-lora", kind=Choice(("auto", "on", "off"), {"true": "on", "1": "on", "yes": "on", "enabled": "on",
+        "false": "off", "0": "off", "no": "off", "disabled": "off"}), field="enable_lora", group=ADAPTERS,
+        help="whether memory is kept for adapters; auto: if the model has any when the router reads its files"),
+    Key(name="max-loras", kind=Integer(1, 1024), field="max_loras", group=ADAPTERS,
+        help="adapters in use at once; memory is kept for all of them"),
+    Key(name="max-lora-rank", kind=Integer(1, 4096), field="max_lora_rank", group=ADAPTERS,
+        help="largest rank that an adapter may have"),
+    Key(name="max-cpu-loras", kind=Integer(0, 1 << 20), field="max_cpu_loras", group=ADAPTERS, unset="all",
+        help="adapters whose files stay open beside those in use"),
+
     Key(name="config-override", kind=JsonObject(), field="config_override", group=PROMPT, unset="none",
         help="merged into config.json"),
     Key(name="chat-template", kind=Text("Jinja text"), field="chat_template", group=PROMPT, unset="the tokenizer's",
@@ -268,7 +287,6 @@ _OFF = "off false no disabled 0 none"
 _ON = "on true yes enabled 1 auto"
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
 _DRAFT = "answers are the same without a draft model"
-_LORA = "merge the adapter into a checkpoint and write model = that folder"
 _FIT = "choose ctx-size and parallel yourself"
 _ONE = "one device must hold the model"
 
@@ -296,14 +314,6 @@ REFUSED: tuple[Refused, ...] = (
     _refused("fit", _FIT, neutral=_OFF),
     _refused("fit-ctx", _FIT, "fitc", neutral="4096"),
     _refused("fit-target", "--models-memory-margin keeps memory free", "fitt"),
-    _refused("lora", _LORA),
-    _refused("lora-scaled", _LORA),
-    _refused("default-lora", _LORA),
-    _refused("adapters-dir", _LORA),
-    _refused("enable-lora", _LORA, neutral=_OFF + " auto"),
-    _refused("max-loras", _LORA),
-    _refused("max-lora-rank", _LORA),
-    _refused("max-cpu-loras", _LORA),
     _refused("model-draft", _DRAFT, "md", "spec-draft-model", "speculative-draft-model"),
     _refused("hf-repo-draft", _DRAFT, "hfd", "hfrd", "spec-draft-hf", env="LLAMA_ARG_SPEC_DRAFT_HF_REPO"),
     _refused("draft-max", _DRAFT, "spec-draft-n-max", "speculative-length"),

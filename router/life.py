@@ -87,6 +87,12 @@ class Files(Protocol):
     def download(self, preset: Preset) -> contract.Download:
         """How to fetch it. Raises ApiError if it cannot be fetched."""
 
+    def adapters(self, preset: Preset) -> list[contract.AdapterSource]:
+        """Those of `preset`, with the folders of such as are on the hub, if they are here; looks at few names only."""
+
+    def missing_adapters(self, preset: Preset) -> list[contract.Download]:
+        """How to fetch those that are not here, and can be fetched."""
+
 
 class World(Protocol):
     """What a life needs of its fleet."""
@@ -181,6 +187,9 @@ class Worker:
         self.companion = False
         """It was begun because another model was asked for that its users ask for together with this one."""
         self.process: WorkerProcess | None = None
+        self.told: tuple[tuple[contract.AdapterSource, ...], str] = (), ""
+        """The adapters, and the default one, that its process knows of."""
+        self.telling = asyncio.Lock()
         self.pulse: contract.Pulse | None = None
         self.progress: contract.Progress | None = None
         """Of its download, or its load."""
@@ -431,6 +440,7 @@ async def _live(worker: Worker, world: World) -> None:
     else:
         worker.snapshot = world.files.find(preset) or ""
     worker.snapshot = world.files.loads_from(preset, worker.snapshot)
+    await _fetch_adapters(worker, world, program)
     await weigh(worker, world)
     await _trace_unknown(worker, world, program)
     assert worker.costs is not None
@@ -450,6 +460,15 @@ async def _live(worker: Worker, world: World) -> None:
         worker.stages.begin("start", began)
         async with _running(worker, world, program, listener) as process:
             await _serve(worker, world, process, began)
+
+
+async def _fetch_adapters(worker: Worker, world: World, program: Program) -> None:
+    """Have the adapters that are on the hub here; without one of them the model is served all the same."""
+    for command in world.files.missing_adapters(worker.preset):
+        try:
+            await world.launcher.download(program, command, _listener(worker, world))
+        except WorkerLost as lost:
+            log.warning("%s: adapter %s cannot be fetched: %s", worker, command.repo, lost.message)
 
 
 def take(worker: Worker) -> None:
@@ -509,7 +528,7 @@ async def _stand_by(worker: Worker, world: World, program: Program, listener: Li
     try:
         if not await _first(standing.wanted, standing.dismissed):
             return
-        command = replace(options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker))
+        command = replace(options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker, world))
         async with world.launcher.prepare(program, command, listener) as standing.process:
             standing.born.set()
             await _until_dismissed(worker, world, standing.process)
@@ -593,7 +612,7 @@ def _give_back(worker: Worker, held: int) -> None:
 async def _running(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[WorkerProcess]:
     """The worker's process, ready, on its place: its standby, if it has one, else a new one."""
     command = replace(
-        options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker)
+        options(worker, contract.Serve, listen="unix:"), **_serve_fields(worker, world)
     )  # the launcher fills in devices, socket and leash
     standing = worker.standing
     if standing.is_taken and await _first(standing.born, standing.over) and standing.process is not None:
@@ -1083,17 +1102,24 @@ def model_options(kind: Any, preset: Preset, facts: Checkpoint, snapshot: str, *
         kv_tokens=preset.kv_tokens,
         prefill_chunk=preset.prefill_chunk,
         limit_images=preset.limit_images,
+        max_loras=preset.adapter_slots,
+        max_lora_rank=preset.max_lora_rank,
         threads=threads(preset, on_host=on_host),
         **fields,
     )
 
 
-def _serve_fields(worker: Worker) -> dict[str, Any]:
+def _serve_fields(worker: Worker, world: World) -> dict[str, Any]:
     preset = worker.preset
+    if preset.adapter_slots and not worker.standing.is_taken:  # a standby was told before
+        worker.told = preset.adapters, preset.default_lora
     return {
         "name": preset.id,
         **(_place_fields(worker) if worker.place else {}),
         "prefix_caching": preset.prefix_caching,
+        "adapters": contract.encode_adapters(world.files.adapters(preset)) if preset.adapter_slots else "",
+        "default_adapter": preset.default_lora if preset.adapter_slots else "",
+        "max_cpu_loras": preset.max_cpu_loras,
         "max_input_tokens": preset.max_input_tokens,
         "n_predict": preset.n_predict,
         "queue_size": preset.queue_size,

@@ -17,6 +17,7 @@ from router.ini import Problem
 from router.keys import Key, Meaningless, Refused, Spelling
 from router.settings import BY_FLAG, BY_VARIABLE, LATER
 from router.values import JsonObject, Strings, plain, sendable, shown
+from worker.contract import AdapterSource
 
 MASK = "***"
 REGISTERED = "registered"
@@ -35,6 +36,10 @@ _NO_SNAPSHOT = {
 _REPO = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?::([A-Za-z0-9][A-Za-z0-9._/-]{0,127}))?"
 )
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""No `@` and no slash: it stands behind a model's name, and in paths."""
+HUB = "hub:"
+_SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q[0-9]|TQ[0-9]|MXFP4|BF16$|F16$|F32$).*", re.IGNORECASE)
 _SECRET = re.compile(r"(?:^|[_.-])(?:key|token|secret|password)$", re.IGNORECASE)
 _KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in keys.KEYS]
@@ -107,6 +112,21 @@ class Preset:
     reserved_memory: int = 0
     """Bytes added to the estimate on each device."""
 
+    # Adapters
+    lora: tuple[str, ...] = ()
+    """`name=folder`, or a repository of the hub in its place."""
+    lora_scaled: tuple[str, ...] = ()
+    """The same, with `:scale` behind it."""
+    default_lora: str = ""
+    adapters_dir: str = ""
+    enable_lora: str = "auto"
+    max_loras: int = 4
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 0
+    adapters: tuple[AdapterSource, ...] = ()
+    """All that requests may name: of the keys above, and those that came by a call. The path of one that is on the hub
+    is `hub:org/name:revision` until its files are here."""
+
     # Prompt and sampling
     chat_template: str = ""
     chat_template_file: str = ""
@@ -145,6 +165,13 @@ class Preset:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each key came from, as written for people: `models.ini:14`, `--ctx-size`, `ROUTER_CTX_SIZE`."""
 
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that memory is kept for; 0: its worker has none, ever."""
+        is_auto = self.enable_lora == "auto"
+        has_some = bool(self.lora or self.lora_scaled or self.adapters_dir)
+        return self.max_loras if self.enable_lora == "on" or (is_auto and has_some) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -175,6 +202,9 @@ class Disk(Protocol):
 
     def read(self, path: str) -> str:
         """A file's text; raises OSError or ValueError."""
+
+    def folders(self, path: str) -> list[str]:
+        """Names of the folders in a folder, in order; none if it cannot be read."""
 
 
 def load(
@@ -399,6 +429,10 @@ class _Loading:
         value = key.kind.read(text)
         if key.path and value and (key.name != "python" or "/" in value):
             value = self._path(value, place)
+        if key.name in ("lora", "lora-scaled"):
+            value = tuple(self._adapter(item, place, scaled=key.name == "lora-scaled") for item in value)
+        if key.name == "adapters-dir" and value and self.disk.kind(value) not in {"folder", "adapter"}:
+            raise ValueError(f"no folder {value}")
         if key.name == "tokenizer" and value and self.disk.kind(value) not in {"folder", "snapshot"}:
             raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
         if key.name == "python" and "/" in value and self.disk.kind(value) != "file":
@@ -408,6 +442,28 @@ class _Loading:
         if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
             raise ValueError("is no Jinja text; names of built-in templates are not known here, see chat-template-file")
         return value
+
+    def _adapter(self, item: str, place: Problem, *, scaled: bool) -> str:
+        """`name=folder` or `name=hub:org/name:revision`, with `:scale` behind it if `scaled`. Raises ValueError."""
+        said, has_name, text = item.rpartition("=")
+        scale = ""
+        if scaled:
+            text, _, scale = text.rpartition(":")
+            if not text or not _SCALE.fullmatch(scale):
+                raise ValueError(f"{shown(item)} is not folder:scale")
+        path = self._path(text, place)
+        kind = self.disk.kind(path)
+        target = path
+        if not kind and _REPO.fullmatch(text) and not text.startswith((".", "~", "/")):
+            target = HUB + ":".join(repository(text))
+        elif kind != "adapter":
+            raise ValueError(
+                f"{path} {'has no adapter_config.json' if kind else 'is not there'}; name an adapter's folder"
+            )
+        name = said if has_name else PurePosixPath(text.partition(":")[0] if target != path else path).name
+        if not ADAPTER_NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)} cannot name an adapter; write name={text}")
+        return f"{name}={target}" + (f":{scale}" if scaled else "")
 
     def _path(self, text: str, place: Problem) -> str:
         """Absolute. From a file it starts at that file's folder, or, with a warning, where llama-server would look."""
@@ -431,6 +487,7 @@ class _Loading:
         fields |= self._fields(settings)
         self._place(settings, fields)
         self._template(section.name, settings, fields)
+        self._adapters(settings, fields)
         origins = {name: setting.origin for name, setting in settings.items()}
         if fields.get("max_input_tokens", 0) and 0 < fields.get("ctx_size", 0) <= fields["max_input_tokens"]:
             self._fail(settings["max-input-tokens"].place, "max-input-tokens must be less than ctx-size")
@@ -543,6 +600,30 @@ class _Loading:
             reason = getattr(error, "strerror", None) or "is not UTF-8 text"
             self._fail(file.place, f"chat-template-file: {file.value}: {reason}")
 
+    def _adapters(self, settings: _Layer, fields: dict[str, Any]) -> None:
+        """All adapters of the model: those in a folder, then those that are named, which stand before them."""
+        if "adapters_dir" not in fields and fields.get("path") and self.disk.folders(f"{fields['path']}/adapters"):
+            fields["adapters_dir"] = f"{fields['path']}/adapters"
+        found: dict[str, AdapterSource] = {}
+        if folder := fields.get("adapters_dir", ""):
+            for name in self.disk.folders(folder):
+                if self.disk.kind(f"{folder}/{name}") == "adapter" and ADAPTER_NAME.fullmatch(name):
+                    found[name] = AdapterSource(name=name, path=f"{folder}/{name}")
+        named: set[str] = set()
+        for key, items in (("lora", fields.get("lora", ())), ("lora-scaled", fields.get("lora_scaled", ()))):
+            for item in items:
+                name, _, target = item.partition("=")
+                path, _, scale = target.rpartition(":") if key == "lora-scaled" else (target, "", "1")
+                if name in named:
+                    self._fail(settings[key].place, f"{key} names {name} twice; give one of them another name")
+                named.add(name)
+                found[name] = AdapterSource(name=name, path=path, scale=float(scale))
+        fields["adapters"] = tuple(found.values())
+        default = fields.get("default_lora", "")
+        if default and default not in found:
+            near = next(iter(difflib.get_close_matches(default, sorted(found), n=1)), "")
+            self._fail(settings["default-lora"].place, f"default-lora: there is no adapter {shown(default)}", near)
+
     def _unique(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
         """Ids and aliases are one set of names."""
         owners = {id: id for id in presets}
@@ -646,7 +727,7 @@ def args(preset: Preset) -> list[str]:
 
 LIVE_KEYS = frozenset(key.name for key in keys.KEYS if key.live)
 """Keys that a running worker does not see: when only these differ, it goes on."""
-_LIVE_FIELDS = {key.field for key in keys.KEYS if key.live} | {"source", "chat_template_file", "origins"}
+_LIVE_FIELDS = {key.field for key in keys.KEYS if key.live} | {"source", "chat_template_file", "origins", "adapters"}
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
 
 
@@ -658,7 +739,7 @@ DEFAULTS = {
 
 def same_load(a: Preset, b: Preset) -> bool:
     """Whether both would start the same worker."""
-    return all(getattr(a, name) == getattr(b, name) for name in _LOAD_FIELDS)
+    return a.adapter_slots == b.adapter_slots and all(getattr(a, name) == getattr(b, name) for name in _LOAD_FIELDS)
 
 
 def _source_of(preset: Preset) -> list[tuple[str, str]]:

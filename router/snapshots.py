@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from router import checkpoint
@@ -11,7 +12,7 @@ from router.catalogue import find_snapshot
 from router.conversions import Conversions, can_be_converted
 from router.errors import LoadFailed
 from router.estimate import Checkpoint
-from router.presets import Preset
+from router.presets import HUB, Preset
 from worker import contract
 
 
@@ -85,6 +86,26 @@ class Snapshots:
     @property
     def converted(self) -> Mapping[str, int]:
         return self.conversions.sizes
+
+    def adapters(self, preset: Preset) -> list[contract.AdapterSource]:
+        return [replace(each, path=self._adapter(each) or each.path) for each in preset.adapters]
+
+    def missing_adapters(self, preset: Preset) -> list[contract.Download]:
+        if self._offline or not preset.adapter_slots:
+            return []
+        return [self.adapter_download(each.path) for each in preset.adapters if not self._adapter(each)]
+
+    def adapter_download(self, path: str) -> contract.Download:
+        """How to fetch `hub:org/name:revision`."""
+        repo, _, revision = path.removeprefix(HUB).partition(":")
+        return contract.Download(repo=repo, revision=revision, cache=self._cache, adapter=True)
+
+    def _adapter(self, source: contract.AdapterSource) -> str | None:
+        """Its folder; None if it is on the hub only."""
+        if not source.path.startswith(HUB):
+            return source.path
+        repo, _, revision = source.path.removeprefix(HUB).partition(":")
+        return find_snapshot(repo, revision, self._cache, adapter=True)
 
     def download(self, preset: Preset) -> contract.Download:
         if preset.demo:

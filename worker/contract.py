@@ -55,6 +55,8 @@ class Download:
     """Folder below which a `demo` model is made."""
     cache: str = ""
     """Hub cache folder; empty: the hub library's own default."""
+    adapter: bool = False
+    """The repository is a LoRA adapter's: ADAPTER_FILES are all that is fetched."""
     leashed: bool = False
     spawner: int = 0
 
@@ -180,6 +182,10 @@ class AdapterSource:
     """On top of the adapter's own."""
     pinned: bool = False
     """Once in device memory it stays there."""
+
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What PEFT writes of an adapter, and all that is read of one."""
 
 
 def encode_adapters(sources: Sequence[AdapterSource]) -> str:

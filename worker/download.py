@@ -120,6 +120,8 @@ def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path
         raise StartError(f"{command.revision!r} is no name of a revision: use a branch, a tag or a commit")
     cache = RepoCache(Path(command.cache or constants.HF_HUB_CACHE).expanduser().resolve(), command.repo)
     try:
+        if command.adapter:
+            return _fetch_adapter(cache, command, say, token)
         snapshot = cache.complete_snapshot(command.revision)
         if snapshot is None:
             return _fetch(cache, command, say, token)
@@ -133,6 +135,30 @@ def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path
         if cause is None:
             raise
         raise cause from error
+
+
+def _fetch_adapter(cache: "RepoCache", command: contract.Download, say: Say, token: str | None) -> Path:
+    """The two files of an adapter."""
+    snapshot = cache.snapshot(cache.commit(command.revision) or "none")
+    if all((snapshot / name).exists() for name in contract.ADAPTER_FILES):
+        return snapshot
+    commit, listed = _list_files(command, token)
+    try:
+        files = [listed[name] for name in contract.ADAPTER_FILES]
+    except KeyError as lacking:
+        raise StartError(
+            f"{command.repo} has no {lacking.args[0]}; it is no LoRA adapter as PEFT writes them"
+        ) from None
+    fetch = _Fetch(cache, command, commit, token)
+    fetch.progress = _Progress(say, total=sum(file.size for file in files))
+    cache.check_room([file for file in files if not cache.has(file)], command.repo)
+    fetch.get_all(files)
+    snapshot = cache.snapshot(commit)
+    if fault := safetensors_fault(snapshot / contract.ADAPTER_FILES[1]):
+        cache.remove(snapshot, contract.ADAPTER_FILES[1:])
+        raise StartError(f"{command.repo}: {fault}; removed, try again", Exit.DAMAGED)
+    cache.name_revision(command.revision, commit)
+    return snapshot
 
 
 def _fetch(cache: "RepoCache", command: contract.Download, say: Say, token: str | None) -> Path:

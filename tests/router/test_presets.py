@@ -33,7 +33,13 @@ class Disk:
             return "snapshot"
         if f"{path}/serving.properties" in self.paths:
             return "lmi"
+        if f"{path}/adapter_config.json" in self.paths:
+            return "adapter"
         return "folder" if f"{path}/" in self.paths else ""
+
+    def folders(self, path: str) -> list[str]:
+        inside = {each.removeprefix(f"{path}/").partition("/")[0] for each in self.paths if each.startswith(f"{path}/")}
+        return sorted(name for name in inside if f"{path}/{name}/" in self.paths)
 
     def read(self, path: str) -> str:
         if path.endswith("not-utf8"):
@@ -164,10 +170,10 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
 @pytest.mark.parametrize(
     "line",
     [
-        "replicas = 1", "tensor-parallel = 1", "tp = 1", "lora =", "split-mode = none", "sm = auto", "fit = off",
+        "replicas = 1", "tensor-parallel = 1", "tp = 1", "split-mode = none", "sm = auto", "fit = off",
         "cont-batching = on", "cb = 1", "kv-cache-dtype = auto",
         "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
-        "reasoning-format = none", "enable-lora = auto", "stream-interval = 1", "pipeline-parallel = 1",
+        "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
     ],
 )  # fmt: skip
 def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
@@ -177,7 +183,6 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("lora = x=y", "lora is not offered by this version: remove it; merge the adapter into a checkpoint"),
         ("model-draft = x", "model-draft is not offered by this version: remove it"),
         ("md = x", "model-draft is not offered"),
         ("tensor-parallel-degree = 2", "tensor-parallel is not offered by this version: remove it; one device"),
@@ -584,7 +589,8 @@ def test_any_other_key_needs_a_new_worker(line: str) -> None:
 def test_every_key_has_a_field_that_exists() -> None:
     fields = {field.name for field in dataclasses.fields(Preset)}
     assert {key.field for key in keys.KEYS if key.field} <= fields
-    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "origins"}
+    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "origins",
+                          "adapters"}  # fmt: skip
     assert fields == {key.field for key in keys.KEYS if key.field} | read_by_the_loader
 
 

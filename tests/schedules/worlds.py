@@ -71,6 +71,12 @@ class FakeFiles:
     def converted(self) -> dict[str, int]:
         return dict.fromkeys(self.conversions, 128 << 20)
 
+    def adapters(self, preset: Preset) -> list[contract.AdapterSource]:
+        return list(preset.adapters)
+
+    def missing_adapters(self, preset: Preset) -> list[contract.Download]:
+        return []
+
     def weights(self, snapshot: str) -> dict[str, int]:
         return {f"{snapshot}/model.safetensors": 128 << 20}
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from worker.contract import ADAPTER_FILES
 from worker.engine.weights import WeightFile
 from worker.errors import StartError, UnusableAdapter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 _TRAINING = (
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules"
     " exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora layers_to_transform layers_pattern rank_pattern"

@@ -1,0 +1,80 @@
+"""The keys of adapters: what they name, what they cost, what they refuse."""
+
+from typing import Any
+
+import pytest
+
+from router.estimate import Checkpoint, Linears, adapter_bytes
+from router.presets import Preset, args, same_load
+from tests.router.test_presets import Disk, complaint, one, read
+from worker.contract import AdapterSource
+
+FILES = Disk(
+    "/etc/llm/french/", "/etc/llm/french/adapter_config.json",
+    "/etc/llm/models/qwen/adapters/", "/etc/llm/models/qwen/adapters/old/",
+    "/etc/llm/models/qwen/adapters/old/adapter_config.json", "/etc/llm/models/qwen/adapters/notes/",
+)  # fmt: skip
+
+
+def adapters(text: str) -> list[tuple[str, str, float]]:
+    return [(each.name, each.path, each.scale) for each in one(text, disk=FILES).adapters]
+
+
+def test_an_adapter_is_a_folder_or_a_repository_with_a_name_and_perhaps_a_scale() -> None:
+    assert adapters("lora = french, mine=./french, org/german:v2") == [
+        ("french", "/etc/llm/french", 1.0),
+        ("mine", "/etc/llm/french", 1.0),
+        ("german", "hub:org/german:v2", 1.0),
+    ]
+    assert adapters("lora-scaled = french:0.5, org/german:main:2") == [
+        ("french", "/etc/llm/french", 0.5),
+        ("german", "hub:org/german:main", 2.0),
+    ]
+
+
+def test_adapters_in_the_models_own_folder_are_found_and_named_ones_stand_before_them() -> None:
+    found = read("[m]\nmodel = models/qwen", disk=FILES).presets["m"]
+    assert [each.name for each in found.adapters] == ["old"]
+    assert (found.adapters_dir, found.adapter_slots) == ("/etc/llm/models/qwen/adapters", 4)
+    named = read("[m]\nmodel = models/qwen\nlora = old=french", disk=FILES).presets["m"]
+    assert named.adapters == (AdapterSource(name="old", path="/etc/llm/french"),)
+
+
+def test_memory_is_kept_for_adapters_where_there_are_some_or_it_is_asked_for() -> None:
+    assert one("").adapter_slots == 0
+    assert one("enable-lora = on\nmax-loras = 2").adapter_slots == 2
+    assert one("lora = org/german").adapter_slots == 4
+    assert one("lora = org/german\nenable-lora = off").adapter_slots == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("lora = nowhere", "/etc/llm/nowhere is not there"),
+        ("lora = models", "is not there"),
+        ("lora = models/qwen", "has no adapter_config.json"),
+        ("lora = a/b/c=french", "cannot name an adapter"),
+        ("lora = french, french=org/x", "names french twice"),
+        ("lora-scaled = french", "is not folder:scale"),
+        ("lora = french\ndefault-lora = frensh", 'there is no adapter "frensh"; did you mean "french"?'),
+        ("adapters-dir = nowhere", "no folder /etc/llm/nowhere"),
+        ("max-loras = 0", "max-loras"),
+    ],
+)
+def test_what_names_no_adapter_is_refused(body: str, says: str) -> None:
+    assert says in complaint(body, disk=FILES)
+
+
+def test_a_running_worker_goes_on_when_adapters_come_and_go_but_not_when_their_slots_do() -> None:
+    some, more = one("lora = org/a"), one("lora = org/a, org/b\ndefault-lora = a")
+    assert same_load(some, more)
+    assert not same_load(some, one(""))
+    assert not same_load(some, one("lora = org/a\nmax-lora-rank = 8"))
+    assert args(some)[-2:] == ["--lora", "a=hub:org/a:main"]
+
+
+def test_slots_are_part_of_the_static_estimate() -> None:
+    """Of each linear layer inputs and outputs, times slots and rank."""
+    facts = Checkpoint(linears=Linears(count=2, ends=2 * (64 + 128)))
+    preset: Any = Preset(id="m", enable_lora="on", max_loras=3, max_lora_rank=8)
+    assert adapter_bytes(facts, preset, 2) == 3 * 8 * 2 * (64 + 128) * 2
