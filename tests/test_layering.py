@@ -56,7 +56,7 @@ WORKER = [
     "worker.engine.vision",
     "worker.engine.forward  worker.engine.aligned_cache",
     "worker.engine.kept",
-    "worker.engine.graphs",
+    "worker.engine.graphs  worker.engine.flight",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.adapters",
@@ -64,6 +64,7 @@ WORKER = [
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
+    "  worker.engine.readout"
     "  worker.engine.layout  worker.engine.batching  worker.engine.alignment",
     "worker.engine.slots",
     "worker.chat  worker.parts  worker.tools",

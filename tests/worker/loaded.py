@@ -25,11 +25,13 @@ def options(folder: Path, **changes: Any) -> contract.Serve:
     return contract.Serve(snapshot=str(folder), listen="tcp:127.0.0.1:0", **changes)
 
 
-def load(folder: Path, **changes: Any) -> TransformersEngine:
-    return TransformersEngine.load(options(folder, **changes), progress=_ignore, pulse=_ignore)
+def load(folder: Path, *, ahead: bool | None = None, **changes: Any) -> TransformersEngine:
+    return TransformersEngine.load(options(folder, **changes), progress=_ignore, pulse=_ignore, ahead=ahead)
 
 
-def load_with(folder: Path, wrap: Callable[[Runner], Runner], **changes: Any) -> TransformersEngine:
+def load_with(
+    folder: Path, wrap: Callable[[Runner], Runner], *, ahead: bool = False, **changes: Any
+) -> TransformersEngine:
     """An engine whose runner is what `wrap` makes of the real one."""
     asked = options(folder, **changes)
     attention.register()
@@ -41,7 +43,7 @@ def load_with(folder: Path, wrap: Callable[[Runner], Runner], **changes: Any) ->
     runner = wrap(PackedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
     return TransformersEngine(
-        asked, tokenizer, config=config, ctx_size=ctx_size, pulse=_ignore, runner=runner, capacity=blocks
+        asked, tokenizer, config=config, ctx_size=ctx_size, pulse=_ignore, runner=runner, capacity=blocks, ahead=ahead
     )
 
 

@@ -117,9 +117,9 @@ class Counting:
     def forget(self, row: int) -> None:
         self.runner.forget(row)
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         self.tokens += sum(segment.length for segment in batch if not segment.is_decode)
-        return self.runner.run(batch)
+        return self.runner.run(batch, fed)
 
 
 @pytest.fixture(scope="module")

@@ -401,10 +401,10 @@ class Faulty:
         self.forgotten.append(row)
         self.runner.forget(row)
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         self.batches.append(batch)
         broken: Sequence[Segment] = self.fault(batch) or ()
-        logits = self.runner.run(batch)
+        logits = self.runner.run(batch, fed)
         first = 0
         with torch.inference_mode():
             for segment in batch:

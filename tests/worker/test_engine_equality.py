@@ -139,8 +139,8 @@ async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_compute
     """Four at once in blocks for one request, where there are blocks; and the youngest is put back on demand."""
     kind = transformers.AutoConfig.from_pretrained(snapshot)
     room = 128 if backend(kind) == "paged" else 0
-    options = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "prefix_caching": False, "kv_tokens": room}
-    async with serving(load(snapshot, **options)) as engine:
+    options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
+    async with serving(load(snapshot, prefix_caching=False, **options)) as engine:
         work = engine._generating
         assert work is not None
 

@@ -147,9 +147,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         with Largest() as mode:
-            logits = self._runner.run(batch)
+            logits = self._runner.run(batch, fed)
         self.largest.append(mode.bytes)
         return logits
 

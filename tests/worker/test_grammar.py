@@ -230,11 +230,11 @@ async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: 
             self._runner = runner
             self.refused = 0
 
-        def run(self, batch: Batch) -> torch.Tensor:
+        def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
             if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
                 self.refused += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-            return self._runner.run(batch)
+            return self._runner.run(batch, fed)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._runner, name)

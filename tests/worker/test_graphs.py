@@ -70,12 +70,12 @@ class Both:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fixed, name)
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        logits = self.fixed.run(batch).clone()
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.fixed.run(batch, fed).clone()
         shape = self.fixed.shape_of(batch)
         if shape is not None:
             self.seen.add((len(batch), *shape))
-            torch.testing.assert_close(logits, self.dynamic.run(batch), atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, self.dynamic.run(batch, fed), atol=2e-4, rtol=1e-4)
         return logits
 
 
@@ -133,6 +133,44 @@ def test_rows_of_padding_write_only_what_the_first_row_writes(world: tuple[Fixed
         for slot in (old != new).flatten(1).any(1).nonzero()[:, 0].tolist()
     }
     assert written == {next(iter(each.table.slots(5, 6)))[0] for each in batch if each.table is not None}
+
+
+def test_the_numbers_of_a_step_stay_where_the_device_reads_them_while_the_next_is_written(
+    world: tuple[FixedRunner, Pool, Blocks],
+) -> None:
+    """Its copy may still be under way when the step behind it is launched, before it has landed."""
+    fixed, _, blocks = world
+    batch = decodes(blocks, 3)
+    fixed.run(batch)
+    staged = fixed._staged[0].numbers
+    before = staged.clone()
+    ahead = tuple(
+        Segment(each.sequence, each.row, each.end, 1, each.table, ahead=True)
+        for each in batch
+        if blocks.grow(each.row, each.end, each.end + 1)
+    )
+    fixed.run(ahead, torch.tensor([5, 6, 7]))
+    assert torch.equal(staged, before)
+    fixed.run(batch)
+    assert torch.equal(staged, before), "the same numbers again, in the same place"
+    assert fixed._staged[0].numbers is staged
+
+
+def test_rows_ahead_and_their_padding_are_fed_on_the_device(world: tuple[FixedRunner, Pool, Blocks]) -> None:
+    fixed, _, blocks = world
+    batch = decodes(blocks, 3)
+    for each in batch:
+        assert blocks.grow(each.row, each.end, each.end + 1)
+    fed = torch.tensor([50, 60, 70])
+    ahead = tuple(Segment(each.sequence, each.row, each.end, 1, each.table, ahead=True) for each in batch)
+    fixed.run(batch)
+    found = fixed.run(ahead, fed).clone()
+    assert fixed._numbers[:4, 0].tolist() == [50, 60, 70, 50]
+    for each, token in zip(batch, fed.tolist(), strict=True):
+        each.sequence.tokens.append(token)
+        each.sequence.computed = each.end
+    known = tuple(Segment(each.sequence, each.row, each.end, 1, each.table) for each in batch)
+    torch.testing.assert_close(fixed.run(known), found)
 
 
 def test_a_prompt_or_a_larger_batch_is_no_step_of_fixed_shape(world: tuple[FixedRunner, Pool, Blocks]) -> None:

@@ -68,7 +68,7 @@ async def test_prompts_that_begin_alike_say_what_they_say_alone(
     snapshots: dict[str, Path], models: dict[str, Any], family: str, attention_name: str
 ) -> None:
     expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
-    changes = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "attention": attention_name}
+    changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "attention": attention_name}
     async with serving(load(snapshots[family], **changes)) as engine:
         first = await say(engine, PROMPTS[0], max_tokens=NEW)
         assert (first.tokens, cached(first)) == (expected[0], 0)
@@ -88,7 +88,8 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
     """Eight sequences of up to five blocks, in a pool of eight: most are put back, some of them twice."""
     expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
     for caches in (True, False):
-        changes = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX, "prefix_caching": caches}
+        changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
+        changes["prefix_caching"] = caches
         async with serving(load(snapshots[family], **changes)) as engine:
             told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in told] == expected

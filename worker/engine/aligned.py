@@ -20,6 +20,7 @@ from worker.engine.aligned_cache import AlignedCache
 from worker.engine.alignment import Alignment
 from worker.engine.forward import Forward, Seen, first_token
 from worker.engine.kept import read_off
+from worker.engine.memory import upload
 from worker.engine.scheduler import Batch, Segment
 from worker.engine.vision import Tower
 from worker.generation import Pictures
@@ -112,8 +113,8 @@ class AlignedRunner:
         return self._cache.has_states
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> torch.Tensor:
-        """See `runner.Runner`."""
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        """See `runner.Runner`. Raises LookupError if `fed` is to go on with states that are not here any more."""
         found: dict[int, torch.Tensor] = {}  # logits by place in the batch
         together: dict[int, _Part] = {}
         for index, segment in enumerate(batch):
@@ -123,10 +124,12 @@ class AlignedRunner:
             self._admit(part)
             if self._decodes(part):
                 together[index] = part
+            elif fed is not None:
+                raise LookupError(f"the states behind {part.start} tokens are gone")
             else:
                 found[index] = self._alone(part)
         for group in self._groups(together):
-            found |= self._decode(group)
+            found |= self._decode(group, fed)
         wanted = [found[index] for index in sorted(found) if len(found[index])]
         if not wanted:
             return torch.empty(0, self.vocab_size, dtype=torch.float32)
@@ -165,6 +168,9 @@ class AlignedRunner:
     def _part(self, segment: Segment) -> _Part | None:
         """What of `segment` the decoder computes; None: nothing yet, as the encoder will read the prompt as a whole."""
         tokens = segment.sequence.tokens
+        if segment.ahead:  # the token is fed
+            before = segment.sequence.prompt_tokens - 1 if self._forward.crosses else 0
+            return _Part(segment, segment.start - before, [0])
         if not self._forward.crosses:
             return _Part(segment, segment.start, tokens[segment.start : segment.end])
         before = segment.sequence.prompt_tokens - 1  # the prompt's last token stands for the answer's first
@@ -204,8 +210,8 @@ class AlignedRunner:
 
     # Forwards
 
-    def _decode(self, parts: dict[int, _Part]) -> dict[int, torch.Tensor]:
-        """One token of each, in one forward."""
+    def _decode(self, parts: dict[int, _Part], fed: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """One token of each, in one forward; `fed` by place in the batch."""
         plan = self._alignment.together([(part.row, part.start) for part in parts.values()])
         self._cache.carry_out(plan.moves)
         by_row = {part.row: (index, part) for index, part in parts.items()}
@@ -221,6 +227,7 @@ class AlignedRunner:
             kept=1,
             past=plan.time - plan.low,
             crossed=crossed,
+            fed=fed[upload([index for index, _ in order], torch.int64, fed.device)] if fed is not None else None,
         )
         self._done(plan.slots, [part for _, part in order])
         return {index: logits[place, : part.wanted] for place, (index, part) in enumerate(order)}

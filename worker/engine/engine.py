@@ -88,8 +88,11 @@ class TransformersEngine:
         encoder: encoders.Loaded | None = None,
         vision: Eyes | None = None,
         blind: str = TEXT_ONLY,
+        ahead: bool = False,
     ):
         """With a `runner` it generates, with an `encoder` it embeds or scores. Starts the step loop.
+
+        `ahead`: the next step is launched before the newest tokens are known (`Generating`).
 
         With `vision` it takes images; else `blind` says why not.
         `capacity`: what the runner's cache has room for; None: the whole context in each of `parallel` rows.
@@ -123,6 +126,7 @@ class TransformersEngine:
                 linears=linears,
                 grammars=self._grammars,
                 adapters=adapters,
+                ahead=ahead,
             )
         else:
             assert encoder is not None
@@ -155,11 +159,13 @@ class TransformersEngine:
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None] = lambda stage: None,
+        ahead: bool | None = None,
     ) -> "TransformersEngine":
         """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
         warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
         tokenizer, read, build, warmup; some go hand in hand, and end several times). `prepared` for the same options,
-        but for what `contract.Go` changes; None: that is done now. Raises StartError.
+        but for what `contract.Go` changes; None: that is done now. `ahead`: whether a step is launched before the one
+        in front has landed; None: on accelerators. Raises StartError.
         """
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
@@ -167,7 +173,7 @@ class TransformersEngine:
         memory.cap(options.devices, options.reserved)
         if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
             return cls._load_encoder(options, prepared, progress, pulse, over)
-        return cls._load_generator(options, prepared, progress, pulse, over)
+        return cls._load_generator(options, prepared, progress, pulse, over, ahead)
 
     @classmethod
     def _load_generator(
@@ -177,6 +183,7 @@ class TransformersEngine:
         progress: Callable[[contract.Progress], None],
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None],
+        ahead: bool | None,
     ) -> "TransformersEngine":
         config = prepared.config
         attention.register()
@@ -234,6 +241,7 @@ class TransformersEngine:
             adapters=adapters,
             vision=eyes,
             blind=blind,
+            ahead=loaded.device.type != "cpu" if ahead is None else ahead,
         )
 
     @classmethod

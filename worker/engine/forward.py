@@ -71,8 +71,10 @@ class Forward:
         encoded: torch.Tensor | None = None,
         crossed: Sequence[int] = (),
         seen: Seen | None = None,
+        fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits `[rows, kept, vocab]` of the last `kept` of `tokens` `[rows, count]`.
+        """Logits `[rows, kept, vocab]` of the last `kept` of `tokens` `[rows, count]`, or in their place of `fed`
+        `[rows]`, which is on the device already.
 
         Row `r` has `starts[r]` tokens in the cache, the last of the `past` columns that it shows. `encoded` is the
         encoder's output where it is new, `crossed` how many columns of it each row has where it is in the cache.
@@ -95,6 +97,8 @@ class Forward:
             options["token_type_ids"] = seen.kinds
         if seen is not None and seen.embedded is not None:
             options["inputs_embeds"] = seen.embedded
+        elif fed is not None:
+            options[self._tokens] = fed[:, None]
         else:
             options[self._tokens] = self._upload([token for row in tokens for token in row]).view(len(starts), count)
         logits: torch.Tensor = self._model(**options).logits

@@ -1,7 +1,13 @@
 """Generations on the step loop: sequences in, deltas out.
 
-One step is: ask the scheduler, compute, choose, tell. A failure ends the sequence that caused it; all keys and values
-are written at fixed places, so a step can be computed again without whoever failed.
+One step is: ask the scheduler, launch (compute and choose), land, tell. A failure ends the sequence that caused it; all
+keys and values are written at fixed places, so a step can be computed again without whoever failed.
+
+Running ahead, the step behind is launched before one lands, so that a device never waits for the host. It has the
+sequences that go on unless the step in front ends them; what it finds for one that did end is thrown away, and that
+one's place is given back when the step has landed. So a cancel takes effect within two steps, in place of one. Where
+the host has to know a token before the next one can be chosen (a grammar, penalties), where a prompt is to be computed,
+a place to be given or room to be made, one step is landed before the next is launched.
 """
 
 import asyncio
@@ -9,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,12 +24,13 @@ import torch
 from worker.detokenize import Answer, Piece
 from worker.engine import memory
 from worker.engine.adapters import Adapters
+from worker.engine.flight import Attempt, Flight, Part, Result, launch
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.kv_cache import Capacity
 from worker.engine.linears import Linears
 from worker.engine.pace import Pace
 from worker.engine.runner import Runner
-from worker.engine.sampler import Likelihood, Masks, Pick, Sampled, likelihoods, sample, uniform
+from worker.engine.sampler import Likelihood, Sampled
 from worker.engine.scheduler import Batch, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
 from worker.engine.steploop import Outbox, Report
@@ -89,21 +96,6 @@ class Choice:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a step found for one segment."""
-
-    segment: Segment
-    chooses: bool
-    """It completes a sequence that may have a further token."""
-    prompt: tuple[Likelihood, ...] = ()
-    """How likely the tokens of the prompt behind those of the segment were."""
-    sampled: Sampled | None = None
-    """None although it `chooses`: there was no token to choose."""
-    forks: tuple[tuple[Sequence, Sampled | None], ...] = ()
-    """Further choices of the prompt that the segment completes, and the first token of each."""
-
-
 class Generating:
     """The engine's `Work` for text. Methods run on the step loop's thread unless they say otherwise."""
 
@@ -119,7 +111,9 @@ class Generating:
         linears: Linears | None = None,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
+        ahead: bool = False,
     ):
+        """`ahead`: run ahead; worth it where the host need not do the computing itself."""
         self._runner, self._outbox, self._piece, self._grammars = runner, outbox, piece, grammars
         self._capacity, self._chunk, self._pace, self._linears = capacity, chunk, pace, linears
         self._adapters = adapters
@@ -128,6 +122,15 @@ class Generating:
         self._prefill_tokens = self._decode_tokens = 0
         self._live = 0
         self._lock = threading.Lock()
+        self._runs_ahead = ahead
+        self._flight: Flight | None = None
+        """The step that was launched ahead."""
+        self._leaving: list[tuple[Sequence, bool]] = []
+        """Who has ended, but is in that step; and whether what is cached of them is spoiled."""
+        self._landed = 0.0
+        """Monotonic seconds of the last landing."""
+        self.steps_ahead = 0
+        """Launched before the step in front of them had landed, since the start."""
 
     # Of requests
 
@@ -163,6 +166,8 @@ class Generating:
             self._adapters.forget_gone()
 
     def abandon(self, error: RequestError) -> None:
+        self._flight = None
+        self._release(frozenset())
         for choice in list(self._choices.values()):
             self._fail(choice.sequence, error)
 
@@ -193,28 +198,79 @@ class Generating:
         )
 
     def step(self) -> None:
+        """Land one step, and launch the one behind it before if that can be."""
+        flight = self._flight or self._launch(self._next())
+        self._flight = self._launch_ahead(flight) if self._runs_ahead else None
+        self._land(flight)
+
+    def _next(self) -> Batch:
         decoding = self._scheduler.decoding
         budget = self._pace.budget(decoding, self._chunk, self._scheduler.running - decoding)
         batch = self._scheduler.next(budget)
-        begin = time.monotonic()
         self._forget_void()
+        return batch
+
+    def _launch(self, batch: Batch) -> Flight:
+        begin = time.monotonic()
         for segment in batch:
             choice = self._choices[segment.sequence.id]
             choice.started = choice.started or begin
-        results = self._compute(batch)
-        now = time.monotonic()
-        if len(results) == len(batch) and not any(segment.sees for segment in batch):
-            self._pace.learn(batch, now - begin)  # what a tower takes says nothing about tokens
-        for result in results:
-            if result.segment.sequence.id in self._choices:  # a sibling may have failed, and ended all of its request
-                self._advance(result, now)
-        if self._linears is not None and decoding:
-            self._linears.reorder(REORDERING * (now - begin))
+        return Flight(batch, self._compute(batch), begin)
 
-    def _compute(self, batch: Batch) -> list[_Result]:
-        """Results of those segments that could be computed; the sequences of the others have ended or wait again."""
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step behind `flight`, if it can be told already."""
+        batch = self._scheduler.ahead(flight.batch, self._going(flight))
+        if not batch:
+            return None
+        begin = time.monotonic()
         try:
-            return self._attempt(batch)
+            attempt = self._attempt(batch, flight.fed(batch))
+        except Exception as error:
+            if memory.is_sticky(error):
+                raise
+            log.warning("a step could not be run ahead, and is computed in its turn: %s", memory.one_line(error))
+            return None
+        self.steps_ahead += 1
+        return Flight(batch, (attempt,), begin)
+
+    def _going(self, flight: Flight) -> set[int]:
+        """Those who go on behind `flight` unless it ends them, by id; nobody, if one of them has to be waited for."""
+        going: set[int] = set()
+        if len(flight.attempts) != 1:
+            return going
+        for segment in flight.batch:
+            sequence = segment.sequence
+            choice = self._choices.get(sequence.id)
+            if choice is None or sequence.answered + 1 >= sequence.limit:
+                continue
+            if choice.matcher is not None or choice.repeats is not None or self._scheduler.followers(sequence):
+                return set()
+            going.add(sequence.id)
+        return going
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a step, and tell what it found."""
+        results = flight.land()
+        now = time.monotonic()
+        seconds, self._landed = now - max(flight.begun, self._landed), now
+        decodes = any(segment.is_decode for segment in flight.batch)
+        if len(results) == len(flight.batch) and not any(segment.sees for segment in flight.batch):
+            self._pace.learn(flight.batch, seconds)  # what a tower takes says nothing about tokens
+        spoiled = set()
+        for result in results:
+            id = result.segment.sequence.id
+            if id in self._choices:  # it may have ended in the step in front; a sibling's failure ends all of a request
+                self._advance(result, now)
+            elif result.chooses and result.sampled is None:
+                spoiled.add(id)
+        self._release(spoiled)
+        if self._linears is not None and decodes:
+            self._linears.reorder(REORDERING * seconds)
+
+    def _compute(self, batch: Batch) -> list[Attempt]:
+        """Of those segments that could be computed; the sequences of the others have ended or wait again."""
+        try:
+            return [self._attempt(batch)] if batch else []
         except Exception as error:
             if memory.is_sticky(error):
                 raise
@@ -222,7 +278,7 @@ class Generating:
                 return self._with_fewer(batch, error)
             return self._one_by_one(batch)
 
-    def _with_fewer(self, batch: Batch, error: Exception) -> list[_Result]:
+    def _with_fewer(self, batch: Batch, error: Exception) -> list[Attempt]:
         """Memory ran out: once more without the youngest, who waits until somebody has ended."""
         log.warning("out of memory in a step of %d sequences: %s", len(batch), error)
         youngest = max(batch, key=lambda segment: segment.sequence.id).sequence
@@ -236,7 +292,7 @@ class Generating:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
-            return self._attempt(rest) if rest else []
+            return [self._attempt(rest)] if rest else []
         except Exception as again:
             if not memory.is_exhausted(again):
                 raise
@@ -245,57 +301,31 @@ class Generating:
                     self._fail(segment.sequence, SequenceFailed("the device has no memory for a step of this request"))
             return []
 
-    def _one_by_one(self, batch: Batch) -> list[_Result]:
+    def _one_by_one(self, batch: Batch) -> list[Attempt]:
         """Something else failed: find out for whom, by computing each alone."""
-        results: list[_Result] = []
+        attempts: list[Attempt] = []
         for segment in batch:
+            if not self._present([segment]):
+                continue
             try:
-                results.extend(self._attempt(self._present([segment])))
+                attempts.append(self._attempt((segment,)))
+                attempts[-1].wait()
             except Exception as error:
                 if memory.is_sticky(error):
                     raise
                 log.exception("a sequence failed in its step")
                 told = SequenceFailed(f"the model failed on this request: {type(error).__name__}")
                 self._fail(segment.sequence, error if isinstance(error, RequestError) else told)
-        return results
+        return attempts
 
     def _present(self, segments: Iterable[Segment]) -> Batch:
         """Those whose sequences have not ended meanwhile."""
         return tuple(segment for segment in segments if segment.sequence.id in self._choices)
 
-    def _attempt(self, batch: Batch) -> list[_Result]:
+    def _attempt(self, batch: Batch, fed: torch.Tensor | None = None) -> Attempt:
         """Compute and choose. Changes no sequence, so it may be repeated with fewer."""
-        if not batch:
-            return []
-        choosers = [self._choosers(segment) for segment in batch]
-        matchers = [choice.matcher for each in choosers for choice in each if choice.matcher is not None]
-        masking = self._grammars.masks(matchers) if self._grammars and matchers else None  # goes on beside the model
-        logits = self._runner.run(batch)
-        prompts: list[tuple[Likelihood, ...]] = []
-        rows: list[int] = []
-        picks: list[Pick] = []
-        held: list[int] = []
-        end = 0
-        for segment, choices in zip(batch, choosers, strict=True):
-            end += segment.logits
-            asked = segment.sequence.prompt_logprobs
-            prompts.append(_prompt_likelihoods(segment, logits[end - segment.logits : end]) if asked else ())
-            for choice in choices:
-                if choice.matcher is not None:
-                    held.append(len(rows))
-                rows.append(end - 1)
-                picks.append(self._pick(choice))
-        chosen: Iterator[Sampled | None] = iter(())
-        if rows:
-            masks = Masks(held, masking.result()) if masking is not None else None
-            is_whole = rows == list(range(len(logits)))
-            chosen = iter(sample(logits if is_whole else logits[rows], picks, masks))
-        found = []
-        for segment, choices, prompt in zip(batch, choosers, prompts, strict=True):
-            sampled = next(chosen) if choices else None
-            forks = tuple((each.sequence, next(chosen)) for each in choices[1:])
-            found.append(_Result(segment, bool(choices), prompt, sampled, forks))
-        return found
+        parts = [Part(segment, self._choosers(segment)) for segment in batch]
+        return launch(self._runner, self._grammars, parts, fed)
 
     def _choosers(self, segment: Segment) -> list[Choice]:
         """Who takes a token by the last logits of `segment`: its own choice, then those for whom it completes the
@@ -306,18 +336,7 @@ class Generating:
         followers = self._scheduler.followers(sequence) if not sequence.answered else []
         return [self._choices[each.id] for each in (sequence, *followers)]
 
-    def _pick(self, choice: Choice) -> Pick:
-        sequence = choice.sequence
-        if choice.repeats is not None:
-            choice.repeats.update()
-        return Pick(
-            sequence.sampling,
-            uniform=uniform(sequence.seed, sequence.answered) if sequence.sampling.temperature > 0.0 else 0.0,
-            repeats=choice.repeats,
-            forbidden=() if sequence.may_end else tuple(sequence.ends),
-        )
-
-    def _advance(self, result: _Result, now: float) -> None:
+    def _advance(self, result: Result, now: float) -> None:
         """Record what the step found, and tell the reader."""
         segment, sequence = result.segment, result.segment.sequence
         choice = self._choices[sequence.id]
@@ -436,11 +455,28 @@ class Generating:
             self._runner.forget(row)
 
     def _forget(self, choice: Choice, *, is_spoiled: bool = False) -> None:
-        self._scheduler.remove(choice.sequence, is_spoiled=is_spoiled)
-        self._forget_void()
+        """It gives its place back, at once or, if the step ahead has it, with that one's landing."""
+        sequence = choice.sequence
+        if self._flight is not None and self._flight.has(sequence):
+            self._leaving.append((sequence, is_spoiled))
+        else:
+            self._scheduler.remove(sequence, is_spoiled=is_spoiled)
+            self._forget_void()
         choice.stream.choices.remove(choice)
-        self._choices.pop(choice.sequence.id, None)
+        self._choices.pop(sequence.id, None)
         self.release(choice.stream, 1)
+
+    def _release(self, spoiled: Collection[int]) -> None:
+        """A step has landed: who has ended, and is not in the next one, gives its place back. `spoiled`: for whom the
+        step found no numbers, by id."""
+        leaving, self._leaving = self._leaving, []
+        for sequence, is_spoiled in leaving:
+            if self._flight is not None and self._flight.has(sequence):
+                self._leaving.append((sequence, is_spoiled))
+            else:
+                self._scheduler.remove(sequence, is_spoiled=is_spoiled or sequence.id in spoiled)
+        if leaving:
+            self._forget_void()
 
     def _put(self, stream: Stream, item: Delta | RequestError | None) -> None:
         self._outbox.put(stream.loop, partial(stream.items.put_nowait, item))
@@ -452,15 +488,6 @@ class Generating:
             _finite(likelihood.logprob),
             tuple(TokenLogprob(token, self._piece(token), _finite(value)) for token, value in likelihood.top),
         )
-
-
-def _prompt_likelihoods(segment: Segment, logits: torch.Tensor) -> tuple[Likelihood, ...]:
-    """How likely each token of the prompt was that follows one of `segment`'s; `logits` are those of the segment."""
-    sequence = segment.sequence
-    if not sequence.prompt_logprobs or segment.start >= sequence.prompt_tokens - 1:
-        return ()
-    following = sequence.tokens[segment.start + 1 : min(segment.end + 1, sequence.prompt_tokens)]
-    return tuple(likelihoods(logits[: len(following)], following, sequence.sampling.logprobs or 0))
 
 
 def _finite(logprob: float) -> float | None:

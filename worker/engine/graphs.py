@@ -20,7 +20,7 @@ from worker.engine import memory
 from worker.engine.attention import Pool
 from worker.engine.kv_cache import BLOCK_TOKENS, Table, blocks_for
 from worker.engine.runner import PackedRunner
-from worker.engine.scheduler import Batch
+from worker.engine.scheduler import Batch, Segment
 
 GRAPH_BYTES = 4 << 20
 """Of one recorded graph, beside what it computes in. A guess: not measured on any card yet."""
@@ -114,6 +114,33 @@ class FixedLayout:
         return self._masks[window]
 
 
+class _Staging:
+    """The numbers of a step on the host, as the device will have them."""
+
+    def __init__(self, rows: int, width: int, *, pinned: bool):
+        self.numbers = torch.zeros(rows, width, dtype=torch.int64, pin_memory=pinned)
+        self._written: list[tuple[Table, int] | None] = [None] * rows
+        """By row: whose blocks are written there, and how many."""
+
+    def write(self, row: int, segment: Segment, token: int) -> None:
+        table, count = segment.table, blocks_for(segment.end)
+        assert table is not None, "this cache has blocks"
+        ((slot, _),) = table.slots(segment.start, segment.end)
+        before = self._written[row]
+        # of a table that was here before only the last block can have been replaced, by a copy, and some added;
+        # entries beyond the row's own are masked, and may be of any step before: all are blocks of the pool
+        first = min(before[1], count) - 1 if before is not None and before[0] is table else 0
+        self.numbers[row, :_BLOCKS] = torch.tensor((token, segment.start, slot, segment.end))
+        self.numbers[row, _BLOCKS + first : _BLOCKS + count] = torch.tensor(table.blocks[first:count])
+        self._written[row] = table, count
+
+    def pad(self, count: int, rows: int) -> None:
+        """Rows from `count` on repeat the first one."""
+        for row in range(count, rows):
+            self._written[row] = None
+        self.numbers[count:rows] = self.numbers[0]
+
+
 class FixedRunner:
     """A `PackedRunner` whose steps of pure decoding have fixed shapes, and are replayed where they were recorded."""
 
@@ -126,9 +153,9 @@ class FixedRunner:
         self._shapes = shapes(rows, ctx_size, token_bytes)
         width = _BLOCKS + blocks_for(ctx_size)
         self._numbers = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        self._staging = torch.zeros(rows, width, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._written: list[tuple[Table, int] | None] = [None] * rows
-        """By row of the staging buffer: whose blocks are written there, and how many."""
+        self._staged = tuple(_Staging(rows, width, pinned=device.type == "cuda") for _ in range(2))
+        """Two, in turn: the copy of the step in front may still be on its way. That of the one before that is not,
+        because whoever launches a step has read the tokens of the last but one."""
         self._logits = torch.zeros(rows, runner.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], Any] = {}
         self.fixed_steps = 0
@@ -164,13 +191,13 @@ class FixedRunner:
         self._runner.forget(row)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         """See `Runner`. The logits of a step with fixed shapes are the buffer's own: the next step overwrites them."""
         shape = self.shape_of(batch)
         if shape is None:
-            return self._runner.run(batch)
+            return self._runner.run(batch, fed)
         self._runner.tidy(batch)
-        self._fill(batch, shape[0])
+        self._fill(batch, shape[0], fed)
         self.fixed_steps += 1
         if shape in self._graphs:
             self._graphs[shape].replay()
@@ -188,26 +215,18 @@ class FixedRunner:
         fitting = (shape for shape in self._shapes if shape[0] >= rows and shape[1] >= blocks)
         return next(fitting, None)
 
-    def _fill(self, batch: Batch, rows: int) -> None:
-        """Copy the numbers of the step to where the graph reads them. The host does not wait for the device: the step
-        before has been waited for, when its tokens were read."""
-        staging = self._staging
+    def _fill(self, batch: Batch, rows: int, fed: torch.Tensor | None) -> None:
+        """Copy the numbers of the step to where the graph reads them. The host waits for nothing."""
+        self._staged = staging, _ = self._staged[::-1]
         for row, segment in enumerate(batch):
-            table, count = segment.table, blocks_for(segment.end)
-            assert table is not None, "this cache has blocks"
-            ((slot, _),) = table.slots(segment.start, segment.end)
-            here = (segment.sequence.tokens[segment.start], segment.start, slot, segment.end)
-            before = self._written[row]
-            # of a table that was here before only the last block can have been replaced, by a copy, and some added;
-            # entries beyond the row's own are masked, and may be of any step before: all are blocks of the pool
-            first = min(before[1], count) - 1 if before is not None and before[0] is table else 0
-            staging[row, :_BLOCKS] = torch.tensor(here)
-            staging[row, _BLOCKS + first : _BLOCKS + count] = torch.tensor(table.blocks[first:count])
-            self._written[row] = table, count
-        for row in range(len(batch), rows):
-            self._written[row] = None
-        staging[len(batch) : rows] = staging[0]
-        self._numbers[:rows].copy_(staging[:rows], non_blocking=True)  # whole rows: one run of memory, one copy
+            token = segment.sequence.tokens[segment.start] if fed is None else 0
+            staging.write(row, segment, token)
+        staging.pad(len(batch), rows)
+        # whole rows: one run of memory, one copy
+        self._numbers[:rows].copy_(staging.numbers[:rows], non_blocking=True)
+        if fed is not None:
+            self._numbers[: len(batch), _TOKEN] = fed
+            self._numbers[len(batch) : rows, _TOKEN] = fed[0]
 
     def compute(self, rows: int, blocks: int) -> None:
         """The step itself: reads the buffers, writes keys, values and logits; waits for nothing."""

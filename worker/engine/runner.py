@@ -24,10 +24,12 @@ class Runner(Protocol):
     def bytes(self) -> int:
         """Of the cache, allocated and touched at load; nothing of it grows later."""
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[sum of segment.logits, vocab]` in float32, in the order of the segments.
 
-        Running a batch again, or a part of it, gives the same: keys and values are written at fixed places.
+        `fed` `[segments]`, int64, on the device: the tokens of a batch whose segments run ahead, each of one token that
+        its sequence does not have yet; a device is not waited for, then. Running a batch again, or a part of it, gives
+        the same: keys and values are written at fixed places.
         """
 
     def fork(self, source: int, target: int) -> None:
@@ -66,19 +68,20 @@ class PackedRunner:
         """Nothing to do: a token sees its own row only as far as this sequence has written it."""
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         self.tidy(batch)
         tokens: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
         for segment in batch:
-            tokens.extend(segment.sequence.tokens[segment.start : segment.end])
+            if fed is None:
+                tokens.extend(segment.sequence.tokens[segment.start : segment.end])
             positions.extend(range(segment.start, segment.end))
-            wanted.extend(range(len(tokens) - segment.logits, len(tokens)))
+            wanted.extend(range(len(positions) - segment.logits, len(positions)))
         if self.adapters is not None:
             self.adapters.begin([(segment.sequence.adapter, segment.length) for segment in batch])
         return self.forward(
-            self._to_device(tokens),
+            self._to_device(tokens) if fed is None else fed,
             self._to_device(positions),
             self._to_device(wanted),
             Packed.of(batch, self.pool, self.device),

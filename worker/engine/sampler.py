@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker.engine.memory import upload
+from worker.engine.readout import Readout
 from worker.engine.sequence import Repeats
 from worker.generation import Sampling
 
@@ -81,13 +82,36 @@ def has_penalties(sampling: Sampling) -> bool:
     return bool(changes) and sampling.repeat_last_n != 0
 
 
-@torch.inference_mode()
-def sample(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None = None) -> list[Sampled | None]:
-    """The next token of each row of `logits` `[rows, vocab]` (float32; overwritten).
+class Drawn:
+    """The next tokens of some rows, on the device; the host learns of them from the readout that they are part of."""
 
-    None for a row that has no token to choose: NaN or infinite logits, or every token forbidden. One synchronisation
-    with the device.
-    """
+    def __init__(
+        self, tokens: torch.Tensor, picks: Sequence[Pick], asking: Sequence[int], readout: Readout, place: int
+    ):
+        self.tokens = tokens
+        """`[rows]`, int64. Some token of the vocabulary even where there was none to choose."""
+        self._picks, self._asking, self._readout, self._place = picks, asking, readout, place
+
+    def read(self) -> list[Sampled | None]:
+        """What `sample` says, once the readout has been waited for."""
+        picks, asking = self._picks, self._asking
+        chosen, fits = list(map(int, self._readout[self._place])), self._readout[self._place + 1]
+        told: dict[int, list[float]] = {}
+        if asking:
+            said = self._readout[self._place + 2]
+            width = len(said) // len(asking)
+            told = {row: said[place * width : (place + 1) * width] for place, row in enumerate(asking)}
+        return [
+            Sampled(chosen[row], _read(told[row], chosen[row], pick.sampling.logprobs) if row in told else None)
+            if fits[row]
+            else None
+            for row, pick in enumerate(picks)
+        ]
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None, readout: Readout) -> Drawn:
+    """Choose the next token of each row of `logits` `[rows, vocab]` (float32; overwritten). Waits for no device."""
     asking = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
     which = _indices(asking, logits.device)
     raw = torch.log_softmax(logits[which], dim=-1) if asking else None
@@ -100,29 +124,54 @@ def sample(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None = No
     if drawing:
         index = _indices(drawing, logits.device)
         tokens[index] = _draw(logits[index] - best.values[index, None], [picks[row] for row in drawing])
-    parts = [tokens.double(), best.values.isfinite().double()]
+    place = readout.add(tokens.double())
+    readout.add(best.values.isfinite().double())
     if raw is not None:
         top = max(picks[row].sampling.logprobs or 0 for row in asking)
-        parts.append(_likelihoods(raw, tokens[which], top).flatten())
-    numbers = torch.cat(parts).tolist()  # here the host waits
-    rows = len(picks)
-    chosen, fits, said = list(map(int, numbers[:rows])), numbers[rows : 2 * rows], numbers[2 * rows :]
-    width = len(said) // max(len(asking), 1)
-    told = {row: said[place * width : (place + 1) * width] for place, row in enumerate(asking)}
-    return [
-        Sampled(chosen[row], _read(told[row], chosen[row], pick.sampling.logprobs) if row in told else None)
-        if fits[row]
-        else None
-        for row, pick in enumerate(picks)
-    ]
+        readout.add(_likelihoods(raw, tokens[which], top))
+    return Drawn(tokens, picks, asking, readout, place)
+
+
+def sample(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None = None) -> list[Sampled | None]:
+    """The next token of each row of `logits` `[rows, vocab]` (float32; overwritten).
+
+    None for a row that has no token to choose: NaN or infinite logits, or every token forbidden. Waits once.
+    """
+    readout = Readout()
+    drawn = draw(logits, picks, masks, readout)
+    readout.send()
+    readout.wait()
+    return drawn.read()
+
+
+class Told:
+    """How likely some tokens were: part of a readout, as `Drawn` is."""
+
+    def __init__(self, tokens: Sequence[int], top: int, readout: Readout, place: int):
+        self._tokens, self._top, self._readout, self._place = tokens, top, readout, place
+
+    def read(self) -> list[Likelihood]:
+        """One for each token."""
+        said, count = self._readout[self._place], len(self._tokens)
+        width = len(said) // max(count, 1)
+        rows = (said[row * width : (row + 1) * width] for row in range(count))
+        return [_read(row, token, self._top) for row, token in zip(rows, self._tokens, strict=True)]
 
 
 @torch.inference_mode()
-def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Likelihood]:
+def tell(logits: torch.Tensor, tokens: Sequence[int], top: int, readout: Readout) -> Told:
     """How likely each of `tokens` was, given `logits` `[tokens, vocab]`, with `top` alternatives each."""
     raw = torch.log_softmax(logits, dim=-1)
-    rows = _likelihoods(raw, _indices(tokens, logits.device), top).tolist()
-    return [_read(row, token, top) for row, token in zip(rows, tokens, strict=True)]
+    return Told(tokens, top, readout, readout.add(_likelihoods(raw, _indices(tokens, logits.device), top)))
+
+
+def likelihoods(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Likelihood]:
+    """As `tell`. Waits once."""
+    readout = Readout()
+    told = tell(logits, tokens, top, readout)
+    readout.send()
+    readout.wait()
+    return told.read()
 
 
 def _edit(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
@@ -155,7 +204,7 @@ def _mask(logits: torch.Tensor, masks: Masks) -> None:
     bias = penalties(masks.bits, logits.device)[:, : logits.shape[-1]]
     if len(masks.rows) == len(logits):
         logits.add_(bias)
-    elif logits.is_cuda:
+    elif logits.device.type != "cpu":
         logits.index_add_(0, _indices(masks.rows, logits.device), bias)
     else:  # where it is three times as fast
         for row, each in zip(masks.rows, bias, strict=True):
@@ -169,8 +218,9 @@ def penalties(bits: NDArray[np.uint8], device: torch.device) -> torch.Tensor:
     of filling by a mask: 1.4 ms for 16 rows of 151,936 tokens on one core.)
     """
     packed = torch.from_numpy(bits)
-    if device.type != "cpu":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    packed = packed.to(device, non_blocking=True)
     table = _BITS.to(device, non_blocking=True)
     return torch.nn.functional.embedding(packed.int(), table).flatten(1)
 
@@ -228,7 +278,7 @@ def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float
     limited = [count for count in counts if count < vocab]
     width = max(limited, default=1)
     if len(limited) < len(counts):
-        width = vocab if scores.is_cuda else min(vocab, max(_NUCLEUS_TOKENS, width))
+        width = min(vocab, max(_NUCLEUS_TOKENS, width)) if scores.device.type == "cpu" else vocab
     count = _indices(counts, scores.device)[:, None]
     share = _numbers(shares, scores.device)[:, None]
     top = scores.topk(width, dim=-1).values  # [rows, width], falling

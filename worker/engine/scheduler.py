@@ -8,7 +8,7 @@ Law: PURE. Decisions are functions of what is here; time is an argument.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from worker.engine.kv_cache import Capacity, Table
@@ -30,6 +30,8 @@ class Segment:
     length: int
     table: Table | None = None
     """The blocks of the row, where the cache has such; they cover the tokens up to `end`."""
+    ahead: bool = False
+    """Its one token is what the step in front of this one chooses: the sequence does not have it yet."""
 
     @property
     def end(self) -> int:
@@ -38,7 +40,7 @@ class Segment:
     @property
     def completes(self) -> bool:
         """Nothing of the sequence is left to compute after this: its next token can be chosen."""
-        return self.end == len(self.sequence.tokens)
+        return self.ahead or self.end == len(self.sequence.tokens)
 
     @property
     def logits(self) -> int:
@@ -55,7 +57,7 @@ class Segment:
 
     @property
     def is_decode(self) -> bool:
-        return self.sequence.answered > 0 and self.length == 1 and self.completes
+        return self.ahead or (self.sequence.answered > 0 and self.length == 1 and self.completes)
 
 
 Batch = tuple[Segment, ...]
@@ -190,6 +192,26 @@ class Scheduler:
         budget = max(1, min(prompt_budget, self._chunk))
         return (*decodes, *self._prefill(budget))
 
+    def ahead(self, batch: Batch, going: Collection[int]) -> Batch:
+        """The step behind `batch`, while that one still runs: the next token of those sequences, by id, that go `going`
+        on if it does not end them. Nothing changes but that they have room for it.
+
+        Empty if `next` would do something else: if it has a prompt to compute or somebody to let in, or if room would
+        have to be made.
+        """
+        if len(batch) != len(self._running) or not all(segment.completes for segment in batch):
+            return ()
+        if self._could_admit():
+            return ()
+        found = []
+        for segment in sorted(batch, key=lambda each: each.sequence.id):  # the oldest is asked first
+            sequence, row, start = segment.sequence, segment.row, segment.end
+            if sequence.id in going:
+                if not self._capacity.grow(row, start, start + 1):
+                    return ()
+                found.append(Segment(sequence, row, start, 1, self._capacity.table(row), ahead=True))
+        return tuple(sorted(found, key=_place))
+
     def _admit_all(self) -> None:
         """First come, first served; but who waits for its adapter's slot lets those pass who need none, as they may
         run meanwhile. Nobody else with an adapter passes: slots would never fall idle."""
@@ -202,6 +224,14 @@ class Scheduler:
                 del self._waiting[passed]
             else:
                 break
+
+    def _could_admit(self) -> bool:
+        """Whether `next` would let somebody in now."""
+        if len(self._running) < self._allowed:
+            for passed, each in enumerate(self._waiting):
+                if each.adapter is None or (not passed and self._has_slot(each)):
+                    return self._capacity.can_admit(each)
+        return False
 
     def _has_slot(self, sequence: Sequence) -> bool:
         return sequence.adapter is None or self._slots is None or self._slots.can_lend(sequence.adapter.adapter)

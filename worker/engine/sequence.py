@@ -93,10 +93,9 @@ class Sequence:
         """Exactly the newest token of an answer is left to compute."""
         return self.answered > 0 and self.pending == 1
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the next token may be one of `ends`."""
-        return not self.sampling.ignore_eos and self.answered >= self.sampling.min_tokens
+    def may_end(self, answered: int) -> bool:
+        """Whether the token behind so many of the answer may be one of `ends`."""
+        return not self.sampling.ignore_eos and answered >= self.sampling.min_tokens
 
     def append(self, token: int) -> Finish | None:
         """Take the next token of the answer; says why the answer is over, if it is."""

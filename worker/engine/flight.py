@@ -1,0 +1,170 @@
+"""A step between its launch and its landing: what is being computed, and what it will tell.
+
+To launch is to hand a device all that a step takes, sampling and the way back included, without waiting for any of it;
+to land is to wait until the host has the numbers. In between the step behind it may be launched as well: a token that
+this one chooses goes into that one on the device, before the host has seen it (`Flight.fed`).
+
+Law: nothing here changes a sequence, so a launch may be repeated with fewer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker.engine import sequence as sequences
+from worker.engine.grammar import Grammars, Matcher
+from worker.engine.memory import upload
+from worker.engine.readout import Readout
+from worker.engine.runner import Runner
+from worker.engine.sampler import Drawn, Likelihood, Masks, Pick, Sampled, Told, draw, tell, uniform
+from worker.engine.scheduler import Batch, Segment
+
+
+class Chooser(Protocol):
+    """Who takes a token: a sequence, with what its choice depends on beside the logits."""
+
+    @property
+    def sequence(self) -> sequences.Sequence: ...
+
+    @property
+    def repeats(self) -> sequences.Repeats | None: ...
+
+    @property
+    def matcher(self) -> Matcher | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a step found for one segment."""
+
+    segment: Segment
+    chooses: bool
+    """It completes a sequence that may have a further token."""
+    prompt: tuple[Likelihood, ...] = ()
+    """How likely the tokens of the prompt behind those of the segment were."""
+    sampled: Sampled | None = None
+    """None although it `chooses`: there was no token to choose."""
+    forks: tuple[tuple[sequences.Sequence, Sampled | None], ...] = ()
+    """Further choices of the prompt that the segment completes, and the first token of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A segment, and who takes a token by its last logits: its own sequence first, then those that follow it."""
+
+    segment: Segment
+    choosers: Sequence[Chooser]
+
+
+class Attempt:
+    """One forward that was launched."""
+
+    def __init__(self, parts: Sequence[Part], prompts: Sequence[Told | None], drawn: Drawn | None, readout: Readout):
+        self._parts, self._prompts, self._drawn, self._readout = parts, prompts, drawn, readout
+
+    def wait(self) -> None:
+        """Returns once the device has done all of it."""
+        self._readout.wait()
+
+    def land(self) -> list[Result]:
+        """Waits for the device, if it has not done all of it."""
+        self._readout.wait()
+        chosen: Iterator[Sampled | None] = iter(self._drawn.read() if self._drawn is not None else ())
+        found = []
+        for part, told in zip(self._parts, self._prompts, strict=True):
+            sampled = next(chosen) if part.choosers else None
+            forks = tuple((each.sequence, next(chosen)) for each in part.choosers[1:])
+            prompt = tuple(told.read()) if told is not None else ()
+            found.append(Result(part.segment, bool(part.choosers), prompt, sampled, forks))
+        return found
+
+    def fed(self, batch: Batch) -> torch.Tensor:
+        """`[len(batch)]`, int64, on the device: the token that this attempt chooses for each sequence of `batch`, all
+        of which choose here."""
+        assert self._drawn is not None, "nobody chooses"
+        ids = [each.sequence.id for part in self._parts for each in part.choosers]
+        tokens, wanted = self._drawn.tokens, [each.sequence.id for each in batch]
+        if ids == wanted:
+            return tokens
+        row = {id: row for row, id in enumerate(ids)}
+        return tokens[upload([row[id] for id in wanted], torch.int64, tokens.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched: in one attempt, or in several if some of its sequences had to be found out."""
+
+    batch: Batch
+    attempts: Sequence[Attempt]
+    begun: float
+    """Monotonic seconds."""
+
+    def has(self, sequence: sequences.Sequence) -> bool:
+        """Whether the device may still be reading and writing this sequence's place."""
+        return any(segment.sequence is sequence for segment in self.batch)
+
+    def fed(self, batch: Batch) -> torch.Tensor:
+        """See `Attempt.fed`; there was one."""
+        (attempt,) = self.attempts
+        return attempt.fed(batch)
+
+    def land(self) -> list[Result]:
+        """Of those segments that could be launched. Waits for the device."""
+        return [result for attempt in self.attempts for result in attempt.land()]
+
+
+def launch(
+    runner: Runner, grammars: Grammars | None, parts: Sequence[Part], fed: torch.Tensor | None = None
+) -> Attempt:
+    """Compute `parts` and choose; `fed`: the tokens of segments that run ahead, as all of them do then."""
+    matchers = [each.matcher for part in parts for each in part.choosers if each.matcher is not None]
+    masking = grammars.masks(matchers) if grammars and matchers else None  # goes on beside the model
+    batch = tuple(part.segment for part in parts)
+    logits = runner.run(batch) if fed is None else runner.run(batch, fed)
+    readout = Readout()
+    prompts: list[Told | None] = []
+    rows: list[int] = []
+    picks: list[Pick] = []
+    held: list[int] = []
+    end = 0
+    for part in parts:
+        end += part.segment.logits
+        asked = part.segment.sequence.prompt_logprobs
+        mine = logits[end - part.segment.logits : end] if asked else None
+        prompts.append(_prompt_likelihoods(part.segment, mine, readout) if mine is not None else None)
+        for chooser in part.choosers:
+            if chooser.matcher is not None:
+                held.append(len(rows))
+            rows.append(end - 1)
+            picks.append(_pick(chooser, part.segment))
+    drawn = None
+    if rows:
+        masks = Masks(held, masking.result()) if masking is not None else None
+        is_whole = rows == list(range(len(logits)))
+        drawn = draw(logits if is_whole else logits[upload(rows, torch.int64, logits.device)], picks, masks, readout)
+    readout.send()
+    return Attempt(parts, prompts, drawn, readout)
+
+
+def _pick(chooser: Chooser, segment: Segment) -> Pick:
+    sequence = chooser.sequence
+    if chooser.repeats is not None:
+        chooser.repeats.update()
+    answered = sequence.answered + segment.ahead
+    return Pick(
+        sequence.sampling,
+        uniform=uniform(sequence.seed, answered) if sequence.sampling.temperature > 0.0 else 0.0,
+        repeats=chooser.repeats,
+        forbidden=() if sequence.may_end(answered) else tuple(sequence.ends),
+    )
+
+
+def _prompt_likelihoods(segment: Segment, logits: torch.Tensor, readout: Readout) -> Told | None:
+    """How likely each token of the prompt was that follows one of `segment`'s; `logits` are those of the segment."""
+    sequence = segment.sequence
+    if segment.start >= sequence.prompt_tokens - 1:
+        return None
+    following = sequence.tokens[segment.start + 1 : min(segment.end + 1, sequence.prompt_tokens)]
+    return tell(logits[: len(following)], following, sequence.sampling.logprobs or 0, readout)
