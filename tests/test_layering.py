@@ -60,7 +60,8 @@ WORKER = [
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.adapters",
-    "worker.engine.attention  worker.engine.linears  worker.engine.lora_files  worker.engine.pace",
+    "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
+    "  worker.engine.pace",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"

@@ -47,6 +47,7 @@ from worker.engine import (
     loader,
     memory,
     sampler,
+    staging,
     weights,
 )
 from worker.engine.aligned import AlignedRunner
@@ -149,7 +150,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             inherited=inherited,
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
-    host = runtime + CUDA_HOST_BYTES + traced.images + (weights if traced.converts else 0)
+    host = runtime + CUDA_HOST_BYTES + staging.RING_BYTES + traced.images + (weights if traced.converts else 0)
     return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host, inherited=inherited)
 
 

@@ -19,7 +19,7 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import architectures, layout, memory, weights
+from worker.engine import architectures, layout, memory, staging, weights
 from worker.errors import StartError
 
 Report = Callable[[contract.Progress], None]
@@ -302,13 +302,28 @@ def build(options: contract.ModelOptions, config: Any, attention: str | None) ->
 
 def _filled(built: Built, device: torch.device, report: Report, over: Callable[[str], None]) -> Any:
     """The model of `built` on `device`, its weights in memory."""
+    if device.type != "cpu":
+        return sent(built.model, built.files, device, report, over)
     with weights.ReadAhead(built.files) as ahead:
         told = partial(_tell_weights, report, ahead.total)
         told(0)
-        model = built.model.to(device)
         over("build")
         ahead.finish(told)
-    _let_go_of_others(built.files, model)
+    _let_go_of_others(built.files, built.model)
+    over("read")
+    return built.model
+
+
+def sent(
+    model: Any, files: Sequence[weights.WeightFile], device: torch.device, report: Report, over: Callable[[str], None]
+) -> Any:
+    """`model` on `device`, to which its weights go from their files; of those nothing stays mapped."""
+    total = sum(file.size for file in files)
+    told = partial(_tell_weights, report, total)
+    told(0)
+    staging.move(model, files, device, lambda done: told(min(done, total - 1)))
+    told(total)
+    _let_go_of_others(files, model)
     over("read")
     return model
 
@@ -412,6 +427,11 @@ def _stored(
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
+    if device.type != "cpu" and not converts:
+        views = {name: tensor for file in opened for name, tensor in file.tensors()}
+        model = build_around(cls, config, views, dtype, embeds)
+        over("build")
+        return sent(model, opened, device, report, over), dtype, tuple(opened)
     converted = most = 0
     with weights.ReadAhead(opened, converts) as ahead:
 
@@ -430,7 +450,9 @@ def _stored(
         for file in opened:
             tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
         over("read")
-        model = build_around(cls, config, tensors, dtype, embeds).to(device)
+        model = build_around(cls, config, tensors, dtype, embeds)
+        if device.type != "cpu":
+            staging.move(model, opened, device)
         over("build")
         ahead.finish(told)
         over("read")
