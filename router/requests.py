@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
-
 from router.errors import ApiError, Cancelled, RequestNotFound
 from router.events import Event
-from router.proxy import ANSWER, Answer
+from router.proxy import Answer
 
 KEPT = 1000
 """Ended requests that are remembered."""
@@ -28,8 +26,8 @@ class Record:
     key: str
     began: float
     arrived: float
-    request: web.Request | None = None
-    """While it runs."""
+    answer: Answer | None = None
+    """What its client has got so far, while it runs and once it is forwarded."""
     seconds: float | None = None
     """That it took in all."""
     status: int = 499
@@ -44,11 +42,6 @@ class Record:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     token_seconds: float | None = None
-
-    @property
-    def answer(self) -> Answer | None:
-        """What its client has got so far, while it runs and once it is forwarded."""
-        return self.request.get(ANSWER) if self.request is not None else None
 
     def look(self) -> None:
         """Take over how far the answer is."""
@@ -103,7 +96,7 @@ class Requests:
             raise
         finally:
             record.look()
-            record.seconds, record.request = time.monotonic() - record.arrived, None
+            record.seconds, record.answer = time.monotonic() - record.arrived, None
             del self._running[record]
             if len(self._ended) == KEPT and self._by_id.get(self._ended[0].id) is self._ended[0]:
                 del self._by_id[self._ended[0].id]

@@ -38,7 +38,7 @@ ROUTER = [
     "router.answers",
     "router.client",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
-    "  router.watch  router.wire",
+    "  router.listener  router.watch  router.wire",
     "router",
 ]
 WORKER = [

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket as unix_socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -181,11 +182,15 @@ async def world(
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
-    await web.UnixSite(runner, str(socket), backlog=2048).start()
+    listener, sock = app.listener(runner), unix_socket.socket(unix_socket.AF_UNIX)
+    sock.bind(str(socket))
+    listening = await listener.listen(sock, backlog=2048)
     try:
         yield made
     finally:
         await fleet.close(force=True)
+        listening.close()
+        await listener.close(1.0)
         await runner.cleanup()
         server.close()
     assert made.errors == []
