@@ -10,7 +10,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -25,6 +25,8 @@ ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 MOST_HOSTS = 256
 """Host headers that are remembered: clients have few, and who sends many wants to fill memory."""
+UNCOUNTED = nullcontext()
+"""For a request whose key has no limit."""
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
@@ -92,11 +94,14 @@ class Access:
     def may_use(key: Key, model: str) -> bool:
         return not key.models or any(fnmatch.fnmatchcase(model, glob) for glob in key.models)
 
-    @contextmanager
-    def running(self, key: Key, come_back: Callable[[], float] = lambda: 1.0) -> Iterator[None]:
+    def running(self, key: Key, come_back: Callable[[], float] = lambda: 1.0) -> AbstractContextManager[None]:
         """Count one request of `key` for the length of the block. Raises QueueFull over its max-concurrent, with the
         seconds that `come_back` says."""
-        if key.max_concurrent and self._running[key.digest] >= key.max_concurrent:
+        return self._running_one(key, come_back) if key.max_concurrent else UNCOUNTED
+
+    @contextmanager
+    def _running_one(self, key: Key, come_back: Callable[[], float]) -> Iterator[None]:
+        if self._running[key.digest] >= key.max_concurrent:
             raise QueueFull(
                 f"this key already runs {key.max_concurrent} requests at once",
                 reason="key_concurrency",

@@ -33,6 +33,7 @@ from router.errors import (
 from router.faces import admin, fastchat, llama_server, lmi, ollama
 from router.hub import Hub
 from router.listener import KEEP_ALIVE, Asked, Listener
+from router.log import line
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openapi import document
 from router.proxy import Answer, Call, Outlet, Proxy
@@ -260,12 +261,10 @@ class App:
         self, client: str, method: str, path: str, status: int, took: float, endpoint: str, model: str, id: str
     ) -> None:
         """Count a request that is over and log it."""
-        self._metrics.count(model, endpoint, str(status))
+        self._metrics.requests.add(model, endpoint, str(status))
         quiet = self._site.settings.access_log
         if quiet == "all" or (quiet == "errors" and status >= 400):
-            access_log.info(
-                "%s %s %s %d %.3fs model=%s rid=%s", client or "-", method, _clean(path), status, took, model, id
-            )
+            line(access_log, f"{client or '-'} {method} {_clean(path)} {status} {took:.3f}s model={model} rid={id}")
 
     def _guarded(self, route: Route, work: Callable[[web.Request, Key], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -387,16 +386,20 @@ class App:
         )
         headers = {"X-Router-Model": id, **_own_headers(errand.id)}
         record = Record(errand.id, id, route.name, errand.client, key.name, time.time(), arrived)
-        with (
-            self._site.access.running(key, lambda: self._site.fleet.turnover(id)),
-            self._requests.running(record),
-        ):
-            errand.answer = record.answer = answer = self._proxy.answer(errand.outlet, call, headers)
-            await self._proxy.forward(answer)
+        self._requests.began(record)
+        try:
+            with self._site.access.running(key, lambda: self._site.fleet.turnover(id)):
+                errand.answer = record.answer = answer = self._proxy.answer(errand.outlet, call, headers)
+                await self._proxy.forward(answer)
             assert answer.status is not None
             record.status = answer.failed or answer.status
+        except ApiError as error:
+            record.status = error.status
+            raise
+        finally:
+            self._requests.ended(record)
         if answer.first_byte is not None:
-            self._metrics.first_byte(id, answer.first_byte - arrived)
+            self._metrics.ttft.observe(answer.first_byte - arrived, id)
         if answer.overhead is not None:
             self._metrics.overhead.observe(answer.overhead)
         return record.status

@@ -262,11 +262,40 @@ class Answer:
             transport.close()
 
 
+AT_ONCE = "queue;dur=0.0, load;dur=0.0"
+
+
 def server_timing(queue: float, load: float, stages: Mapping[str, float]) -> str:
     """Where the time before the worker went, in seconds here and in milliseconds there (W3C Server Timing, section 3).
     What a load is made of may have begun while the request was still in the queue."""
+    if queue < 0.00005 and load < 0.00005 and not stages:
+        return AT_ONCE
     parts = {"queue": queue, "load": load, **{f"load-{stage}": seconds for stage, seconds in stages.items()}}
     return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
+
+
+class _Limit:
+    """The time that the current task has for a request. As `asyncio.timeout`, and with one timer for many."""
+
+    __slots__ = ("_passed", "_task", "timer")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._passed = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def passes(self) -> None:
+        """It is over: the task is cancelled."""
+        self._passed = True
+        self._task.cancel()
+
+    def end(self) -> bool:
+        """It does not pass any more. Whether it has, and nothing else cancelled the task: to be asked once."""
+        if self.timer is not None:
+            self.timer.cancel()
+        return self._passed and self._task.uncancel() == 0
 
 
 class Proxy:
@@ -275,7 +304,7 @@ class Proxy:
     def __init__(self, fleet: Fleet, pace: Pace):
         self._fleet = fleet
         self._pace = pace
-        self._limits: dict[asyncio.Timeout, float] = {}
+        self._limits: dict[_Limit, float] = {}
         """Those of requests whose time is up in a while, and when that is."""
         self._look: asyncio.TimerHandle | None = None
 
@@ -290,28 +319,32 @@ class Proxy:
         that is told otherwise, gives the lease back and closes the connection to the worker: that cancels its work.
         """
         call = answer.call
-        left = max(0.0, call.arrived + call.timeout - time.monotonic()) if call.timeout else None
-        limit = asyncio.timeout(left if left is not None and left < FAR else None)
-        if left is not None and left >= FAR:
-            self._watch(limit, left)
+        limit = _Limit()
+        if call.timeout:
+            self._watch(limit, max(0.0, call.arrived + call.timeout - time.monotonic()))
+        late = False
         try:
-            async with limit:
+            try:
                 await self._attempts(answer)
+            finally:
+                self._limits.pop(limit, None)
+                late = limit.end()
+        except asyncio.CancelledError:
+            if not late:
+                raise
+            await _fail(answer, RequestTimeout(f"no complete answer within {call.timeout:g} s (request-timeout)"))
         except ClientGone:
             log.info("%s: the client is gone", call.request_id)
             raise asyncio.CancelledError from None
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            await _fail(answer, RequestTimeout(f"no complete answer within {call.timeout:g} s (request-timeout)"))
         except ApiError as error:
             await _fail(answer, error)
-        finally:
-            self._limits.pop(limit, None)
 
-    def _watch(self, limit: asyncio.Timeout, left: float) -> None:
-        """Have `limit` pass in `left` seconds, or up to LOOK later."""
+    def _watch(self, limit: "_Limit", left: float) -> None:
+        """Have `limit` pass in `left` seconds, or where that is far, up to LOOK later."""
         loop = asyncio.get_running_loop()
+        if left < FAR:
+            limit.timer = loop.call_later(left, limit.passes)
+            return
         self._limits[limit] = loop.time() + left
         if self._look is None:
             self._look = loop.call_later(LOOK, self._look_at_limits)
@@ -321,7 +354,7 @@ class Proxy:
         now = loop.time()
         for limit in [limit for limit, when in self._limits.items() if when <= now]:
             del self._limits[limit]
-            limit.reschedule(now)
+            limit.passes()
         self._look = loop.call_later(LOOK, self._look_at_limits) if self._limits else None
 
     async def _attempts(self, answer: Answer) -> None:

@@ -2,12 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from router.errors import ApiError, Cancelled, RequestNotFound
+from router.errors import Cancelled, RequestNotFound
 from router.events import Event
 from router.proxy import Answer
 
@@ -84,27 +83,25 @@ class Requests:
         self._ended: deque[Record] = deque(maxlen=KEPT)
         self._by_id: dict[str, Record] = {}
 
-    @contextmanager
-    def running(self, record: Record) -> Iterator[None]:
-        """Keep `record` among those that run for the length of the block, which sets its status."""
+    def began(self, record: Record) -> None:
+        """Keep it among those that run until it has `ended`."""
         self._running[record] = None
         self._by_id[record.id] = record
-        try:
-            yield
-        except ApiError as error:
-            record.status = error.status
-            raise
-        finally:
-            record.look()
-            record.seconds, record.answer = time.monotonic() - record.arrived, None
-            del self._running[record]
-            if len(self._ended) == KEPT and self._by_id.get(self._ended[0].id) is self._ended[0]:
-                del self._by_id[self._ended[0].id]
-            self._ended.append(record)
+
+    def ended(self, record: Record) -> None:
+        """It runs no longer; its status has been set."""
+        record.look()
+        record.seconds, record.answer = time.monotonic() - record.arrived, None
+        del self._running[record]
+        if len(self._ended) == KEPT and self._by_id.get(self._ended[0].id) is self._ended[0]:
+            del self._by_id[self._ended[0].id]
+        self._ended.append(record)
 
     def hear(self, event: Event) -> None:
         """What a worker says of a request at its end; it may come a little later than that."""
-        record = self._by_id.get(event.data["id"]) if event.kind == "request" else None
+        if event.kind != "request":
+            return
+        record = self._by_id.get(event.data["id"])
         if record is None:
             return
         data = event.data
