@@ -94,6 +94,10 @@ class Reply:
         assert self.response is not None
         await self.response.write(data)
 
+    def put(self, data: bytes) -> bool:
+        """aiohttp writes nothing but in a coroutine."""
+        return False
+
     async def end(self) -> None:
         """There is no more."""
         assert self.response is not None

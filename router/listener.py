@@ -98,6 +98,20 @@ class Asked:
         if data:
             await self._send(self._framed(data))
 
+    def put(self, data: bytes) -> bool:
+        """Some more of the body, if it can be written without waiting; whether it was."""
+        connection = self._connection
+        transport = connection.transport
+        if (
+            transport is None
+            or connection.full is not None
+            or transport.is_closing()
+            or transport.get_write_buffer_size() + len(data) >= ROOM
+        ):
+            return False
+        transport.write(self._framed(data))
+        return True
+
     async def end(self) -> None:
         """There is no more."""
         self.said_all = True

@@ -125,6 +125,9 @@ class Outlet(Protocol):
     async def write(self, data: bytes) -> None:
         """Some more of the body."""
 
+    def put(self, data: bytes) -> bool:
+        """Likewise, if it can be written without waiting; whether it was."""
+
     async def end(self) -> None:
         """There is no more."""
 
@@ -137,10 +140,8 @@ class Answer:
     first_byte: float | None = None
     overhead: float | None = None
     """Seconds from the request's last byte to its being handed on, waits for the worker not counted."""
-    finished = False
-    """The last event of a complete stream has been forwarded."""
-    told = False
-    """The last event was the worker's own error frame."""
+    events_sent = b""
+    """The last of a stream that were forwarded at once."""
     failed: int | None = None
     """The status of what went wrong after the status line had been sent."""
     lease: Lease | None = None
@@ -156,6 +157,16 @@ class Answer:
         self.form = stream(call.route.face)
         self._face = call.route.face
         self._pace = pace
+
+    @property
+    def finished(self) -> bool:
+        """The last event of a complete stream has been forwarded."""
+        return bool(self.events_sent) and self.form.is_whole(self.events_sent)
+
+    @property
+    def told(self) -> bool:
+        """The last event was the worker's own error frame."""
+        return bool(self.events_sent) and self.form.is_error(self.events_sent)
 
     @property
     def committed(self) -> bool:
@@ -204,16 +215,6 @@ class Answer:
             raise ClientGone from None
         except ConnectionError:
             raise ClientGone from None
-
-    async def events(self, events: bytes) -> None:
-        """Forward whole events."""
-        await self.write(events)
-        self.note(events)
-
-    def note(self, events: bytes) -> None:
-        """These were forwarded last."""
-        self.finished = self.finished or self.form.is_whole(events)
-        self.told = self.form.is_error(events)
 
     async def comment(self, text: str) -> None:
         told = silence(self._face, text, has_begun=False, model=self.call.model)
@@ -494,21 +495,42 @@ class Proxy:
         ignored = exchange.headers.get(IGNORED_FIELDS_HEADER.lower(), "")
         if answer.committed and ignored:
             await answer.comment(f"ignored-fields {ignored}")
+        outlet, end, longest = answer.outlet, form.end, LONGEST_TAIL
+
+        def pour(chunk: bytes) -> bool:
+            """What comes while the client keeps up, from one connection straight into the other."""
+            nonlocal tail
+            seen = tail + chunk if tail else chunk
+            at = seen.rfind(end) + len(end)
+            if at < len(end):
+                if len(seen) > longest:
+                    return False
+                tail = seen
+                return True
+            if answer.first_byte is None and form.says(seen):
+                answer.first_byte = time.monotonic()
+            events = seen if at == len(seen) else seen[:at]
+            if not outlet.put(events):
+                return False
+            answer.events_sent, tail = events, seen[at:]
+            return True
+
         while chunk := await exchange.read():
             tail = tail + chunk if tail else chunk
             if answer.first_byte is None and form.says(tail):
                 answer.first_byte = time.monotonic()  # a comment is no answer yet
-            end = tail.rfind(form.end) + len(form.end)
-            if end < len(form.end):
-                if len(tail) > LONGEST_TAIL:
+            at = tail.rfind(end) + len(end)
+            if at < len(end):
+                if len(tail) > longest:
                     raise WorkerCrashed(f"{answer.call.model}: its worker sent an event that does not end")
                 continue
-            events, tail = tail[:end], tail[end:]
+            events, tail = tail[:at], tail[at:]
             if answer.committed:
-                await answer.events(events)
+                await answer.write(events)
             else:
                 await answer.commit(exchange.status, headers, events)
-                answer.note(events)
+            answer.events_sent = events
+            exchange.sink = pour
         if not answer.committed:
             await answer.commit(exchange.status, headers)
         if tail:
