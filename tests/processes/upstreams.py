@@ -18,6 +18,7 @@ from router.events import EventLog
 from router.fleet import Fleet, Limits
 from router.launchers import Listen, Program, WorkerLost, WorkerProcess
 from router.ledger import Bytes, Ledger
+from router.listener import Listener
 from router.metrics import Metrics
 from router.names import Names
 from router.presets import Loaded, Preset
@@ -112,6 +113,8 @@ class World:
         self.launcher = launcher
         self.metrics = metrics
         self.socket = socket
+        self.listener: Listener
+        """All connections of clients, but those that aiohttp has."""
         self.requests: list[Upstream] = []
         """Those that the worker got."""
         self.errors: list[Mapping[str, Any]] = []
@@ -182,7 +185,8 @@ async def world(
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
-    listener, sock = app.listener(runner), unix_socket.socket(unix_socket.AF_UNIX)
+    made.listener = listener = app.listener(runner)
+    sock = unix_socket.socket(unix_socket.AF_UNIX)
     sock.bind(str(socket))
     listening = await listener.listen(sock, backlog=2048)
     try:
