@@ -70,6 +70,11 @@ head, routers and experts (which it keeps in tensors of their own), and what T5 
 _TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 """Architectures that store their linear layers' inputs first."""
 
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
+"""The layer that a tensor belongs to. Those of a tower have such names, too: models with towers are not split."""
+_BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")
+"""What stands behind the layers: the head, the last norm."""
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """Stored one by one; models of today keep a layer's experts in one tensor."""
 
@@ -309,6 +314,8 @@ def _assemble(
             for name, (stored, shape, _) in counted.items()
             if not _NO_PARAMETER.search(name)
         ),
+        by_layer=_by_layer(counted, layers),
+        behind=sum(math.prod(shape) for name, (_, shape, _) in counted.items() if _BEHIND.search(name)),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),
         stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if _EXPERT.search(name)),
@@ -532,6 +539,16 @@ def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:
     return Linears(len(shapes), sum(sizes), rows, blocks, max(sizes, default=0), sum(map(sum, shapes)))
 
 
+def _by_layer(tensors: Mapping[str, _Tensor], layers: int) -> tuple[int, ...]:
+    """Elements of each layer; nothing if their names do not tell."""
+    found: dict[int, int] = {}
+    for name, (_, shape, _) in tensors.items():
+        match = _LAYER.search(name)
+        if match:
+            found[int(match[1])] = found.get(int(match[1]), 0) + math.prod(shape)
+    return tuple(found[layer] for layer in range(layers)) if sorted(found) == list(range(layers)) else ()
+
+
 def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:
     totals: dict[str, Tally] = {}
     for dtype, shape, size in tensors:
@@ -543,11 +560,13 @@ def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:
 def _implied(
     dtype: str, layers: int, hidden: int, queries: int, kv: int, intermediate: int, vocab: int
 ) -> dict[str, _Tensor]:
-    """One tensor of as many elements as a gated decoder of these sizes has, its head not tied; rounds up."""
+    """A tensor for each layer, and one for the rest, of as many elements as a gated decoder of these sizes has, its
+    head not tied; rounds up."""
     layer = hidden * (2 * queries + kv + 3 * intermediate) + 4 * hidden + queries + kv + 2 * intermediate
-    elements = layers * layer + 2 * vocab * hidden + 2 * hidden
     size = {"float32": 4, "float64": 8}.get(dtype, 2)
-    return {"implied": (dtype, (elements,), elements * size)}
+    parts = {f"layers.{index}.implied": layer for index in range(layers)}
+    parts |= {"embed": vocab * hidden, "lm_head.weight": vocab * hidden, "norm": 2 * hidden}
+    return {name: (dtype, (elements,), elements * size) for name, elements in parts.items() if elements}
 
 
 def _template(folder: Path) -> str:

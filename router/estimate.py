@@ -36,10 +36,7 @@ RUNTIME_DEVICE = 512 * MIB
 """Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
 
 RUNTIME_DEVICE_HOST = 1536 * MIB
-"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries. A guess."""
-
-STAGING_BYTES = 256 * MIB
-"""Pinned buffers through which weights go to an accelerator (worker/engine/staging.py)."""
+"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries, pinned buffers. A guess."""
 
 BLOCK_TOKENS = 16
 """Tokens of one block of the pool (worker/engine/kv_cache.py)."""
@@ -237,6 +234,10 @@ class Checkpoint:
     """What will be loaded, by dtype as stored (torch's names); a stored copy of a tied head is not among it."""
     params: int = 0
     """Parameters of the model; packed quantised ones are counted unpacked."""
+    by_layer: tuple[int, ...] = ()
+    """Elements of each layer's tensors; empty: they cannot be told from the rest."""
+    behind: int = 0
+    """Elements of what stands behind the layers: a head that is not the embedding, the last norm."""
     file_bytes: int = 0
     """Of the safetensors files."""
     head_elements: int = 0
@@ -279,6 +280,8 @@ class Estimate:
     """Bytes of each shard's runtime that only the preset asked for (`reserved-memory`)."""
     note: str = ""
     """What a person should know of how the figure came about."""
+    layers: tuple[int, ...] = ()
+    """How many each shard has; empty: there is one shard, which has them all."""
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -296,7 +299,7 @@ class Estimate:
         return self.source not in ("static", "weights")
 
 
-def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False) -> Estimate:
+def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False, layers: tuple[int, ...] = ()) -> Estimate:
     """What `worker estimate` said, with the preset's `reserved-memory` on top; of a worker that will be `forked`
     without what it will share with its nursery, as far as the estimating process was forked and could tell."""
     extra = preset.reserved_memory
@@ -304,7 +307,9 @@ def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False) -> 
     on_shard = 0 if said.host else shared
     runtime = tuple(max(0, each - on_shard) + extra for each in said.runtime)
     host = max(0, said.host - shared)
-    return Estimate(tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, host, "exact", extra)
+    return Estimate(
+        tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, host, "exact", extra, layers=layers
+    )
 
 
 def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
@@ -316,7 +321,14 @@ def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
     context = tuple(map(min, about.context, _minus(shards, weights)))
     compute = tuple(map(min, about.compute, _minus(shards, weights, context)))
     return Estimate(
-        weights, context, compute, _minus(shards, weights, context, compute), host, "learned", about.reserved
+        weights,
+        context,
+        compute,
+        _minus(shards, weights, context, compute),
+        host,
+        "learned",
+        about.reserved,
+        layers=about.layers,
     )
 
 
@@ -349,13 +361,14 @@ def estimate(
     facts: Checkpoint,
     preset: Preset,
     *,
-    shards: int = 1,
+    layers: tuple[int, ...] = (),
     on_host: bool,
     runtime: int | None = None,
     threads: int = 0,
     forked: bool = False,
 ) -> Estimate:
-    """What a worker of `preset` will occupy on `shards` devices, or on main memory (`on_host`, one shard).
+    """What a worker of `preset` will occupy on a device, or on main memory (`on_host`); or on several devices, of which
+    each has so many of its `layers`.
 
     `runtime` is what a process occupies on each shard beside the model, in bytes; None: by the constants above, of one
     that is `forked` from a nursery or of one that is executed. `threads`: the worker's torch threads, where the preset
@@ -368,13 +381,28 @@ def estimate(
         runtime = (RUNTIME_FORKED if forked else RUNTIME_HOST) + libraries if on_host else RUNTIME_DEVICE
     beside = 0 if on_host else RUNTIME_DEVICE_HOST + libraries + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
+    shards = len(layers) or 1
     required = _required(preset, shards=shards, on_host=on_host)
     if required is not None:
         none = (0,) * shards
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
-        return Estimate(required, none, none, (extra,) * shards, host, "preset", extra)
+        return Estimate(required, none, none, (extra,) * shards, host, "preset", extra, layers=layers)
     tokens = effective_ctx(facts, preset)
     weights = weight_bytes(facts, preset, on_host=on_host)
+    if layers:
+        return Estimate(
+            weights=_weights_by_shard(facts, preset, weights, layers),
+            context=tuple(context_bytes(_part(facts, count), preset, tokens, on_host=False) for count in layers),
+            compute=tuple(
+                compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
+                for head in [head_shard(facts, layers)]
+                for shard in range(shards)
+            ),
+            runtime=(runtime + extra,) * shards,
+            host=beside,
+            reserved=extra,
+            layers=layers,
+        )
     source: Source = "static"
     note = ""
     try:
@@ -392,15 +420,67 @@ def estimate(
     else:
         compute = _kept_bytes(facts, preset, compute, context) if on_host else compute
     return Estimate(
-        weights=_split(weights, shards),
-        context=_split(context, shards),
-        compute=(compute,) * shards,
-        runtime=(runtime + extra,) * shards,
+        weights=(weights,),
+        context=(context,),
+        compute=(compute,),
+        runtime=(runtime + extra,),
         host=beside,
         source=source,
         reserved=extra,
         note=note,
     )
+
+
+def head_shard(facts: Checkpoint, layers: tuple[int, ...]) -> int:
+    """Which shard has the head, and so the logits: the last; a head that is the embedding stays there, in the first."""
+    return 0 if facts.tied else len(layers) - 1
+
+
+def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """`total` bytes of weights: of each shard its layers, of the last what is behind them, of the first the rest."""
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
+    first, sizes = 0, []
+    for count in layers:
+        sizes.append(sum(facts.by_layer[first : first + count]) * each)
+        first += count
+    sizes[-1] += facts.behind * each
+    sizes[0] += max(0, total - sum(sizes))
+    return tuple(sizes)
+
+
+def _part(facts: Checkpoint, layers: int) -> Checkpoint:
+    """A model of so many of its layers; of two kinds as many of each as their share is, rounded up: the files do not
+    say which is which."""
+    if facts.hybrid or not facts.state_layers:
+        return replace(facts, layers=layers, state_layers=layers if facts.hybrid else 0)
+    states = -(-facts.state_layers * layers // facts.layers)
+    attending = -(-(facts.layers - facts.state_layers) * layers // facts.layers)
+    return replace(facts, layers=states + attending, state_layers=states)
+
+
+def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
+    """Bytes of weights and context of each layer on an accelerator. Raises EstimateError."""
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=False)]
+    context = context_bytes(facts, preset, effective_ctx(facts, preset), on_host=False)
+    share = -(-context // max(1, len(facts.by_layer)))
+    return tuple(elements * each + share for elements in facts.by_layer)
+
+
+def indivisible(facts: Checkpoint, preset: Preset) -> str:
+    """Why the model cannot lie on several devices; empty: it can."""
+    if embeds(facts, preset):
+        return "it embeds or scores texts"
+    if facts.cross_attention:
+        return "it has an encoder and a decoder"
+    if "vision" in facts.capabilities:
+        return "it sees images"
+    if facts.quantization or on_load(facts, preset):
+        return "its weights are quantised"
+    if preset.adapter_slots:
+        return "requests may name adapters"
+    if not facts.by_layer:
+        return "its files do not tell its layers from the rest"
+    return ""
 
 
 def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked: bool) -> int:
@@ -533,14 +613,13 @@ def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
 
 
 def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
-    """Bytes of main memory that hold weights on their way to an accelerator: buffers, and all weights if they are
-    converted."""
+    """Bytes of main memory that hold weights on their way to an accelerator: all of them if they are converted."""
     dtype = compute_dtype(facts, preset, on_host=False)
     if on_load(facts, preset):
         return facts.file_bytes
     if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):
-        return STAGING_BYTES
-    return STAGING_BYTES + weight_bytes(facts, preset, on_host=False)
+        return 0
+    return weight_bytes(facts, preset, on_host=False)
 
 
 def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
@@ -579,8 +658,11 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
     return blocks * BLOCK_TOKENS * per_token * each + preset.parallel * facts.state_layers * state
 
 
-def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
-    """Bytes of the largest live set of one step, beside weights and pool.
+def compute_bytes(
+    facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool, part: Literal["whole", "layers", "head"] = "whole"
+) -> int:
+    """Bytes of the largest live set of one step, beside weights and pool; on a device that has only some `layers`, or
+    some and the `head`, neither with recorded graphs.
 
     A step holds one chunk of prompts and one token of every other row, packed into one row; what follows is counted
     in its tokens. The multiples are those of transformers' modelling code, read off it and measured on Llama, Qwen3
@@ -619,13 +701,15 @@ def compute_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
         # the features of as many images as there are rows, beside what goes through the tower
         features = rows * facts.picture_tokens * facts.hidden
         layer = max(layer, packed * passing + (facts.tower + features) * each)
+    if part == "layers":
+        return layer
     wanted = PROMPT_LOGITS + rows
     logits = wanted * facts.vocab_size * (4 if each == 4 else each + 4)  # the sampler wants them in float32
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * LIKELIHOOD_BYTES)
     largest = max(layer, packed * passing + logits + sampler)
     if on_host:
         return max(largest, _reordered_bytes(facts, preset, each))
-    if preset.enforce_eager or facts.aligned:
+    if preset.enforce_eager or facts.aligned or part == "head":
         return largest
     step = rows * (passing + max(norm, attention, mlp) + facts.vocab_size * (each + 8))
     return largest + step + _graph_bytes(facts, rows, tokens, each)
@@ -688,11 +772,6 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int
     if on_host:
         return masks + max(preset.threads, 1) * TILE_BYTES
     return masks + repeated  # CUDA's kernels with a mask want it so
-
-
-def _split(total: int, shards: int) -> tuple[int, ...]:
-    """`total` bytes over `shards` devices, rounded up."""
-    return (-(-total // shards),) * shards
 
 
 def _required(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:

@@ -87,8 +87,10 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
         )
         or f"{refusal.needs} devices where there are {refusal.offered}"
     )
+    spread = f", split over {refusal.needs} devices" if refusal.needs > 1 else ""
+    name = worker.preset.id
     return DoesNotFit(
-        f"{worker.preset.id} does not fit even alone: it needs {parts}; lower ctx-size or parallel, or the margin",
+        f"{name} does not fit even alone{spread}: it needs {parts}; lower ctx-size or parallel, or the margin",
         extra={"devices": devices},
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from router import calibration, checkpoint, life, presets, remote
+from router import calibration, checkpoint, life, presets, remote, split
 from router import estimate as estimates
 from router.calibration import Calibration
 from router.catalogue import LocalDisk, find_snapshot
@@ -75,9 +75,10 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """On some device that it may take, with main memory for what stands beside."""
+        """On some device that it may take, or on all that it is split over, with main memory for what stands beside."""
         mains = [room for room in self.rooms if room.is_main]
-        return any(room.fits for room in mains) and all(room.fits for room in self.rooms if not room.is_main)
+        is_held = all if self.estimate.layers else any
+        return is_held(room.fits for room in mains) and all(room.fits for room in self.rooms if not room.is_main)
 
 
 def forecast(
@@ -111,15 +112,29 @@ def forecast(
         folder, files = _files(preset, settings, environ, Path(spare))
         facts = _facts(preset, folder)
         is_here = files == str(folder)
-        found = cost(preset, facts, places, readings, known, nursery=settings.nursery)
-        if exact and found.source in ("static", "weights", "exact"):
-            if not is_here:
-                raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
-            found = _exactly(preset, facts, str(folder), environ, on_host=on_host)
+        if exact and not is_here:
+            raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
+        room = {each.id: _capacity(each, margins.get(each.id, margin), limits.get(each.id)) for each in readings}
+        bounds = split.bounded(preset, life.in_order(preset, readings, places), room)
+        for choice in split.choices(facts, preset, places, life.in_order(preset, readings, places), room):
+            found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
+            if exact and found.source in ("static", "weights", "exact"):
+                found = _exactly(preset, facts, str(folder), environ, on_host=on_host, layers=choice.layers)
+            if split.fits(choice, found.shards, bounds):
+                break
+    needs = dict.fromkeys(choice.devices, found.shards[0])
+    if choice.layers:
+        needs = dict(zip(split.assigned(choice, found.shards, bounds), found.shards, strict=True))
     rooms = tuple(
-        _room(reading, found, margins.get(reading.id, margin), limits.get(reading.id), is_main=reading.id in places)
+        _room(
+            reading,
+            needs.get(reading.id, found.host),
+            min(room[reading.id], bounds.get(reading.id, room[reading.id])),
+            margins.get(reading.id, margin),
+            is_main=reading.id in needs,
+        )
         for reading in readings
-        if reading.id in places or (reading.id.index == HOST and not on_host)
+        if reading.id in needs or (reading.id.index == HOST and not on_host)
     )
     _, plain = estimates.packing(facts, preset, on_host=on_host)
     left = max((room.capacity - room.needs for room in rooms if room.is_main), default=0)
@@ -169,7 +184,7 @@ def find(name: str, loaded: Loaded, model_flags: Mapping[str, str], environ: Map
 def cost(
     preset: Preset,
     facts: Checkpoint,
-    places: frozenset[DeviceId],
+    choice: split.Choice,
     readings: Sequence[Reading],
     known: Calibration | None,
     *,
@@ -180,17 +195,18 @@ def cost(
     With a `nursery` that of a worker that is forked, if it may be; what is known of one that was executed is more, and
     does for it, too.
     """
-    on_host = all(place.index == HOST for place in places)
+    on_host = all(place.index == HOST for place in choice.devices)
     forked = nursery and life.program_of(preset, preset.id).may_fork
     threads = life.threads(preset, on_host=on_host)
-    static = estimates.estimate(facts, preset, shards=1, on_host=on_host, threads=threads, forked=forked)
+    static = estimates.estimate(facts, preset, layers=choice.layers, on_host=on_host, threads=threads, forked=forked)
     if static.sure or known is None:
         return static
     names = {reading.id: reading.name for reading in readings}
-    kinds = ["cpu"] if on_host else [names.get(min(places), "")]
+    kinds = ["cpu"] if on_host else life.kinds_of(choice, names)
     keys = [calibration.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
     found = (known.learned(key) or known.exact(key) for key in keys)
-    return next((each for each in found if each is not None), static)
+    best = next((each for each in found if each is not None and len(each.shards) == choice.shards), static)
+    return replace(best, layers=choice.layers)
 
 
 def _files(preset: Preset, settings: Settings, environ: Mapping[str, str], spare: Path) -> tuple[Path, str]:
@@ -219,9 +235,17 @@ def _facts(preset: Preset, folder: Path) -> Checkpoint:
     return checkpoint.read(folder, override=preset.config_override, needs_weights=needs_weights)
 
 
-def _exactly(preset: Preset, facts: Checkpoint, folder: str, environ: Mapping[str, str], *, on_host: bool) -> Estimate:
+def _exactly(
+    preset: Preset,
+    facts: Checkpoint,
+    folder: str,
+    environ: Mapping[str, str],
+    *,
+    on_host: bool,
+    layers: tuple[int, ...],
+) -> Estimate:
     """What `worker estimate` says, in a process with the environment that a worker gets."""
-    command = life.model_options(contract.Estimate, preset, facts, folder, on_host=on_host)
+    command = life.model_options(contract.Estimate, preset, facts, folder, on_host=on_host, layers=layers)
     argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
     threads = life.threads(preset, on_host=on_host)
     env = environment.environment(
@@ -238,17 +262,19 @@ def _exactly(preset: Preset, facts: Checkpoint, folder: str, environ: Mapping[st
     events = [contract.decode(line) for line in done.stdout.splitlines()]
     said = next((event for event in events if isinstance(event, contract.Estimated)), None)
     if said is not None:
-        return estimates.exact(said, preset)
+        return estimates.exact(said, preset, layers=layers)
     failed = next((event.message for event in events if isinstance(event, contract.Failed)), "")
     last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
     raise ForecastError(f"{preset.id}: no exact estimate (exit {done.returncode}): {failed or last}")
 
 
-def _room(reading: Reading, found: Estimate, margin: int, limit: int | None, *, is_main: bool) -> Room:
+def _capacity(reading: Reading, margin: int, limit: int | None) -> int:
     size = reading.total if limit is None else min(reading.total, limit)
-    capacity = max(0, size - margin)
+    return max(0, size - margin)
+
+
+def _room(reading: Reading, needs: int, capacity: int, margin: int, *, is_main: bool) -> Room:
     free = max(0, min(capacity, reading.total - margin - reading.used))
-    needs = max(found.shards) if is_main else found.host
     return Room(str(reading.id), reading.name, needs, reading.total, capacity, free, is_main)
 
 
@@ -269,7 +295,8 @@ def _beside(
             continue
         try:
             its = life.devices_of(other, readings)
-            cheapest = cost(other, _facts(other, Path(folder)), its, readings, known, nursery=settings.nursery)
+            whole = split.Choice(devices=its)
+            cheapest = cost(other, _facts(other, Path(folder)), whole, readings, known, nursery=settings.nursery)
             needs = max(cheapest.shards)
         except RouterError:
             continue  # it says so when it is asked for itself
@@ -301,6 +328,7 @@ def document(found: Forecast) -> dict[str, Any]:
         "host": estimate.host,
         "total": estimate.total,
         "fits": found.fits,
+        "layers": list(estimate.layers),
         "devices": [
             {
                 "device": room.id,
@@ -353,6 +381,7 @@ def text(found: Forecast) -> str:
     lines.append(f"{'total':9} {_size(estimate.total):>11}   {sources[estimate.source]}")
     if estimate.note:
         lines.append(f"{'note':9} {estimate.note}")
+    lines += _shard_lines(found)
     for room in found.rooms:
         if room.fits:
             now = "and now" if room.needs <= room.free else f"not now: {_size(room.free)} are free"
@@ -365,6 +394,24 @@ def text(found: Forecast) -> str:
     if found.beside:
         lines.append(f"{'beside':9} fits, one of: {', '.join(found.beside)}")
     return "\n".join(lines)
+
+
+def _shard_lines(found: Forecast) -> list[str]:
+    """What lies on each of several devices."""
+    estimate, lines = found.estimate, []
+    names = [room.id for room in found.rooms if room.is_main]
+    if not estimate.layers:
+        return []
+    first = 0
+    for shard, count in enumerate(estimate.layers):
+        parts = (estimate.weights, estimate.context, estimate.compute, estimate.runtime)
+        sizes = " + ".join(_size(part[shard]) for part in parts)
+        lines.append(
+            f"{f'part {shard}':9} {_size(estimate.shards[shard]):>11}   layers {first} to {first + count - 1}: {sizes}"
+        )
+        first += count
+    lines.append(f"{'split':9} {'':>11}   over {len(names)} devices; no CUDA graphs")
+    return lines
 
 
 def _on_load(found: Forecast) -> str:

@@ -21,7 +21,9 @@ from router.values import (
     MemoryByDevice,
     Names,
     Number,
+    Numbers,
     Seconds,
+    Sizes,
     Span,
     Strings,
     Text,
@@ -30,6 +32,8 @@ from worker import contract
 
 DEMOS = ("chat", "embed", "a", "b", "c")
 """What `model = demo:NAME` may name."""
+ALL_DEVICES = 1 << 20
+"""What `max` stands for, where a number of devices is wanted."""
 _FLAG = Flag()
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,191}"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -188,6 +192,17 @@ KEYS: tuple[Key, ...] = (
         also=("dev", "mg", "main-gpu", "load-on-devices", "gpus"), unset="auto", help="where it may run"),
     Key(name="n-gpu-layers", kind=Integer(0, 1 << 20, {"auto": 1 << 20, "all": 1 << 20, "-1": 1 << 20, "-2": 1 << 20}),
         group=PLACEMENT, also=("ngl", "gpu-layers"), help="0: device = cpu; all, auto or 99 and more: all layers"),
+    Key(name="split-mode", kind=Choice(("auto", "none", "layer"), {"row": "tensor"}, {
+        "tensor": "layer puts whole layers on each device"}), field="split_mode", group=PLACEMENT, also=("sm",),
+        help="auto: on one accelerator if it fits there, else its layers on the fewest; layer: on two at least"),
+    Key(name="pipeline-parallel", kind=Integer(1, 64, {"max": ALL_DEVICES}), field="pipeline_parallel",
+        group=PLACEMENT, also=("pipeline-parallel-degree", "num-gpus"), env=("PIPELINE_PARALLEL_DEGREE",),
+        help="accelerators that its layers are split over; max: all"),
+    Key(name="gpu-split", kind=Sizes(), field="gpu_split", group=PLACEMENT,
+        also=("max-gpu-memory", "exllama-gpu-split"), unset="all there is",
+        help="most that it may take of each accelerator, or of the first, the second, ...; 0: none of it"),
+    Key(name="tensor-split", kind=Numbers(), field="tensor_split", group=PLACEMENT, also=("ts",),
+        unset="by their room", help="splits it over so many accelerators, its layers in these proportions"),
     Key(name="replicas", kind=Span(), field="replicas", group=PLACEMENT, also=("num-workers",), live=True,
         help="workers of this model, or least and most; further ones come when each has more to do than parallel, where"
         " memory is free"),
@@ -288,7 +303,6 @@ _ON = "on true yes enabled 1 auto"
 _DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
 _DRAFT = "answers are the same without a draft model"
 _FIT = "choose ctx-size and parallel yourself"
-_ONE = "one device must hold the model"
 
 REFUSED: tuple[Refused, ...] = (
     _refused("hf-file", "it names a GGUF file; use a safetensors repository", "hff"),
@@ -301,12 +315,8 @@ REFUSED: tuple[Refused, ...] = (
     _refused("kv-cache-dtype", "keys and values have the model's dtype", "ctk", "cache-type-k", "ctv", "cache-type-v",
              neutral="auto"),
     _refused("cache-8bit", "keys and values have the model's dtype", neutral=_OFF, flag=True),
-    _refused("split-mode", _ONE, "sm", neutral="auto none"),
-    _refused("gpu-split", _ONE, "max-gpu-memory", "exllama-gpu-split"),
-    _refused("tensor-split", _ONE, "ts"),
-    _refused("tensor-parallel", _ONE, "tp", "tensor-parallel-degree", "num-gpus", neutral="1",
-             env="TENSOR_PARALLEL_DEGREE"),
-    _refused("pipeline-parallel", _ONE, "pipeline-parallel-degree", neutral="1", env="PIPELINE_PARALLEL_DEGREE"),
+    _refused("tensor-parallel", "pipeline-parallel = N puts its layers on N devices", "tp", "tensor-parallel-degree",
+             neutral="1", env="TENSOR_PARALLEL_DEGREE"),
     _refused("cpu-offload", "device = cpu keeps all of it in host memory", "cpu-offload-gb-per-gpu", neutral="0"),
     _refused("min-workers", "write replicas = MIN-MAX", "max-workers", "minWorkers", "maxWorkers", neutral="1"),
     _refused("gpu-balance", "the emptiest device is taken first", neutral=_ON, flag=True),

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from router import calibration
+from router import calibration, split
 from router import estimate as estimates
 from router.backoff import Failure
 from router.calibration import Calibration
@@ -110,6 +110,9 @@ class World(Protocol):
     def over(self, worker: "Worker") -> Failure | None:
         """This life has ended; called before anybody hears of it. What keeps its model from being tried again."""
 
+    def capacities(self) -> Mapping[DeviceId, int]:
+        """Bytes that could ever be had on each device."""
+
     def hopeless(self, worker: "Worker") -> bool:
         """Whether not even an empty machine has room for the weights alone."""
 
@@ -177,6 +180,9 @@ class Worker:
         self.facts: Checkpoint | None = None
         self.costs: Costs | None = None
         self.devices: frozenset[DeviceId] = frozenset()
+        """Those that its preset lets it take."""
+        self.choice = split.Choice()
+        """How it is to lie on them."""
         self.pools: dict[DeviceId, DeviceId] = {}
         """Of devices without memory of their own: whose they use."""
         self.place: tuple[DeviceId, ...] = ()
@@ -280,7 +286,8 @@ class Worker:
             luxury=self.luxury,
             sure=self.costs.sure,
             quiet=contract.ENGINES[self.preset.engine].quiet,
-            devices=self.devices,
+            devices=self.choice.devices,
+            place=self.choice.place,
             load_seconds=self.costs.load_seconds,
         )
         return less(demand, self.standing.held) if self.standing.is_charged else demand
@@ -687,30 +694,48 @@ async def _refine(worker: Worker, world: World, program: Program) -> None:
             raise
         log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(worker.costs.estimate))
         worker.costs = replace(worker.costs, sure=True)
+        _estimate(worker, world, stands=True)
         return
-    estimate = estimates.exact(exact, worker.preset, forked=worker.costs.forked)
-    world.calibration.store_exact(worker.costs.key, estimate)
-    worker.costs = replace(worker.costs, estimate=estimate, sure=True)
+    _keep_exact(worker, world, worker.costs, exact)
     _tell_estimate(worker, world)
 
 
-async def _trace_unknown(worker: Worker, world: World, program: Program) -> None:
-    """Where nothing but the weights is known, ask for the exact figure before anybody plans with a guess."""
-    costs = worker.costs
-    if costs is None or costs.estimate.source != "weights":
-        return
-    worker.costs = None
-    try:
-        exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
-    except WorkerLost as lost:
-        if lost.final:
-            raise
-        log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(costs.estimate))
-        worker.costs = replace(costs, sure=True)
-        return
-    estimate = estimates.exact(exact, worker.preset, forked=costs.forked)
+def _keep_exact(worker: Worker, world: World, costs: Costs, exact: contract.Estimated) -> None:
+    """The exact figure stands from now on; if it says that one device more is needed, a first figure for that."""
+    estimate = estimates.exact(exact, worker.preset, forked=costs.forked, layers=worker.choice.layers)
     world.calibration.store_exact(costs.key, estimate)
     worker.costs = replace(costs, estimate=estimate, sure=True)
+    if not split.fits(worker.choice, estimate.shards, _bounds(worker, world)):
+        _estimate(worker, world)
+
+
+async def _trace_unknown(worker: Worker, world: World, program: Program) -> None:
+    """Where nothing but the weights is known, or a first figure is beyond what the preset allows of single devices, ask
+    for the exact figure before anybody plans with a guess."""
+    while (costs := worker.costs) is not None and not costs.sure and _is_a_guess(worker, world, costs.estimate):
+        worker.costs = None
+        try:
+            exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+        except WorkerLost as lost:
+            if lost.final:
+                raise
+            log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(costs.estimate))
+            _estimate(worker, world, stands=True)
+            return
+        _keep_exact(worker, world, costs, exact)
+
+
+def _is_a_guess(worker: Worker, world: World, estimate: Estimate) -> bool:
+    if estimate.source == "weights":
+        return True
+    is_bound = bool(worker.preset.gpu_split) and not worker.on_host
+    return is_bound and not split.fits(worker.choice, estimate.shards, _bounds(worker, world))
+
+
+def _bounds(worker: Worker, world: World) -> dict[DeviceId, int]:
+    """What it may have of each device that it may use."""
+    order = in_order(worker.preset, world.launcher.readings(), worker.devices)
+    return split.bounded(worker.preset, order, world.capacities())
 
 
 async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> None:
@@ -848,9 +873,6 @@ def _listener(worker: Worker, world: World) -> Listen:
     """Keeps what a worker's events say where fleet and faces look for it."""
 
     def listen(event: contract.Event) -> None:
-        if type(event) is contract.Request:
-            _hear_request(worker, world, event)
-            return
         match event:
             case contract.Progress() if (
                 worker.state is not State.QUEUED
@@ -864,29 +886,27 @@ def _listener(worker: Worker, world: World) -> Listen:
                 worker.pulse = event
                 if worker.state is State.READY:
                     _settle_reservation(worker)
+            case contract.Request():
+                worker.answered = worker.answered or event.outcome == "ok"
+                worker.first_token = worker.first_token or event.ttft
+                worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
+                if event.keep_alive != worker.keep_alive:
+                    worker.keep_alive = event.keep_alive
+                    world.changed()
+                world.events.mention(
+                    "request",
+                    worker.preset.id,
+                    worker=worker.id,
+                    id=event.id,
+                    prompt_tokens=event.prompt_tokens,
+                    cached_tokens=event.cached_tokens,
+                    completion_tokens=event.completion_tokens,
+                    outcome=event.outcome,
+                    ttft=event.ttft,
+                    token_seconds=event.token_seconds,
+                )
 
     return listen
-
-
-def _hear_request(worker: Worker, world: World, event: contract.Request) -> None:
-    worker.answered = worker.answered or event.outcome == "ok"
-    worker.first_token = worker.first_token or event.ttft
-    worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
-    if event.keep_alive != worker.keep_alive:
-        worker.keep_alive = event.keep_alive
-        world.changed()
-    world.events.mention(
-        "request",
-        worker.preset.id,
-        worker=worker.id,
-        id=event.id,
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        completion_tokens=event.completion_tokens,
-        outcome=event.outcome,
-        ttft=event.ttft,
-        token_seconds=event.token_seconds,
-    )
 
 
 def _is_news(worker: Worker, event: contract.Progress, now: float) -> bool:
@@ -933,25 +953,76 @@ def devices_of(preset: Preset, readings: Sequence[Reading]) -> frozenset[DeviceI
     return devices
 
 
-def _estimate(worker: Worker, world: World) -> None:
-    """The best figure that can be had at once: the preset's word, learned, exact from before, or static."""
+def _estimate(worker: Worker, world: World, *, stands: bool = False) -> None:
+    """On how few devices it fits, and the best figure for that which can be had at once: the preset's word, learned,
+    exact from before, or static. `stands`: there will be no better one.
+
+    Where it is not sure that it does not fit, the figure for more devices has to wait for an exact one. Raises
+    EstimateError.
+    """
     preset, facts = worker.preset, worker.facts
     assert facts is not None
-    on_host = all(device.index == HOST for device in worker.devices)
+    order = in_order(preset, world.launcher.readings(), worker.devices)
+    room = world.capacities()
+    bounds = split.bounded(preset, order, room)
+    for choice in split.choices(facts, preset, worker.devices, order, room):
+        worker.choice = choice
+        worker.costs = costs = _cost(worker, world, stands=stands)
+        could = split.fits(choice, split.floor(costs.estimate), bounds)
+        if split.fits(choice, costs.estimate.shards, bounds) or (could and not costs.sure):
+            break
+    assert worker.costs is not None
+    if preset.gpu_split and not worker.on_host:
+        _hold_to(bounds, worker, worker.costs)
+    if not worker.costs.sure and world.hopeless(worker):
+        worker.costs = replace(worker.costs, sure=True)
+
+
+def _hold_to(bounds: Mapping[DeviceId, int], worker: Worker, costs: Costs) -> None:
+    """What the preset allows of single devices binds, though there be room. Raises LoadFailed for what needs more."""
+    choice, shards = worker.choice, costs.estimate.shards
+    if split.fits(choice, shards, bounds):
+        if not choice.layers:
+            worker.choice = replace(choice, devices=frozenset(id for id in choice.devices if bounds[id] >= shards[0]))
+    elif costs.sure or not split.fits(choice, split.floor(costs.estimate), bounds):
+        most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
+        needs = " + ".join(f"{size >> 20} MiB" for size in shards)
+        raise LoadFailed(
+            f"{worker.preset.id}: it needs {needs}, and gpu-split and the devices' sizes let it have {most};"
+            " raise gpu-split or lower ctx-size"
+        )
+
+
+def _cost(worker: Worker, world: World, *, stands: bool) -> Costs:
+    """What the chosen way to place it costs."""
+    preset, facts, on_host = worker.preset, worker.facts, worker.on_host
+    assert facts is not None
     forked = world.launcher.forks(program_of(preset, str(worker)))
     key = _key(worker, world, forked=forked)
     seconds = world.calibration.load_seconds(key) or 0.0
     static = estimates.estimate(
-        facts, preset, shards=1, on_host=on_host, threads=threads(preset, on_host=on_host), forked=forked
+        facts,
+        preset,
+        layers=worker.choice.layers,
+        on_host=on_host,
+        threads=threads(preset, on_host=on_host),
+        forked=forked,
     )
     if static.source == "preset":  # holds for whatever is started
-        worker.costs = Costs(static, True, key, seconds)
-    elif (known := world.calibration.learned(key) or world.calibration.exact(key)) is not None:
-        worker.costs = Costs(known, True, key, seconds, forked)
-    else:
-        worker.costs = Costs(static, static.sure, key, seconds, forked)
-        if not static.sure and world.hopeless(worker):
-            worker.costs = replace(worker.costs, sure=True)
+        return Costs(static, True, key, seconds)
+    known = world.calibration.learned(key) or world.calibration.exact(key)
+    if known is not None and len(known.shards) == worker.choice.shards:
+        return Costs(replace(known, layers=worker.choice.layers), True, key, seconds, forked)
+    return Costs(static, stands or static.sure, key, seconds, forked)
+
+
+def in_order(preset: Preset, readings: Sequence[Reading], devices: frozenset[DeviceId]) -> list[DeviceId]:
+    """The devices as its preset's lists count them: as `device` names them, else as the driver does."""
+    if not preset.device:
+        return sorted(devices)
+    by_name = {str(reading.id): reading.id for reading in readings}
+    by_name |= {reading.uuid: reading.id for reading in readings if reading.uuid}
+    return list(dict.fromkeys(by_name[name] for name in preset.device if name in by_name))
 
 
 def _key(worker: Worker, world: World, *, forked: bool) -> str:
@@ -959,8 +1030,14 @@ def _key(worker: Worker, world: World, *, forked: bool) -> str:
     assert worker.facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
     names = {reading.id: reading.name for reading in world.launcher.readings()}
-    kinds = ["cpu"] if on_host else [names.get(min(worker.devices), "")]
+    kinds = ["cpu"] if on_host else kinds_of(worker.choice, names)
     return calibration.key(worker.facts, worker.preset, kinds, forked=forked)
+
+
+def kinds_of(choice: split.Choice, names: Mapping[DeviceId, str]) -> list[str]:
+    """What kinds of accelerator a figure for such a placement holds for, and how many layers each has."""
+    name = names.get(min(choice.devices), "")
+    return [f"{name}, {count} layers" for count in choice.layers] or [name]
 
 
 def program_of(preset: Preset, worker: str) -> Program:
@@ -1085,16 +1162,34 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     """A command of `kind` (contract.Estimate or contract.Serve) with the model's options."""
     assert worker.facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
-    return model_options(kind, worker.preset, worker.facts, worker.snapshot, on_host=on_host, **fields)
+    return model_options(
+        kind,
+        worker.preset,
+        worker.facts,
+        worker.snapshot,
+        on_host=on_host,
+        layers=worker.choice.layers,
+        **fields,
+    )
 
 
-def model_options(kind: Any, preset: Preset, facts: Checkpoint, snapshot: str, *, on_host: bool, **fields: Any) -> Any:
-    """A command of `kind` for a model that nobody runs yet."""
+def model_options(
+    kind: Any,
+    preset: Preset,
+    facts: Checkpoint,
+    snapshot: str,
+    *,
+    on_host: bool,
+    layers: tuple[int, ...] = (),
+    **fields: Any,
+) -> Any:
+    """A command of `kind` for a model that nobody runs yet; `layers`: of each device, if there are several."""
     return kind(
         snapshot=snapshot,
         tokenizer=preset.tokenizer,
         task=preset.task,
-        devices=("cpu",) if on_host else ("cuda:0",),
+        devices=("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or 1)),
+        layers=tuple(map(str, layers)),
         dtype=preset.dtype,
         quantization=preset.quantization,
         load_format=preset.load_format,

@@ -56,6 +56,8 @@ class Demand:
     """When it joined the queue."""
     devices: frozenset[DeviceId]
     """Those its shards may take: accelerators, or main memory."""
+    place: tuple[DeviceId, ...] = ()
+    """The device of each shard, where that is not to be chosen; empty: any of `devices`."""
     priority: int = 0
     luxury: bool = False
     """Merely nice: starts at once, displaces idle luxuries, or is dropped."""
@@ -435,9 +437,13 @@ class _Walk:
         room: Callable[[DeviceId], int],
         roomy: Iterable[Sequence[DeviceId]] | None = None,
     ) -> Iterator[Place]:
-        """All sets of devices, the largest shard on the roomiest; of those that are `roomy`."""
+        """All sets of devices, the largest shard on the roomiest; or the given one. Of those that are `roomy`."""
         count = len(demand.shards)
         for group, among in zip(groups, groups if roomy is None else roomy, strict=True):
+            if demand.place:
+                if set(demand.place) <= set(among):
+                    yield demand.place
+                continue
             if count == 1:
                 for id in among:
                     yield (id,)

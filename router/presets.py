@@ -104,6 +104,13 @@ class Preset:
     # Placement
     device: tuple[str, ...] = ()
     """`cpu`, `cuda:N` or a UUID; empty: the planner chooses among the accelerators, or the CPU without any."""
+    split_mode: Literal["auto", "none", "layer"] = "auto"
+    pipeline_parallel: int = 1
+    """Accelerators that its layers are split over."""
+    gpu_split: tuple[int, ...] = ()
+    """Bytes that it may take: one figure for each accelerator, or one by one."""
+    tensor_split: tuple[float, ...] = ()
+    """Proportions of its layers, by accelerator."""
     replicas: tuple[int, int] = (1, 1)
     """Workers at once: at least, where memory is free for more than one, and at most."""
     replica_idle: float = 60.0
@@ -577,7 +584,23 @@ class _Loading:
         return {"repo": repo, "revision": revision}
 
     def _place(self, settings: _Layer, fields: dict[str, Any]) -> None:
-        """n-gpu-layers = 0 is device = cpu, unless something stronger says where."""
+        """n-gpu-layers = 0 is device = cpu, unless something stronger says where; and what a split contradicts."""
+        self._on_host(settings, fields)
+        shares = [share for share in fields.get("tensor_split", ()) if share]
+        count = len(shares) or fields.get("pipeline_parallel", 1)
+        if count == 1:
+            return
+        place = settings["tensor-split" if shares else "pipeline-parallel"].place
+        if shares and fields.get("pipeline_parallel", 1) not in (1, keys.ALL_DEVICES, count):
+            self._fail(place, f"tensor-split is for {count} devices, pipeline-parallel for another number; remove one")
+        if shares and fields.get("gpu_split"):
+            self._fail(place, "tensor-split and gpu-split both say what goes where; remove one")
+        if fields.get("split_mode") == "none":
+            self._fail(place, "split-mode = none forbids what this asks for; remove one of the two")
+        if fields.get("device") == ("cpu",):
+            self._fail(place, "wants accelerators, and device is cpu; remove one of the two")
+
+    def _on_host(self, settings: _Layer, fields: dict[str, Any]) -> None:
         layers, device = settings.get("n-gpu-layers"), settings.get("device")
         if layers is None or layers.value:
             return

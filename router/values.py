@@ -262,6 +262,42 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Bytes by position, written in GiB or with a unit: `20`, `16,24`, `20GiB,8000MiB`."""
+
+    hint: str = "GiB, or GiB,GiB by device"
+
+    def read(self, text: str) -> tuple[int, ...]:
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        sizes = tuple(Memory().read(f"{item}GiB" if _DECIMAL.fullmatch(item) else item) for item in items)
+        if items and not any(sizes):
+            raise ValueError("no size above 0 is given")
+        return sizes
+
+    def write(self, value: tuple[int, ...]) -> str:
+        return ",".join(plain(size / (1 << 30)) if size % MIB == 0 else f"{size}B" for size in value)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Proportions, of which two at least are above 0: `3,1`."""
+
+    hint: str = "N,N by device"
+
+    def read(self, text: str) -> tuple[float, ...]:
+        if not text.strip():
+            return ()
+        items = re.split(r"[,/]", text.strip())
+        numbers = tuple(Number(low=0.0).read(item) for item in items)
+        if sum(1 for number in numbers if number) < 2:
+            raise ValueError(f"{shown(text)} names no two shares; for one device, write device = it")
+        return numbers
+
+    def write(self, value: tuple[float, ...]) -> str:
+        return ",".join(map(plain, value))
+
+
+@dataclass(frozen=True)
 class MemoryByDevice:
     """Bytes by device: `9000` for all, or `cuda:0=9000,cpu=1500`; a list without names counts accelerators up."""
 

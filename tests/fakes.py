@@ -148,6 +148,12 @@ class FakeModel:
     prepare_fails: list[WorkerLost] = field(default_factory=list)
     capabilities: tuple[str, ...] = ("chat", "completion")
 
+    def parts(self, count: int) -> tuple[int, ...]:
+        """Bytes on each of so many devices: `shards` if it is they, else all on one, or as much on each."""
+        if count == len(self.shards):
+            return self.shards
+        return (-(-sum(self.shards) // count),) * count
+
     def on(self, place: Bytes, *, forked: bool = False) -> dict[DeviceId, int]:
         """Bytes by device when it runs on `place`."""
         accelerators = [device for device in place if device.index >= 0]
@@ -155,7 +161,7 @@ class FakeModel:
         if not accelerators:
             return {device: sum(self.shards) + self.host - shared for device in place if device.index == HOST}
         node = accelerators[0].node
-        sizes = dict(zip(accelerators, self.shards, strict=True))
+        sizes = dict(zip(accelerators, self.parts(len(accelerators)), strict=True))
         return sizes | ({DeviceId(node, HOST): self.host - shared} if self.host else {})
 
 
@@ -373,12 +379,13 @@ class FakeLauncher:
         await self._take(model.estimate_seconds, f"estimate {program.model}", f"cancelled {program.model}")
         self._fail(program, model.estimate_fails)
         self._note(f"estimated {program.model}")
-        zeros = [0] * len(model.shards)
+        shards = model.parts(len(command.devices))
+        zeros = [0] * len(shards)
         truth = contract.Estimated(
-            weights=[size - model.shared if not model.host else size for size in model.shards],
+            weights=[size - model.shared if not model.host else size for size in shards],
             context=zeros,
             compute=zeros,
-            runtime=[0 if model.host else model.shared for _ in model.shards],
+            runtime=[0 if model.host else model.shared for _ in shards],
             host=model.host,
             inherited=model.shared if self.forks(program) else 0,
         )

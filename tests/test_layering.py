@@ -31,14 +31,14 @@ ROUTER = [
     "router.calibration  router.hubcache  router.launchers  router.launchers.environment"
     "  router.launchers.guard  router.launchers.keeper  router.launchers.oom  router.launchers.vitals",
     "router.standby",
-    "router.planner  router.checkpoint  router.catalogue  router.conversions  router.remote",
+    "router.split  router.planner  router.checkpoint  router.catalogue  router.conversions  router.remote",
     "router.ledger  router.estimate  router.names",
     "router.presets",
     "router.settings  router.keys  router.log",
     "router.answers",
     "router.client",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
-    "  router.listener  router.watch  router.wire",
+    "  router.watch  router.wire",
     "router",
 ]
 WORKER = [
@@ -59,9 +59,9 @@ WORKER = [
     "worker.engine.graphs  worker.engine.flight",
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
+    "worker.engine.split",
     "worker.engine.adapters",
-    "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
-    "  worker.engine.pace",
+    "worker.engine.attention  worker.engine.linears  worker.engine.lora_files  worker.engine.pace",
     "worker.engine.scheduler",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
@@ -82,7 +82,7 @@ BORDER = {"worker.contract", "worker.routes", "worker.bodies"}
 PURE = [
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.ledger", "router.lifecycle",
     "router.answers", "router.backoff", "router.names", "router.openapi", "router.planner", "router.presets",
-    "router.settings", "router.stages", "router.standby", "router.values",
+    "router.settings", "router.split", "router.stages", "router.standby", "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.adapting", "worker.bodies", "worker.constraints", "worker.detokenize", "worker.errors", "worker.families",
     "worker.fields", "worker.generation", "worker.images",

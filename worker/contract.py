@@ -88,6 +88,8 @@ class ModelOptions:
     """auto, generate, embed or rerank."""
     devices: tuple[str, ...] = ("cpu",)
     """By shard, in the worker's own numbering: `cpu`, `cuda:0`. The router hides all other devices."""
+    layers: tuple[str, ...] = ()
+    """How many layers each of several devices has, in their order; none: one device has them all."""
     dtype: str = "auto"
     """auto, float32, float16, bfloat16. auto: the checkpoint's; float16 becomes float32 on the CPU."""
     quantization: str = "auto"

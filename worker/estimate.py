@@ -47,7 +47,7 @@ from worker.engine import (
     loader,
     memory,
     sampler,
-    staging,
+    split,
     weights,
 )
 from worker.engine.aligned import AlignedRunner
@@ -133,6 +133,17 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     device = _device(options)
     runtime = _resident_bytes(_dtype(options, config, _stored(options), device))
     inherited = memory.inheritance.bytes()
+    if options.layers or len(options.devices) > 1:
+        shards, converts = trace_split(options, config)
+        runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
+        return contract.Estimated(
+            weights=[shard.weights for shard in shards],
+            context=[shard.context for shard in shards],
+            compute=[shard.compute + shard.on_device + CUBLAS_WORKSPACE_BYTES for shard in shards],
+            runtime=[memory.CUDA_CONTEXT_BYTES] * len(shards),
+            host=runtime + CUDA_HOST_BYTES + (sum(shard.weights for shard in shards) if converts else 0),
+            inherited=inherited,
+        )
     traced = trace(options, config)
     if traced.generates:
         runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
@@ -150,7 +161,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             inherited=inherited,
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
-    host = runtime + CUDA_HOST_BYTES + staging.RING_BYTES + traced.images + (weights if traced.converts else 0)
+    host = runtime + CUDA_HOST_BYTES + traced.images + (weights if traced.converts else 0)
     return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host, inherited=inherited)
 
 
@@ -216,6 +227,65 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     )
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What lies on one of several devices, and what is computed there, in bytes."""
+
+    weights: int
+    context: int
+    compute: int
+    on_device: int
+    """As in `Traced`."""
+
+
+def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard], bool]:
+    """As `trace`, of a model whose layers are split over devices: each of them, and whether weights are converted.
+
+    A tensor that is not where an operator wants it is an error here as it would be there: fake tensors have devices
+    though there are none. Raises StartError for what cannot be served so.
+    """
+    stored = _stored(options)
+    # of the processor's kind, for the reason in `trace`; there is no second processor, and need be none
+    devices = [torch.device("cpu", index) if index else CPU for index in range(len(options.devices))]
+    parts = loader.split_of(options, config, devices)
+    assert parts is not None, "several devices"
+    dtype = _dtype(options, config, stored, torch.device(options.devices[0]))
+    cls = loader.model_class(options, config, embeds=False)
+    ctx_size = engine.context_size(options, architectures.positions(config))
+    with FakeTensorMode():
+        model = build(cls, config, dtype, embeds=False)
+        # before the parts are placed: transformers' own cache, which is tried on it, makes tensors with a call that
+        # knows no such devices
+        runner, capacity = make_runner(model, config, options, ctx_size, parts=parts)
+        split.place(model, parts)
+        weights = _bytes_by_device(model, dtype)
+        peaks = dict.fromkeys(devices, 0)
+        for step in generation_steps(runner, capacity, options, ctx_size):
+            for device, peak in live_bytes(step).peaks.items():
+                peaks[device] = max(peaks[device], peak)
+        context = [runner.bytes_on(device) for device in devices]
+    repeated = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
+    shards = [
+        Shard(weights[device], pool, peaks[device], repeated) for device, pool in zip(devices, context, strict=True)
+    ]
+    return shards, any(each != dtype for each, _ in stored if each.is_floating_point)
+
+
+def _bytes_by_device(model: Any, dtype: torch.dtype) -> dict[torch.device, int]:
+    """Of all parameters and buffers, each storage once, in the types that they will have in memory."""
+    names = tuple(model._get_dtype_plan(dtype))
+    found: dict[int, tuple[torch.device, int]] = {}
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        size = each.untyped_storage().nbytes()
+        if isinstance(each, torch.nn.Parameter) and any(part in name for part in names):
+            size = each.numel() * torch.float32.itemsize
+        found[_key(each)] = each.device, size
+    sizes: dict[torch.device, int] = {}
+    for device, size in found.values():
+        sizes[device] = sizes.get(device, 0) + size
+    return sizes
+
+
 def _seeing(options: contract.ModelOptions, config: Any) -> Processor | None:
     """What prepares images for a model that takes them."""
     if getattr(config, "vision_config", None) is None:
@@ -224,9 +294,7 @@ def _seeing(options: contract.ModelOptions, config: Any) -> Processor | None:
 
 
 def _device(options: contract.ModelOptions) -> torch.device:
-    """The one device of the model, which need not be here. Raises StartError for several."""
-    if len(options.devices) != 1:
-        loader.device_of(options)  # says why not
+    """The first device of the model, which need not be here."""
     return torch.device(options.devices[0])
 
 
@@ -264,7 +332,12 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
 
 
 def make_runner(
-    model: Any, config: Any, options: contract.ModelOptions, ctx_size: int, tower: Tower | None = None
+    model: Any,
+    config: Any,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    tower: Tower | None = None,
+    parts: split.Split | None = None,
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of the engine, with its cache."""
     attention.register()
@@ -277,7 +350,7 @@ def make_runner(
         model.get_encoder().config._attn_implementation = UNMASKED
     with LiveBytes():  # it knows what to say where the forward that shows the cache's shapes asks for a number
         try:
-            return backends.make_runner(model, config, options, ctx_size, CPU, caches=False, tower=tower)
+            return backends.make_runner(model, config, options, ctx_size, CPU, caches=False, tower=tower, split=parts)
         except backends.Unsupported as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
 
@@ -559,11 +632,16 @@ def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[
 
 def peak_bytes(step: Step) -> int:
     """The most bytes that are alive at once while `step` runs, beside those that were there before."""
+    return live_bytes(step).peak
+
+
+def live_bytes(step: Step) -> "LiveBytes":
+    """What was alive while `step` ran."""
     live = LiveBytes()
     # the end: fake tensors have no numbers to hand out
     with live, suppress(DataDependentOutputException):
         step()
-    return live.peak
+    return live
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -574,9 +652,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[torch.device, int]] = {}
         self.now = 0
         self.peak = 0
+        self.peaks: dict[torch.device, int] = {}
+        """By device."""
+        self._on: dict[torch.device, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -587,7 +668,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _WORST_SHAPES and isinstance(args[0], FakeTensor):
             result = _WORST_SHAPES[func](*args)
             if result is not None:
-                self._count(result.untyped_storage())
+                self._count(result)
                 return result
         if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) != args[0].shape[0] and len(args[1]) == 1:
             return [args[0]]  # of a size that nobody knows: all of it
@@ -604,19 +685,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and _key(leaf) not in given:
-                self._count(leaf.untyped_storage())
+                self._count(leaf)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage, device = tensor.untyped_storage(), tensor.device
         key = storage._cdata
         if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += self._sizes[key]
+            size = storage.nbytes()
+            self._sizes[key] = device, size
+            self.now += size
             self.peak = max(self.peak, self.now)
+            self._on[device] = self._on.get(device, 0) + size
+            self.peaks[device] = max(self.peaks.get(device, 0), self._on[device])
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        device, size = self._sizes.pop(key)
+        self.now -= size
+        self._on[device] -= size
 
 
 def _worst(dtype: torch.dtype) -> bool | int | float:

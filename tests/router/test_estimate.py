@@ -24,7 +24,6 @@ from router.estimate import (
     RUNTIME_FORKED,
     RUNTIME_HOST,
     SAFETY_FACTOR,
-    STAGING_BYTES,
     TILE_BYTES,
     TOKENIZER_BYTES,
     Checkpoint,
@@ -49,13 +48,14 @@ QWEN3_4B = Checkpoint(
     model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,
     intermediate=9728, vocab_size=151936, max_positions=40960, windows=(0,) * 36, tied=True, dtype="bfloat16",
     tensors={"bfloat16": Tally(4_022_468_096, 8_044_936_192)}, params=4_022_468_096, file_bytes=8_044_982_080,
+    by_layer=(100_930_816,) * 36, behind=2560,
     largest=777_912_320, capabilities=("chat", "completion"),
 )  # fmt: skip
 """Its config has head_dim 128, where hidden / heads is 80."""
 
 GRAMMARS = GRAMMAR_BYTES + 151936 * GRAMMAR_ENTRY_BYTES
 TOKENIZER = 151936 * TOKENIZER_BYTES
-BESIDE = RUNTIME_DEVICE_HOST + TOKENIZER + GRAMMARS + STAGING_BYTES
+BESIDE = RUNTIME_DEVICE_HOST + TOKENIZER + GRAMMARS
 
 
 def preset(**changes: Any) -> Preset:
@@ -217,10 +217,16 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     assert one.host == 0
     assert (one.source, one.sure) == ("static", False)
     assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
-    two = estimate(QWEN3_4B, preset(), shards=2, on_host=False, runtime=7 * MIB)
+    two = estimate(QWEN3_4B, preset(), layers=(16, 20), on_host=False, runtime=7 * MIB)
     assert two.runtime == (7 * MIB, 7 * MIB)
     assert sum(two.weights) == 8_044_936_192
-    assert len(two.shards) == 2
+    assert two.weights[1] == (20 * 100_930_816 + 2560) * 2, "the embeddings, and so the head, are on the first"
+    assert two.context == tuple(each * 4 * 4096 * 2 * 8 * 128 * 2 for each in (16, 20))
+    short = preset(prefill_chunk=16, ctx_size=256)
+    tied, own = (estimate(replace(QWEN3_4B, tied=way), short, layers=(16, 20), on_host=False) for way in (True, False))
+    assert tied.compute[0] > tied.compute[1], "logits are where the head is"
+    assert own.compute == tied.compute[::-1]
+    assert (two.layers, len(two.shards)) == ((16, 20), 2)
 
 
 def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_engine_need() -> None:
@@ -336,7 +342,7 @@ def test_required_memory_replaces_the_estimate(
     required: dict[str, int], device: tuple[str, ...], shards: int, on_host: bool, expected: tuple[int, ...], host: int
 ) -> None:
     said = preset(required_memory=required, device=device)
-    found = estimate(QWEN3_4B, said, shards=shards, on_host=on_host)
+    found = estimate(QWEN3_4B, said, layers=(18, 18) if shards == 2 else (), on_host=on_host)
     assert (found.shards, found.host, found.source, found.sure) == (expected, host, "preset", True)
 
 
@@ -352,8 +358,8 @@ def test_required_memory_of_another_device_says_nothing_here() -> None:
 def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
     more = preset(reserved_memory=1000)
     plain, added = (
-        estimate(QWEN3_4B, preset(), shards=2, on_host=False),
-        estimate(QWEN3_4B, more, shards=2, on_host=False),
+        estimate(QWEN3_4B, preset(), layers=(18, 18), on_host=False),
+        estimate(QWEN3_4B, more, layers=(18, 18), on_host=False),
     )
     assert [b - a for a, b in zip(plain.shards, added.shards, strict=True)] == [1000, 1000]
     required = preset(reserved_memory=1000, required_memory={"": 900})
@@ -509,11 +515,15 @@ def test_whoever_generates_may_be_asked_to_follow_a_grammar() -> None:
 
 
 @settings(deadline=None)
-@given(facts=checkpoints, said=presets, shards=st.integers(1, 8))
-def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, shards: int) -> None:
-    whole, split = estimate(facts, said, on_host=False), estimate(facts, said, shards=shards, on_host=False)
-    for one, parts in ((whole.weights, split.weights), (whole.context, split.context)):
-        assert one[0] <= sum(parts) < one[0] + shards
+@given(facts=checkpoints, said=presets, counts=st.lists(st.integers(1, 8), min_size=2, max_size=5))
+def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[int]) -> None:
+    layers = sum(counts)
+    facts = replace(facts, layers=layers, state_layers=min(facts.state_layers, layers), by_layer=(1000,) * layers)
+    whole, split = estimate(facts, said, on_host=False), estimate(facts, said, layers=tuple(counts), on_host=False)
+    assert whole.weights[0] <= sum(split.weights) <= max(whole.weights[0], layers * 1000 * 8)
+    assert whole.context[0] <= sum(split.context)
+    assert all(min(each) >= 0 for each in (split.weights, split.context, split.compute))
+    assert max(split.compute) <= whole.compute[0], "no recorded graphs"
 
 
 @settings(deadline=None)

@@ -98,6 +98,16 @@ def test_the_largest_shard_takes_the_roomiest_device(shards: tuple[int, ...]) ->
     assert [totals[id] for id in plan.start[1].place] == list(shards)
 
 
+def test_a_place_that_is_given_is_taken_or_waited_for() -> None:
+    given = replace(demand(9, 20, 60, on=GPU[:3]), place=(GPU[2], GPU[0]))
+    assert places(decide([given], [], dict.fromkeys(GPU[:3], 100))) == {9: (GPU[2], GPU[0])}
+    there = resident(1, {GPU[0]: 70})
+    plan = decide([given], [there], dict.fromkeys(GPU[:3], 100))
+    assert (plan.start, evicted(plan)) == ({}, [1]), "though the second device is empty"
+    plan = decide([given], [], {GPU[0]: 50, GPU[1]: 100, GPU[2]: 100})
+    assert list(plan.refuse[9].devices) == [GPU[0]], "the other would do"
+
+
 def test_on_many_devices_a_split_takes_an_aligned_run() -> None:
     busy = [resident(id, {GPU[id]: 90}, busy=True) for id in (0, 3, 4, 7, 9, 10, 12, 15)]
     plan = decide([demand(99, 20, 20, on=GPU)], busy, dict.fromkeys(GPU, 100))

@@ -185,9 +185,12 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
     [
         ("model-draft = x", "model-draft is not offered by this version: remove it"),
         ("md = x", "model-draft is not offered"),
-        ("tensor-parallel-degree = 2", "tensor-parallel is not offered by this version: remove it; one device"),
+        (
+            "tensor-parallel-degree = 2",
+            "tensor-parallel is not offered by this version: remove it; pipeline-parallel = N puts",
+        ),
         ("min-workers = 2", "min-workers is not offered by this version: remove it; write replicas = MIN-MAX"),
-        ("split-mode = row", "split-mode is not offered"),
+        ("split-mode = row", "split-mode: tensor is not offered by this version: layer puts whole layers"),
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
         ("rope-scaling = yarn", "config-override"),
         ("yarn-orig-ctx = 4096", "config-override"),
@@ -637,3 +640,49 @@ def test_companions_are_models_that_there_are() -> None:
     body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\ncompanions = "
     assert read(body + "a, one").presets["b"].companions == ("a", "one")
     assert 'companions names "aa", and there is no such model' in complaints(body + "a, aa")[0]
+
+
+# Several devices
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("split-mode = layer", "split_mode", "layer"),
+        ("sm = none", "split_mode", "none"),
+        ("pipeline-parallel = 3", "pipeline_parallel", 3),
+        ("pipeline-parallel-degree = max", "pipeline_parallel", keys.ALL_DEVICES),
+        ("num-gpus = 2", "pipeline_parallel", 2),
+        ("gpu-split = 16,24.5", "gpu_split", (16 << 30, 49 << 29)),
+        ("max-gpu-memory = 20GiB", "gpu_split", (20 << 30,)),
+        ("exllama-gpu-split = 0, 8000MiB", "gpu_split", (0, 8000 << 20)),
+        ("tensor-split = 3,1", "tensor_split", (3.0, 1.0)),
+        ("ts = 1/0/2.5", "tensor_split", (1.0, 0.0, 2.5)),
+    ],
+)
+def test_a_split_is_said_in_the_words_of_many_servers(line: str, field: str, value: object) -> None:
+    preset = one(line)
+    assert getattr(preset, field) == value
+    key = next(key for key in keys.KEYS if key.field == field)
+    assert key.kind.read(key.kind.write(value)) == value
+    assert not same_load(preset, one("")), "it takes effect with a fresh worker"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("tensor-split = 1", 'tensor-split: "1" names no two shares; for one device, write device = it'),
+        ("tensor-split = 0,1", "names no two shares"),
+        ("tensor-split = 1,-1", "is not a number of 0 or more"),
+        ("gpu-split = 0", "gpu-split: no size above 0 is given"),
+        ("gpu-split = x", 'gpu-split: "x" is not a size'),
+        ("pipeline-parallel = 0", 'pipeline-parallel: "0" is not a whole number between 1 and 64'),
+        ("tensor-split = 1,1\ngpu-split = 8,8", "tensor-split and gpu-split both say what goes where; remove one"),
+        ("tensor-split = 1,1\npipeline-parallel = 3", "tensor-split is for 2 devices, pipeline-parallel for another"),
+        ("pipeline-parallel = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
+        ("tensor-split = 1,1\ndevice = cpu", "wants accelerators, and device is cpu"),
+        ("pipeline-parallel = 2\nngl = 0", "wants accelerators, and device is cpu"),
+    ],
+)
+def test_a_split_that_contradicts_itself_is_refused(lines: str, message: str) -> None:
+    assert message in complaint(lines)

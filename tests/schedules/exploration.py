@@ -53,6 +53,11 @@ class Exploration:
         self.beside = pick.choice([0, GIB // 8]) if len(self.totals) > 1 else 0
         sizes = {name: pick.randint(1, 14) * GIB // 2 for name in names}
         stated = {name: {"": size} | ({"cpu": self.beside} if self.beside else {}) for name, size in sizes.items()}
+        parted = self.parted(names) if seed % 4 == 2 and not self.calm else {}
+        for name, parts in parted.items():
+            stated[name] = {f"cuda:{index}": size for index, size in enumerate(parts)} | {"cpu": self.beside}
+            if not self.beside:
+                del stated[name]["cpu"]
         limits = Limits(
             models_max=pick.choice([0, 0, 1, 2, 3]),
             patience=pick.choice([0.0, 2.0, 10.0]),
@@ -63,10 +68,13 @@ class Exploration:
             limits = replace(limits, drain_timeout=pick.choice([0.0, 5.0, 30.0]))
             limits = replace(limits, evict_timeout=-1.0 if self.calm else pick.choice([-1.0, -1.0, 0.0, 4.0]))
         launcher = FakeLauncher(self.totals, {name: self.model(size) for name, size in sizes.items()}, pools=pools)
+        for name, parts in parted.items():
+            launcher.models[name].shards = parts
         launcher.reading_lag = 0.0 if self.calm else pick.choice([0.0, 0.2, 1.0])
         self.world = Schedule(
             sizes, margin=MARGIN, limits=limits, launcher=launcher,
-            keys={name: {"required_memory": stated[name]} | self.keys(limits) for name in names},
+            keys={name: {"required_memory": stated[name], "pipeline_parallel": 2 if name in parted else 1}
+                  | self.keys(limits) for name in names},
             missing=() if self.calm else tuple(name for name in names if pick.random() < 0.3),
         )  # fmt: skip
         self.events = self.world.events
@@ -81,6 +89,17 @@ class Exploration:
         """Of all waits in a calm world, as a share of what it might have been."""
         self._looking = False
         self._broken: list[str] = []
+
+    def parted(self, names: list[str]) -> dict[str, tuple[int, int]]:
+        """Some models of a world with two accelerators lie on both, seldom as much on one as on the other."""
+        if GPU1 not in self.totals:
+            return {}
+        pick = random.Random(self.random.getstate()[1][0])
+        return {
+            name: (pick.randint(1, 12) * GIB // 2, pick.randint(1, 12) * GIB // 2)
+            for name in names
+            if pick.random() < 0.5
+        }
 
     def model(self, size: int) -> FakeModel:
         pick, wild = self.random, not self.calm

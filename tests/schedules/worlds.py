@@ -29,6 +29,7 @@ LLAMA = Checkpoint(
     max_positions=1024,
     dtype="bfloat16",
     tensors={"bfloat16": Tally(64 << 20, 128 << 20)},
+    by_layer=(16 << 20,) * 4,
     capabilities=("chat", "completion"),
 )
 

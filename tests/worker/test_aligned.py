@@ -143,12 +143,12 @@ def test_logits_of_a_whole_prompt_are_those_of_one_forward(family: str, tmp_path
 @pytest.mark.parametrize("family", ["gemma2", "jamba", "t5"])
 def test_nothing_grows_and_the_bytes_are_those_that_were_promised(family: str, tmp_path: Path) -> None:
     _, runner = made(family, tmp_path)
-    buffers = [*runner._cache._all(), runner._cache._scratch]
+    buffers = [*runner._cache._all(), *runner._cache._scratch.values()]
     places = [each.data_ptr() for each in buffers]
     assert runner.bytes == sum(each.untyped_storage().nbytes() for each in buffers)
     said(runner, 0, sequence(0, prompt(30)), 20)
     said(runner, 1, sequence(1, prompt(60)), 3)
-    assert [each.data_ptr() for each in (*runner._cache._all(), runner._cache._scratch)] == places
+    assert [each.data_ptr() for each in (*runner._cache._all(), *runner._cache._scratch.values())] == places
 
 
 def test_soft_caps_are_not_left_out(tmp_path: Path) -> None:

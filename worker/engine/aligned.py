@@ -56,9 +56,18 @@ class AlignedRunner:
     """Runs a model of transformers by its own forward. Raises Unsupported for one whose cache is not transformers'."""
 
     def __init__(
-        self, model: Any, *, rows: int, ctx_size: int, chunk: int, device: torch.device, tower: Tower | None = None
+        self,
+        model: Any,
+        *,
+        rows: int,
+        ctx_size: int,
+        chunk: int,
+        device: torch.device,
+        tower: Tower | None = None,
+        homes: Sequence[torch.device] | None = None,
     ):
-        """`chunk`: prompt tokens of one step at most; `tower`: of a model that takes images."""
+        """`chunk`: prompt tokens of one step at most; `tower`: of a model that takes images; `homes`: the device of
+        each layer, if that is not `device` for all."""
         self._forward = Forward(model, device)
         self._chunk = chunk
         self.rows = rows
@@ -73,7 +82,7 @@ class AlignedRunner:
         """By row: columns that hold something, or will after this step."""
         shapes = read_off(model.config, self._probe)
         self._forward.masks_past = any(shape.keys is not None for shape in shapes)
-        self._cache = AlignedCache(shapes, slots=rows, width=ctx_size, device=device)
+        self._cache = AlignedCache(shapes, slots=rows, width=ctx_size, devices=homes or [device] * len(shapes))
         self.continues = True
         """Whether states can be carried on by several tokens at once; `trial` finds out. Where the model's code cannot
         (it begins anew, as Mamba's does), a prompt's first chunk is computed as a whole and every token behind it by
@@ -93,6 +102,10 @@ class AlignedRunner:
     @property
     def bytes(self) -> int:
         return self._cache.bytes
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Those of one device."""
+        return self._cache.bytes_on(device)
 
     @property
     def mixes(self) -> bool:

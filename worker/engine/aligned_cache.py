@@ -134,28 +134,38 @@ class AlignedCache:
     A step is: carry out the moves, `prepare` the states, `show` a view, run the forward, and say what is now `done`.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], *, slots: int, width: int, device: torch.device):
+    def __init__(self, shapes: Sequence[LayerShape], *, slots: int, width: int, devices: Sequence[torch.device]):
+        """`devices`: of each layer, in the order of `shapes`."""
         self._view = View()
         self._timed: list[torch.Tensor] = []
         self._across: list[torch.Tensor] = []
         self._states: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stateful: list[tuple[LinearAttentionLayer, dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
-        self._slots, self._width, self._device = slots, width, device
+        self._slots, self._width = slots, width
         self._now = [0] * slots
         """By slot: tokens that its states have taken in."""
         self._before = [0] * slots
         """The same of the states as they were before the newest step."""
         self._crossed = [0] * slots
-        own = Cache(layers=[self._layer(shape) for shape in shapes])
-        self._cross = [self._cross_layer(shape.crossed) for shape in shapes if shape.crossed is not None]
+        own = Cache(layers=[self._layer(*each) for each in zip(shapes, devices, strict=True)])
+        self._cross = [
+            self._cross_layer(shape.crossed, device)
+            for shape, device in zip(shapes, devices, strict=True)
+            if shape.crossed is not None
+        ]
         self.cache: Cache = EncoderDecoderCache(own, Cache(layers=[*self._cross])) if self._cross else own
-        largest = max((each[0].nbytes for each in self._all()), default=0)
-        self._scratch = claim(largest, dtype=torch.uint8, device=device)
-        """Room for one row of one buffer: what moves within a slot may overlap itself."""
+        largest = dict.fromkeys(devices, 0)
+        for each in self._all():
+            largest[each.device] = max(largest[each.device], each[0].nbytes)
+        self._scratch = {device: claim(size, dtype=torch.uint8, device=device) for device, size in largest.items()}
+        """On each device, room for one row of one buffer: what moves within a slot may overlap itself."""
 
     @property
     def bytes(self) -> int:
-        return sum(each.nbytes for each in self._all()) + self._scratch.nbytes
+        return sum(each.nbytes for each in (*self._all(), *self._scratch.values()))
+
+    def bytes_on(self, device: torch.device) -> int:
+        return sum(each.nbytes for each in (*self._all(), *self._scratch.values()) if each.device == device)
 
     @property
     def has_states(self) -> bool:
@@ -164,19 +174,21 @@ class AlignedCache:
     def _all(self) -> list[torch.Tensor]:
         return [*self._timed, *self._across, *(each for pair in self._states for each in pair)]
 
-    def _empty(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
-        return claim(self._slots, *size, dtype=dtype, device=self._device)
+    def _empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return claim(self._slots, *size, dtype=dtype, device=device)
 
-    def _pair(self, shapes: tuple[Shape, Shape]) -> list[torch.Tensor]:
-        return [self._empty(each.size[0], self._width, each.size[1], dtype=each.dtype) for each in shapes]
+    def _pair(self, shapes: tuple[Shape, Shape], device: torch.device) -> list[torch.Tensor]:
+        return [
+            self._empty(each.size[0], self._width, each.size[1], dtype=each.dtype, device=device) for each in shapes
+        ]
 
-    def _state(self, shape: Shape) -> torch.Tensor:
-        now, before = (self._empty(*shape.size, dtype=shape.dtype) for _ in range(2))
+    def _state(self, shape: Shape, device: torch.device) -> torch.Tensor:
+        now, before = (self._empty(*shape.size, dtype=shape.dtype, device=device) for _ in range(2))
         self._states.append((now, before))
         return now
 
-    def _layer(self, shape: LayerShape) -> Any:
-        pair = self._pair(shape.keys) if shape.keys is not None else []
+    def _layer(self, shape: LayerShape, device: torch.device) -> Any:
+        pair = self._pair(shape.keys, device) if shape.keys is not None else []
         self._timed.extend(pair)
         if not shape.has_states:
             nothing: Any = DummyLayer
@@ -187,19 +199,19 @@ class AlignedCache:
             if pair
             else LinearAttentionLayer(number_of_states=count)
         )
-        convolutions = {index: self._state(each) for index, each in shape.convolutions.items()}
-        recurrences = {index: self._state(each) for index, each in shape.recurrences.items()}
+        convolutions = {index: self._state(each, device) for index, each in shape.convolutions.items()}
+        recurrences = {index: self._state(each, device) for index, each in shape.recurrences.items()}
         for index, buffer in convolutions.items():
             layer.conv_kernel_size[index] = buffer.shape[-1]
             layer.is_conv_states_initialized[index] = True
         for index in recurrences:
             layer.is_recurrent_states_initialized[index] = True
-        layer.device = self._device
+        layer.device = device
         self._stateful.append((layer, convolutions, recurrences))
         return layer
 
-    def _cross_layer(self, shapes: tuple[Shape, Shape]) -> _Crossed:
-        pair = self._pair(shapes)
+    def _cross_layer(self, shapes: tuple[Shape, Shape], device: torch.device) -> _Crossed:
+        pair = self._pair(shapes, device)
         self._across.extend(pair)
         return _Crossed(self._view, *pair)
 
@@ -329,5 +341,5 @@ class AlignedCache:
     def _kept(self, source: torch.Tensor) -> torch.Tensor:
         """A copy in the scratch buffer, good until the next."""
         size = source.numel() * source.element_size()
-        kept = self._scratch[:size].view(source.dtype).view(source.shape)
+        kept = self._scratch[source.device][:size].view(source.dtype).view(source.shape)
         return kept.copy_(source)

@@ -72,6 +72,9 @@ class Pool:
     def bytes(self) -> int:
         return self._store.nbytes
 
+    def bytes_on(self, device: torch.device) -> int:
+        return self._store.nbytes if self._store.device == device else 0
+
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token in one layer."""
@@ -106,6 +109,10 @@ class Pool:
         blocks = self._by_block()
         source, target = (upload([pair[side] for pair in pairs], torch.int64, self._store.device) for side in (0, 1))
         blocks.index_copy_(2, target, blocks.index_select(2, source))
+
+    def lay_out(self, batch: Batch) -> "Packed":
+        """The layout of a step."""
+        return Packed.of(batch, self, self._store.device)
 
     def erase(self, blocks: Sequence[int]) -> None:
         """Zeros in every layer."""

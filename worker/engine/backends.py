@@ -11,6 +11,7 @@ from worker.engine.aligned import AlignedRunner
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.engine.runner import PackedRunner
+from worker.engine.split import Pools, Split, tail_of
 from worker.engine.vision import Tower
 from worker.errors import StartError, UnsupportedByModel
 
@@ -46,11 +47,13 @@ def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) 
     return Blocks(options.parallel, pool_blocks(options.parallel, ctx_size, options.kv_tokens), caches=caches)
 
 
-def make_pool(config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device) -> attention.Pool:
-    """Memory for `blocks` of a model's keys and values."""
+def make_pool(
+    config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device, *, layers: int | None = None
+) -> attention.Pool:
+    """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all."""
     shape = architectures.CacheShape.of(config)
     return attention.Pool(
-        layers=shape.layers,
+        layers=shape.layers if layers is None else layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         rows=blocks.rows,
@@ -69,20 +72,33 @@ def make_runner(
     *,
     caches: bool,
     tower: Tower | None = None,
+    split: Split | None = None,
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of this architecture, its cache allocated, and what that has room for.
 
     `caches`: prefixes are kept for whoever begins alike, where there are blocks to keep. An aligned cache has rows in
     place of blocks: as many as `kv_tokens` has room for, and keeps no prefixes. `tower`: of a model that takes images,
-    which are all aligned. Raises StartError if a request would not fit, Unsupported if
-    the model's cache is not one that we know.
+    which are all aligned. `split`: of a model on several devices. Raises StartError if a request would not fit,
+    Unsupported if the model's cache is not one that we know.
     """
     blocks = make_blocks(options, ctx_size, caches=caches)
     if architectures.backend(config) == "paged":
-        return PackedRunner(model, make_pool(config, blocks, model.dtype, device), blocks, device), blocks
+        if split is None:
+            return PackedRunner(model, make_pool(config, blocks, model.dtype, device), blocks, device), blocks
+        each = zip(split.devices, split.layers, strict=True)
+        pools = Pools([make_pool(config, blocks, model.dtype, at, layers=count) for at, count in each], split)
+        return PackedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
-    runner = AlignedRunner(model, rows=rows, ctx_size=ctx_size, chunk=chunk, device=device, tower=tower)
+    runner = AlignedRunner(
+        model,
+        rows=rows,
+        ctx_size=ctx_size,
+        chunk=chunk,
+        device=device,
+        tower=tower,
+        homes=split.by_layer if split is not None else None,
+    )
     return runner, Rows(rows, ctx_size)
 
 

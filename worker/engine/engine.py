@@ -169,7 +169,7 @@ class TransformersEngine:
         """
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
-        loader.device_of(options)
+        loader.devices_of(options)
         memory.cap(options.devices, options.reserved)
         if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
             return cls._load_encoder(options, prepared, progress, pulse, over)
@@ -195,7 +195,14 @@ class TransformersEngine:
         try:
             tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
             backend, capacity = backends.make_runner(
-                loaded.model, config, options, ctx_size, loaded.device, caches=options.prefix_caching, tower=tower
+                loaded.model,
+                config,
+                options,
+                ctx_size,
+                loaded.device,
+                caches=options.prefix_caching,
+                tower=tower,
+                split=loaded.split,
             )
             pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
@@ -205,14 +212,24 @@ class TransformersEngine:
             if adapters is not None:
                 for name, wrong in adapters.update(_adapters(options), options.default_adapter).items():
                     log.warning("adapter %s cannot be used: %s", name, wrong)
-            linears = None if options.enforce_eager else Linears(loaded.model, let_go=loaded.let_go)
+            linears = (
+                None
+                if options.enforce_eager or loaded.split is not None
+                else Linears(loaded.model, let_go=loaded.let_go)
+            )
             runner: Runner = backend
             over("build")
             # On the CPU no kernel is chosen and no buffer grows: the first request would only compute the same again.
             progress(contract.Progress(stage="warmup", total=chunk))
             if loaded.device.type != "cpu":
                 warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
-            if isinstance(backend, PackedRunner) and loaded.device.type == "cuda" and not options.enforce_eager:
+            records = loaded.device.type == "cuda" and not options.enforce_eager
+            if loaded.split is not None:
+                log.info(
+                    "%s layers on %s: steps are not recorded as CUDA graphs",
+                    *map(",".join, (options.layers, options.devices)),
+                )
+            elif isinstance(backend, PackedRunner) and records:
                 runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
         except (NotImplementedError, backends.Unsupported) as error:
             raise StartError(
@@ -220,6 +237,11 @@ class TransformersEngine:
                 " another engine may do it"
             ) from error
         except Exception as error:
+            if loaded.split is not None and "on the same device" in str(error):
+                raise StartError(
+                    f"architecture {config.model_type!r} cannot be split over devices: its code uses tensors of several"
+                    f" at once ({memory.one_line(error)}); give it one device"
+                ) from error
             if not memory.is_exhausted(error):
                 raise
             what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"

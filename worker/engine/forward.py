@@ -98,7 +98,7 @@ class Forward:
         if seen is not None and seen.embedded is not None:
             options["inputs_embeds"] = seen.embedded
         elif fed is not None:
-            options[self._tokens] = fed[:, None]
+            options[self._tokens] = fed.to(self._device)[:, None]
         else:
             options[self._tokens] = self._upload([token for row in tokens for token in row]).view(len(starts), count)
         logits: torch.Tensor = self._model(**options).logits

@@ -19,7 +19,8 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import architectures, layout, memory, staging, weights
+from worker.engine import architectures, layout, memory, split, weights
+from worker.engine.split import Split
 from worker.errors import StartError
 
 Report = Callable[[contract.Progress], None]
@@ -59,10 +60,13 @@ class Loaded:
     model: Any
     config: Any
     device: torch.device
+    """The first, if there are several."""
     dtype: torch.dtype
     embeds: bool
     files: tuple[weights.WeightFile, ...] = ()
     """What weights on the CPU are views of."""
+    split: Split | None = None
+    """What lies where, if there are several devices."""
 
     def let_go(self, view: torch.Tensor) -> bool:
         """Free the pages of weights that nobody needs now; False if they are no part of a mapped file."""
@@ -196,14 +200,14 @@ def is_cross_encoder(options: contract.ModelOptions, config: Any) -> bool:
     return True
 
 
-def device_of(options: contract.ModelOptions) -> torch.device:
-    """The one device of the model. Raises StartError for several, or one that is not here."""
-    if len(options.devices) != 1:
-        raise StartError(
-            f"a model on {len(options.devices)} devices ({', '.join(options.devices)}) is not supported;"
-            " give it one that has room"
-        )
-    name = options.devices[0]
+def devices_of(options: contract.ModelOptions) -> tuple[torch.device, ...]:
+    """The devices of the model, in order. Raises StartError if there are none, or one that is not here."""
+    if not options.devices:
+        raise StartError("no device is given; --devices=cpu, for one", Exit.USAGE)
+    return tuple(map(_device, options.devices))
+
+
+def _device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -240,31 +244,48 @@ def load_model(
     go hand in hand. `built` by `build`, for the same options. Raises StartError; Exit.DAMAGED for files cut short,
     DEVICE_MEMORY and HOST_MEMORY where memory ran out.
     """
-    device = device_of(options)
+    devices = devices_of(options)
+    device = devices[0]
     embeds = is_embedder(options, config)
+    parts = split_of(options, config, devices)
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
         if built is not None:
-            model, files = _filled(built, device, report, over), tuple(built.files)
-            return Loaded(model, model.config, device, built.dtype, embeds, files)
+            model = _filled(built, device, parts, report, over)
+            return Loaded(model, model.config, device, built.dtype, embeds, tuple(built.files), parts)
         cls = model_class(options, config, embeds)
-        files = ()
+        files: tuple[weights.WeightFile, ...] = ()
         with quiet():
             if options.load_format == "dummy":
-                model, dtype = _random(cls, options, config, device)
+                model, dtype = _random(cls, options, config, device, parts)
             elif is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
-                model, dtype, files = _stored(cls, options, config, device, embeds, report, over)
-        return Loaded(_set_up(model, attention), model.config, device, dtype, embeds, files)
+                model, dtype, files = _stored(cls, options, config, device, parts, embeds, report, over)
+        return Loaded(_set_up(model, attention), model.config, device, dtype, embeds, files, parts)
     except Exception as error:
         if memory.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
             raise StartError(
-                f"no memory for the weights on {options.devices[0]}: {memory.one_line(error)}", where
+                f"no memory for the weights on {', '.join(options.devices)}: {memory.one_line(error)}", where
             ) from error
         raise
+
+
+def split_of(options: contract.ModelOptions, config: Any, devices: Sequence[torch.device]) -> Split | None:
+    """How the model is to lie on several devices; None: it lies on one. Raises StartError for one that cannot."""
+    if len(devices) > 1 and (is_cross_encoder(options, config) or is_embedder(options, config)):
+        raise StartError("a model that embeds or scores texts cannot be split over devices; give it one device")
+    return split.wanted(options, config, devices)
+
+
+def _settled(model: Any, device: torch.device, parts: Split | None) -> Any:
+    """The model where it is to be."""
+    if parts is None:
+        return model.to(device)
+    split.place(model, parts)
+    return model
 
 
 def _set_up(model: Any, attention: str | None) -> Any:
@@ -300,30 +321,17 @@ def build(options: contract.ModelOptions, config: Any, attention: str | None) ->
     return Built(model, files, dtype)
 
 
-def _filled(built: Built, device: torch.device, report: Report, over: Callable[[str], None]) -> Any:
-    """The model of `built` on `device`, its weights in memory."""
-    if device.type != "cpu":
-        return sent(built.model, built.files, device, report, over)
+def _filled(
+    built: Built, device: torch.device, parts: Split | None, report: Report, over: Callable[[str], None]
+) -> Any:
+    """The model of `built` on `device`, or on several, its weights in memory."""
     with weights.ReadAhead(built.files) as ahead:
         told = partial(_tell_weights, report, ahead.total)
         told(0)
+        model = _settled(built.model, device, parts)
         over("build")
         ahead.finish(told)
-    _let_go_of_others(built.files, built.model)
-    over("read")
-    return built.model
-
-
-def sent(
-    model: Any, files: Sequence[weights.WeightFile], device: torch.device, report: Report, over: Callable[[str], None]
-) -> Any:
-    """`model` on `device`, to which its weights go from their files; of those nothing stays mapped."""
-    total = sum(file.size for file in files)
-    told = partial(_tell_weights, report, total)
-    told(0)
-    staging.move(model, files, device, lambda done: told(min(done, total - 1)))
-    told(total)
-    _let_go_of_others(files, model)
+    _let_go_of_others(built.files, model)
     over("read")
     return model
 
@@ -417,6 +425,7 @@ def _stored(
     options: contract.ModelOptions,
     config: Any,
     device: torch.device,
+    parts: Split | None,
     embeds: bool,
     report: Report,
     over: Callable[[str], None],
@@ -427,11 +436,6 @@ def _stored(
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
-    if device.type != "cpu" and not converts:
-        views = {name: tensor for file in opened for name, tensor in file.tensors()}
-        model = build_around(cls, config, views, dtype, embeds)
-        over("build")
-        return sent(model, opened, device, report, over), dtype, tuple(opened)
     converted = most = 0
     with weights.ReadAhead(opened, converts) as ahead:
 
@@ -450,9 +454,7 @@ def _stored(
         for file in opened:
             tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
         over("read")
-        model = build_around(cls, config, tensors, dtype, embeds)
-        if device.type != "cpu":
-            staging.move(model, opened, device)
+        model = _settled(build_around(cls, config, tensors, dtype, embeds), device, parts)
         over("build")
         ahead.finish(told)
         over("read")
@@ -511,12 +513,15 @@ def has_pooler(cls: Any) -> bool:
     return "add_pooling_layer" in cls.__init__.__code__.co_varnames
 
 
-def _random(cls: Any, options: contract.ModelOptions, config: Any, device: torch.device) -> tuple[Any, torch.dtype]:
+def _random(
+    cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, parts: Split | None
+) -> tuple[Any, torch.dtype]:
     """Weights drawn as for training, the same each time: for trying shapes without files."""
     dtype = resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return cls._from_config(config, dtype=dtype).to(device), dtype
+        model = _settled(cls._from_config(config, dtype=dtype), device, parts)
+    return model, dtype
 
 
 def _quantized(

@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A one-dimensional tensor on `device`; the host does not wait for what the device is doing."""
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype).to(device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from worker.engine.adapters import Adapters
-from worker.engine.attention import Layout, Packed, Pool
+from worker.engine.attention import Layout, Pool
 from worker.engine.kv_cache import Blocks
 from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
+from worker.engine.split import Pools
 
 
 class Runner(Protocol):
@@ -45,11 +46,14 @@ class Runner(Protocol):
 class PackedRunner:
     """Runs a causal language model whose attention is ours (`attention.register`)."""
 
-    def __init__(self, model: Any, pool: Pool, blocks: Blocks, device: torch.device):
-        """`blocks` say which of the pool belong to whom."""
+    def __init__(
+        self, model: Any, pool: Pool | Pools, blocks: Blocks, device: torch.device, tail: torch.device | None = None
+    ):
+        """`blocks` say which of the pool belong to whom; `tail`: the device of the head, if it is another."""
         self._model = model
         self._blocks = blocks
-        self.pool, self.device = pool, device
+        self._cache, self.device = pool, device
+        self._tail = tail or device
         self.adapters: Adapters | None = None
 
     @property
@@ -58,8 +62,18 @@ class PackedRunner:
         return size
 
     @property
+    def pool(self) -> Pool:
+        """Keys and values of all layers, of a model on one device."""
+        assert isinstance(self._cache, Pool), "a split model has a pool on each device"
+        return self._cache
+
+    @property
     def bytes(self) -> int:
-        return self.pool.bytes
+        return self._cache.bytes
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Those of one device."""
+        return self._cache.bytes_on(device)
 
     def fork(self, source: int, target: int) -> None:
         """Nothing to do: both have the same blocks, until one has to be copied (`Table.copy`)."""
@@ -81,10 +95,10 @@ class PackedRunner:
         if self.adapters is not None:
             self.adapters.begin([(segment.sequence.adapter, segment.length) for segment in batch])
         return self.forward(
-            self._to_device(tokens) if fed is None else fed,
+            self._to_device(tokens) if fed is None else fed.to(self.device),
             self._to_device(positions),
-            self._to_device(wanted),
-            Packed.of(batch, self.pool, self.device),
+            upload(wanted, torch.int64, self._tail),
+            self._cache.lay_out(batch),
         )
 
     def forward(
@@ -105,11 +119,11 @@ class PackedRunner:
         """Blocks that are to be copied or erased before anything is computed; done once, so a step can be repeated."""
         spoiled = self._blocks.take_spoiled()
         if spoiled:
-            self.pool.erase(spoiled)
+            self._cache.erase(spoiled)
         tables = [segment.table for segment in batch if segment.table is not None]
         pairs = [table.copy for table in tables if table.copy is not None]
         if pairs:
-            self.pool.copy(pairs)
+            self._cache.copy(pairs)
             for table in tables:
                 table.copy = None
 
