@@ -62,7 +62,7 @@ WORKER = [
     "worker.engine.split",
     "worker.engine.adapters",
     "worker.engine.attention  worker.engine.linears  worker.engine.lora_files  worker.engine.pace",
-    "worker.engine.scheduler",
+    "worker.engine.scheduler  worker.engine.kernels",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.readout"

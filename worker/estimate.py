@@ -42,6 +42,7 @@ from worker.engine import (
     engine,
     grammar,
     graphs,
+    kernels,
     layout,
     linears,
     loader,
@@ -199,6 +200,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             shorten(model)
             use = adapters.pretend() if adapters is not None else None
             steps = generation_steps(runner, capacity, options, ctx_size, use)
+            if isinstance(runner, PackedRunner) and device.type == "cpu":
+                heads = config.get_text_config(decoder=True).num_attention_heads
+                steps = itertools.chain(steps, spread_steps(runner, capacity, options, ctx_size, heads, use))
             if seeing is not None:
                 with unset_fake_temporarily():
                     shown = seeing.largest(dtype, ctx_size)
@@ -509,6 +513,23 @@ def generation_steps(
         yield partial(_generate, runner, (*decodes(rows - 2), part(rows - 2, begin, rest), told))
     else:
         yield partial(_generate, runner, (*decodes(rows - 1), told))
+
+
+def spread_steps(
+    runner: PackedRunner,
+    capacity: Capacity,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    heads: int,
+    use: Use | None = None,
+) -> Iterator[Step]:
+    """On the CPU rows that are still short attend in another way: all of them as long as that goes, beside a chunk of a
+    prompt. Every other row has the adapter `use`."""
+    rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
+    short = min(ctx_size, kernels.MOST_SCORES // (rows * heads))
+    if short:
+        part = _segment(capacity, rows - 1, ctx_size - chunk, chunk, use=use)
+        yield partial(_generate, runner, (*_decodes(capacity, rows - 1, ctx_size=short, use=use), part))
 
 
 def seeing_steps(

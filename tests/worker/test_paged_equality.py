@@ -193,7 +193,7 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
     query = torch.randn(3, 4, 8).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for window in (0, 20, 5):
-        plan = packed.plan(window, dtype, can_merge=True)
+        plan = packed.plan(window, 4, dtype, can_merge=True)
         assert plan.merges == (window == 0)
         told = attention._decode(attention._sdpa, packed, 0, query, window, None)
         exact = attention._decode(attention._eager, packed, 0, query, window, None)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from worker.engine import kernels
 from worker.engine.kv_cache import BLOCK_TOKENS, Table, home_stride
 from worker.engine.memory import claim, upload
 from worker.engine.scheduler import Batch, Segment
@@ -36,6 +37,8 @@ _CALL_BYTES = {"cpu": 180 << 10, "cuda": 32 << 20}
 """Sequences that decode are computed together, padded to the longest, while the keys and values read in vain take no
 longer than a call for each would: bytes that are read while a call begins. Measured on 2 cores, with head sizes of 64
 and 128 and contexts of 70 to 500 tokens: 15 microseconds at 12 GB/s; of CUDA a guess."""
+_SPREAD_BYTES = 1 << 20
+"""The same where `kernels.spread` computes them, which reads keys twice as fast, and no value in vain."""
 
 Span = tuple[int, int]
 """First slot, and how many: tokens that lie one behind another."""
@@ -148,6 +151,8 @@ class _Padded:
     tokens: int
     mask: torch.Tensor | None
     """`[rows, 1, 1, tokens]`, added to the scores: who may look where; None if everybody may everywhere."""
+    places: kernels.Places | None
+    """Where the values lie; None where torch's kernel is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +214,8 @@ class Packed:
     """All other tokens, computed one sequence after another."""
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     """Of parts, by (part, window): built for the first layer that needs it, shared by the others."""
-    plans: dict[tuple[int, bool], _Plan] = field(default_factory=dict)
-    """Of decodes, by window and whether the kernel can merge; likewise."""
+    plans: dict[tuple[int, int, bool], _Plan] = field(default_factory=dict)
+    """Of decodes, by window, query heads and whether the kernel can merge; likewise."""
 
     @classmethod
     def of(cls, batch: Batch, pool: Pool, device: torch.device) -> "Packed":
@@ -262,13 +267,14 @@ class Packed:
             out[part.first : part.first + part.count] = answer[0].transpose(0, 1)
         return out[None]
 
-    def plan(self, window: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
-        """How the decodes attend in a layer with this window (0: none); `dtype` of masks."""
-        if (window, can_merge) not in self.plans:
-            self.plans[window, can_merge] = self._plan(window, dtype, can_merge=can_merge)
-        return self.plans[window, can_merge]
+    def plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
+        """How the decodes attend in a layer with this window (0: none) and so many heads; `dtype` of masks."""
+        key = window, heads, can_merge
+        if key not in self.plans:
+            self.plans[key] = self._plan(window, heads, dtype, can_merge=can_merge)
+        return self.plans[key]
 
-    def _plan(self, window: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
+    def _plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
         views: list[_View] = []
         before: dict[Span, list[int]] = {}
         gathered: list[tuple[int, tuple[Span, ...]]] = []
@@ -284,8 +290,8 @@ class Packed:
                 views.append(_View(who, run.block * BLOCK_TOKENS, 0, end - first))
             else:
                 gathered.append((who, tuple(table.slots(low, end))))
-        together, alone = self._together(views)
-        calls: list[_Padded | _Shared] = [self._padded(together, dtype)] if together else []
+        together, alone = self._together(views, heads)
+        calls: list[_Padded | _Shared] = [self._padded(together, heads, dtype)] if together else []
         calls += [
             _Shared(self._who([view.who]), ((view.slot + view.hidden, view.tokens - view.hidden),)) for view in alone
         ]
@@ -293,7 +299,7 @@ class Packed:
         calls += [_Shared(self._who([who]), spans) for who, spans in gathered]
         return _Plan(tuple(calls), merges=bool(before))
 
-    def _together(self, views: list[_View]) -> tuple[list[_View], list[_View]]:
+    def _together(self, views: list[_View], heads: int) -> tuple[list[_View], list[_View]]:
         """Those that are computed as rows of one view, and the rest: all whose runs begin at homes, unless padding
         costs too much."""
         at_home = [view for view in views if view.slot % self.pool.stride == 0]
@@ -303,14 +309,23 @@ class Packed:
         fits = low + (rows - 1) * stride + tokens <= self.pool.slots
         vain = rows * tokens - sum(view.tokens - view.hidden for view in at_home)
         call = _CALL_BYTES.get(self.slots.device.type, 0)
+        if self._can_spread(rows, heads, tokens):
+            call = _SPREAD_BYTES
         is_cheap = vain * self.pool.token_bytes <= len(at_home) * call
         if not fits or not is_cheap:
             return [], views
         return at_home, [view for view in views if view.slot % self.pool.stride]
 
-    def _padded(self, views: list[_View], dtype: torch.dtype) -> _Padded:
+    def _can_spread(self, rows: int, heads: int, tokens: int) -> bool:
+        keys = self.pool.keys[0]
+        return kernels.can_spread(rows, heads, tokens, keys.dtype, keys.device)
+
+    def _padded(self, views: list[_View], heads: int, dtype: torch.dtype) -> _Padded:
         low, stride, rows, tokens = _rows(views)
         row = [(view.slot - low) // stride for view in views]
+        begins, ends = [0] * rows, [0] * rows
+        for view, place in zip(views, row, strict=True):
+            begins[place], ends[place] = view.hidden, view.tokens
         return _Padded(
             who=self._who([view.who for view in views]),
             row=None if row == list(range(rows)) else self._upload(row),
@@ -318,17 +333,18 @@ class Packed:
             stride=stride,
             rows=rows,
             tokens=tokens,
-            mask=self._padded_mask(views, row, rows, tokens, dtype),
+            mask=self._padded_mask(begins, ends, tokens, dtype),
+            places=self._places(low, stride, begins, ends, tokens) if self._can_spread(rows, heads, tokens) else None,
         )
 
-    def _padded_mask(
-        self, views: list[_View], row: list[int], rows: int, tokens: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        if all(view.tokens == tokens and not view.hidden for view in views):
+    def _places(self, low: int, stride: int, begins: list[int], ends: list[int], tokens: int) -> kernels.Places:
+        position = torch.arange(tokens).clamp(self._upload(begins)[:, None], self._upload(ends)[:, None] - 1)
+        slots = position.clamp_(min=0) + low + stride * torch.arange(len(ends))[:, None]
+        return kernels.Places(slots.int() if self.pool.slots * self.pool.keys[0].shape[1] < 1 << 31 else slots)
+
+    def _padded_mask(self, begins: list[int], ends: list[int], tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if not any(begins) and min(ends) == tokens:
             return None
-        begins, ends = [0] * rows, [0] * rows
-        for view, place in zip(views, row, strict=True):
-            begins[place], ends[place] = view.hidden, view.tokens
         position = torch.arange(tokens, device=self.slots.device)
         hidden = position >= self._upload(ends)[:, None]
         if any(begins):
@@ -415,7 +431,7 @@ def _decode(
 ) -> torch.Tensor:
     """`tokens` `[decodes, heads, head_dim]`, each the newest of its sequence, against all that it sees."""
     can_merge = kernel is _sdpa and tokens.device.type == "cpu"
-    plan = packed.plan(window, tokens.dtype, can_merge=can_merge)
+    plan = packed.plan(window, tokens.shape[1], tokens.dtype, can_merge=can_merge)
     if plan.merges:
         return _merged(packed, plan, layer, tokens, scaling)
     if len(plan.calls) == 1 and plan.calls[0].who is None:
@@ -435,7 +451,7 @@ def _merged(packed: Packed, plan: _Plan, layer: int, tokens: torch.Tensor, scali
     for call in plan.calls:
         who = slice(None) if call.who is None else call.who
         told: list[torch.Tensor] = []
-        answers.append(_call(partial(_flash, told), packed.pool, layer, tokens[who], call, scaling))
+        answers.append(_call(partial(_flash, told), packed.pool, layer, tokens[who], call, scaling, told))
         sums.append(_unfolded(told[0][..., None], call, heads)[..., 0])
         highest[who] = torch.maximum(highest[who], sums[-1])
     total = torch.zeros_like(highest)
@@ -449,9 +465,15 @@ def _merged(packed: Packed, plan: _Plan, layer: int, tokens: torch.Tensor, scali
 
 
 def _call(
-    kernel: Any, pool: Pool, layer: int, tokens: torch.Tensor, call: _Padded | _Shared, scaling: float | None
+    kernel: Any,
+    pool: Pool,
+    layer: int,
+    tokens: torch.Tensor,
+    call: _Padded | _Shared,
+    scaling: float | None,
+    told: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Answers to `tokens` `[decodes of the call, heads, head_dim]`.
+    """Answers to `tokens` `[decodes of the call, heads, head_dim]`; `told` is where `kernel` says its sums, if it does.
 
     Heads that share keys become queries of one head, so no key is repeated.
     """
@@ -471,6 +493,10 @@ def _call(
             query = tokens.new_zeros(call.rows, heads, head_dim)
             query[call.row] = tokens
         query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
+        if call.places is not None and kernel is not _eager:
+            lying = pool.values[layer].view(-1, head_dim)
+            answer = kernels.spread(query, keys, lying, call.places, mask, scaling=scaling, told=told)
+            return _unfolded(answer, call, heads)
     return _unfolded(kernel(query, keys, values, mask, causal=False, scaling=scaling), call, heads)
 
 
@@ -494,11 +520,13 @@ def _flash(
     scaling: float | None,
 ) -> torch.Tensor:
     """Torch's kernel for the CPU, as `_sdpa`; the logarithms of its sums `[rows, heads, queries]` go to `told`."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    shape, pairs = query.shape[:3], kernels.paired(query, keys, values)
     answer, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling
+        *(pairs or (query, keys, values)), 0.0, causal, attn_mask=mask, scale=scaling
     )
-    told.append(sums)
-    out: torch.Tensor = answer
+    told.append(sums.reshape(shape))
+    out: torch.Tensor = kernels.unpaired(answer) if pairs else answer
     return out
 
 
@@ -517,6 +545,10 @@ def _sdpa(
         # with a mask, CUDA's fast kernels want one key head for each head
         group = query.shape[1] // keys.shape[1]
         keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
+    pairs = None if causal or grouped else kernels.paired(query, keys, values)
+    if pairs is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return kernels.unpaired(F.scaled_dot_product_attention(*pairs, attn_mask=mask, scale=scaling))
     return F.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
     )

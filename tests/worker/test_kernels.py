@@ -1,0 +1,135 @@
+"""Promises of `worker.engine.kernels`: the formula of attention, by whatever calls it is computed."""
+
+import pytest
+import torch
+
+from router.estimate import SPREAD_SCORE_BYTES, SPREAD_SCORES
+from worker import estimate
+from worker.engine import attention, kernels, kv_cache
+from worker.engine.kv_cache import BLOCK_TOKENS
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def formula(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, low: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, of one row: `query` `[heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`."""
+    group = query.shape[0] // keys.shape[1]
+    keys, values = (each[low:end].double().repeat_interleave(group, 1) for each in (keys, values))
+    scores = torch.einsum("hd,phd->hp", query.double(), keys) / query.shape[-1] ** 0.5
+    return torch.einsum("hp,phd->hd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("window", [0, 9])
+def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, window: int) -> None:
+    torch.manual_seed(0)
+    rows, stride, kv_heads, dim = 7, 3 * BLOCK_TOKENS, 2, 8
+    pool = attention.Pool(
+        layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
+    )
+    pool.keys[0].normal_()
+    pool.values[0].fill_(float("nan"))
+    ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # two rows are nobody's
+    decodes = []
+    for row, end in ends.items():
+        table = kv_cache.Table()
+        for block in range(3 * row, 3 * row + 3):
+            table.append(block)
+        decodes.append((table, end))
+        low = max(0, end - window) if window else 0
+        pool.values[0][row * stride + low : row * stride + end].normal_()
+    packed = attention.Packed(pool, torch.zeros(len(ends), dtype=torch.int64), tuple(decodes), ())
+    query = torch.randn(len(ends), kv_heads * group, dim)
+    plan = packed.plan(window, kv_heads * group, torch.float32, can_merge=True)
+    assert [isinstance(call, attention._Padded) and call.places is not None for call in plan.calls] == [True]
+    told = attention._decode(attention._sdpa, packed, 0, query, window, None)
+    for place, (row, end) in enumerate(ends.items()):
+        keys, values = (each[0][row * stride : (row + 1) * stride] for each in (pool.keys, pool.values))
+        low = max(0, end - window) if window else 0
+        answer, _ = formula(query[place], keys, values, low, end)
+        torch.testing.assert_close(told[place].double(), answer, atol=1e-5, rtol=1e-4, msg=f"row {row}")
+
+
+def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() -> None:
+    torch.manual_seed(0)
+    rows, kv_heads, dim = 6, 2, 8
+    pool = attention.Pool(
+        layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
+    )
+    pool.keys[0].normal_()
+    pool.values[0].normal_()
+    decodes = []
+    for row in range(1, rows):
+        table = kv_cache.Table()
+        for block in (0, 1, 3 * row, 3 * row + 1):
+            table.append(block)
+        decodes.append((table, 2 * BLOCK_TOKENS + 5 * row))
+    packed = attention.Packed(pool, torch.zeros(rows - 1, dtype=torch.int64), tuple(decodes), ())
+    plan = packed.plan(0, kv_heads, torch.float32, can_merge=True)
+    assert plan.merges
+    assert any(isinstance(call, attention._Padded) and call.places is not None for call in plan.calls)
+    query = torch.randn(rows - 1, kv_heads, dim)
+    told = attention._decode(attention._sdpa, packed, 0, query, 0, None)
+    for place, (table, end) in enumerate(decodes):
+        slots = [slot for first, count in table.slots(0, end) for slot in range(first, first + count)]
+        answer, _ = formula(query[place], pool.keys[0][slots], pool.values[0][slots], 0, end)
+        torch.testing.assert_close(told[place].double(), answer, atol=1e-5, rtol=1e-4)
+
+
+def test_two_heads_at_once_answer_as_each_alone() -> None:
+    torch.manual_seed(0)
+    rows, tokens, heads, dim = 3, 20, 6, 16
+    lying = torch.randn(2, rows, tokens, heads, dim).bfloat16()
+    keys, values = lying.transpose(2, 3)  # [rows, heads, tokens, head_dim]: heads side by side
+    query = torch.randn(rows, heads, 1, dim).bfloat16()
+    mask = torch.zeros(rows, 1, 1, tokens).bfloat16()
+    mask[1, ..., 11:] = float("-inf")
+    two = kernels.paired(query, keys, values)
+    assert two is not None
+    assert two[0].shape == (rows, heads // 2, 2, 2 * dim)
+    told: list[torch.Tensor] = []
+    for answer in (
+        attention._sdpa(query, keys, values, mask, causal=False, scaling=None),
+        attention._flash(told, query, keys, values, mask, causal=False, scaling=None),
+    ):
+        for row in range(rows):
+            end = 11 if row == 1 else tokens
+            exact, sums = formula(query[row, :, 0], lying[0, row], lying[1, row], 0, end)
+            torch.testing.assert_close(answer[row, :, 0].double(), exact, atol=2e-2, rtol=2e-2)
+            if told:
+                torch.testing.assert_close(told[0][row, :, 0].double(), sums, atol=2e-2, rtol=2e-2)
+
+
+def test_heads_are_taken_two_by_two_only_where_it_helps_and_they_lie_so() -> None:
+    lying = torch.zeros(1, 5, 4, 8, dtype=torch.bfloat16)
+    keys = lying.transpose(1, 2)
+    query = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
+    assert kernels.paired(query, keys, keys) is not None
+    assert kernels.paired(query, keys.contiguous(), keys) is None, "tokens of a head side by side"
+    assert kernels.paired(query.float(), keys.float(), keys.float()) is None
+    assert kernels.paired(query[:, :3], keys[:, :3], keys[:, :3]) is None, "an odd number"
+    assert kernels.paired(torch.zeros(1, 4, 2, 8).bfloat16(), keys, keys) is None, "several queries a head"
+
+
+def test_no_more_scores_are_computed_at_once_than_a_step_has_memory_for() -> None:
+    most = kernels.MOST_SCORES // (64 * 12)
+    assert kernels.can_spread(64, 12, most, torch.float32, CPU)
+    assert not kernels.can_spread(64, 12, most + 1, torch.float32, CPU)
+    assert not kernels.can_spread(64, 12, most, torch.bfloat16, CPU)
+    assert (SPREAD_SCORES, SPREAD_SCORE_BYTES) == (kernels.MOST_SCORES, 4 * kernels.SCORES_ALIVE), "as estimated"
+
+
+def test_what_is_alive_at_once_is_as_estimated() -> None:
+    rows, heads, tokens, dim = 8, 4, 64, 8
+    keys = torch.randn(rows, tokens, heads, dim).transpose(1, 2)
+    values, query = torch.randn(rows * tokens * heads, dim), torch.randn(rows, heads, 1, dim)
+    mask = torch.zeros(rows, 1, 1, tokens)
+    slots = torch.arange(rows * tokens).view(rows, tokens).int()
+    peak = estimate.peak_bytes(
+        lambda: kernels.spread(query, keys, values, kernels.Places(slots), mask, scaling=None, told=[])
+    )
+    scores = rows * heads * tokens
+    assert 3 * 4 * scores < peak <= 4 * kernels.SCORES_ALIVE * scores
