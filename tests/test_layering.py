@@ -60,7 +60,7 @@ WORKER = [
     "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.split",
-    "worker.engine.adapters",
+    "worker.engine.adapters  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.lora_files  worker.engine.pace",
     "worker.engine.scheduler  worker.engine.kernels",
     "worker.engine.kv_cache",

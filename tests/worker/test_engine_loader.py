@@ -295,7 +295,7 @@ def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path
     ("changes", "word"),
     [
         ({"task": "classify"}, "classify"),
-        ({"attention": "flash"}, "flash"),
+        ({"attention": "xformers"}, "xformers"),
         ({"parallel": 0}, "parallel"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"load_format": "pt"}, "pt"),

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from worker import contract
-from worker.engine import architectures, attention, trial
+from worker.engine import architectures, attention, flash, trial
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
 from worker.engine.kept import Unsupported
@@ -18,6 +18,7 @@ from worker.errors import StartError, UnsupportedByModel
 __all__ = [
     "ATTENTION",
     "Unsupported",
+    "choose_flash",
     "implementation",
     "make_adapters",
     "make_blocks",
@@ -26,14 +27,17 @@ __all__ = [
     "prove",
 ]
 
-ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
-"""transformers' name of the packed backend's attention, by the preset's."""
+ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER, "flash": attention.SDPA}
+"""transformers' name of the packed backend's attention, by the preset's. FlashAttention takes that of torch's place."""
 
 
 def implementation(asked: str, config: Any) -> str | None:
-    """transformers' name of the attention; None: what the model's own code prefers."""
+    """transformers' name of the attention; None: what the model's own code prefers. Raises StartError if an aligned
+    cache is to be read by FlashAttention."""
     if architectures.backend(config) == "paged":
         return ATTENTION[asked]
+    if asked == "flash":
+        raise flash.refused(f"{config.model_type} models keep no blocks that it could read")
     return None if asked == "auto" else asked
 
 
@@ -120,6 +124,18 @@ def make_adapters(
     except UnsupportedByModel as error:
         raise StartError(f"{error.message}; set enable-lora = off") from None
     return runner.adapters
+
+
+def choose_flash(
+    options: contract.ModelOptions, config: Any, runner: PackedRunner, split: Split | None
+) -> flash.Flash | None:
+    """FlashAttention for this runner, if `options` allow it and it works here. Raises StartError if they demand it."""
+    if split is None:
+        heads: int = config.get_text_config().num_attention_heads
+        return flash.choose(options.attention, runner.pool, heads, runner.device)
+    if options.attention == "flash":
+        raise flash.refused("this model is split over devices, each with blocks of its own")
+    return None
 
 
 def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import normalizers
 
 from worker import contract
-from worker.engine import architectures, layout, loader, memory
+from worker.engine import architectures, flash, layout, loader, memory
 from worker.engine.linears import Linears
 from worker.engine.pooling import CrossEncoder, Embedder, Encoder, Head, activation
 from worker.errors import StartError
@@ -60,7 +60,10 @@ def load(
 
 
 def implementation(options: contract.ModelOptions) -> str | None:
-    """transformers' name of the attention; None: what the model's own code prefers."""
+    """transformers' name of the attention; None: what the model's own code prefers. Raises StartError for
+    FlashAttention, which is here for what a cache holds."""
+    if options.attention == "flash":
+        raise flash.refused("a model that embeds or scores texts keeps no blocks that it could read")
     return None if options.attention == "auto" else options.attention
 
 

@@ -217,6 +217,8 @@ class TransformersEngine:
                 if options.enforce_eager or loaded.split is not None
                 else Linears(loaded.model, let_go=loaded.let_go)
             )
+            if isinstance(backend, PackedRunner):
+                backend.flash = backends.choose_flash(options, config, backend, loaded.split)
             runner: Runner = backend
             over("build")
             # On the CPU no kernel is chosen and no buffer grows: the first request would only compute the same again.

@@ -9,6 +9,7 @@ import torch
 
 from worker.engine.adapters import Adapters
 from worker.engine.attention import Layout, Pool
+from worker.engine.flash import Flash
 from worker.engine.kv_cache import Blocks
 from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
@@ -55,6 +56,8 @@ class PackedRunner:
         self._cache, self.device = pool, device
         self._tail = tail or device
         self.adapters: Adapters | None = None
+        self.flash: Flash | None = None
+        """Attends in place of torch's kernels."""
 
     @property
     def vocab_size(self) -> int:
@@ -98,8 +101,11 @@ class PackedRunner:
             self._to_device(tokens) if fed is None else fed.to(self.device),
             self._to_device(positions),
             upload(wanted, torch.int64, self._tail),
-            self._cache.lay_out(batch),
+            self._layout(batch),
         )
+
+    def _layout(self, batch: Batch) -> Layout:
+        return self._cache.lay_out(batch) if self.flash is None else self.flash.packed(batch, self.device)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: Layout
