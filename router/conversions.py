@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from router.estimate import Checkpoint
 from router.presets import Preset
 from worker import contract
 
@@ -23,6 +24,10 @@ log = logging.getLogger("router.conversions")
 
 PART = ".part"
 """What a folder is called that is not complete (worker/engine/conversion.py); who makes it holds a lock on it."""
+_SLOW_TOKENIZERS = frozenset(
+    {"merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt"}
+)
+"""Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them."""
 _LAYOUT = 1
 """Raised when what is made, or how, is different."""
 
@@ -64,8 +69,14 @@ class Conversions:
         manifest = self._manifest(target) if target is not None else None
         return str(target) if manifest is not None and manifest.files else None
 
-    def is_settled(self, snapshot: str) -> bool:
-        """Whether there is nothing to do: it is converted, need not be, or never will be as its files are now."""
+    def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:
+        """Whether there is nothing to do: it is converted, need not be, or never will be as its files are now.
+
+        What the router sees to be right as it lies need not be looked at by a worker, whose imports take seconds.
+        """
+        has_parts = facts.stacked > 0 and not facts.quantization
+        if not has_parts and not _lacks_fast_tokenizer(snapshot):
+            return True
         target = self.target(snapshot)
         return target is None or target in self._given_up or self._manifest(target) is not None
 
@@ -122,6 +133,14 @@ class Conversions:
             log.warning("%s is not used: %s", target, error)
             return None
         return manifest
+
+
+def _lacks_fast_tokenizer(snapshot: str) -> bool:
+    try:
+        names = set(os.listdir(snapshot))
+    except OSError:
+        return False
+    return "tokenizer.json" not in names and not names.isdisjoint(_SLOW_TOKENIZERS)
 
 
 def _remove_part(path: Path) -> int:

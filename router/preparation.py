@@ -43,7 +43,7 @@ class Conversions(Protocol):
 
     def target(self, snapshot: str) -> Path | None: ...
 
-    def is_settled(self, snapshot: str) -> bool: ...
+    def is_settled(self, snapshot: str, facts: Checkpoint) -> bool: ...
 
     def give_up(self, target: Path) -> None: ...
 
@@ -140,8 +140,8 @@ class Preparation:
             return Done("nothing")
         converted: contract.Converted | None = None
         try:
-            if not self._conversions.is_settled(snapshot):
-                facts = await self._fleet.files.read(snapshot, preset)
+            facts = await self._fleet.files.read(snapshot, preset)
+            if not self._conversions.is_settled(snapshot, facts):
                 if why := self._too_little_memory(facts):
                     return Done("failed", why=why)
                 converted = await self._convert(preset, snapshot)

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from router.conversions import Conversions
+from router.estimate import Checkpoint
 from router.presets import Preset
 from router.snapshots import Snapshots
 from worker import contract
+
+MIXTURE = Checkpoint(stacked=1000)
+"""Its experts are stored one by one."""
 
 
 @pytest.fixture
@@ -47,10 +51,10 @@ def make(ours: Conversions, snapshot: Path, *, size: int = 64) -> Path:
 
 def test_a_whole_one_is_found(ours: Conversions, snapshot: Path) -> None:
     assert ours.find(str(snapshot)) is None
-    assert not ours.is_settled(str(snapshot))
+    assert not ours.is_settled(str(snapshot), MIXTURE)
     target = make(ours, snapshot)
     assert ours.find(str(snapshot)) == str(target)
-    assert ours.is_settled(str(snapshot))
+    assert ours.is_settled(str(snapshot), MIXTURE)
     assert ours.is_one(str(target))
     assert not ours.is_one(str(snapshot))
 
@@ -60,7 +64,7 @@ def test_where_nothing_had_to_be_converted_the_original_is_loaded_and_nobody_ask
 ) -> None:
     make(ours, snapshot, size=0)
     assert ours.find(str(snapshot)) is None
-    assert ours.is_settled(str(snapshot))
+    assert ours.is_settled(str(snapshot), MIXTURE)
 
 
 def _rewrite(snapshot: Path) -> None:
@@ -126,7 +130,7 @@ def test_a_torn_one_is_not_found_and_swept(harm: Callable[[Path], None], ours: C
     target = make(ours, snapshot)
     harm(target)
     assert ours.find(str(snapshot)) is None
-    assert not ours.is_settled(str(snapshot)), "it is made again"
+    assert not ours.is_settled(str(snapshot), MIXTURE), "it is made again"
     assert ours.sweep() == 1
     assert not target.exists()
 
@@ -176,7 +180,7 @@ def test_one_that_is_given_up_is_neither_used_nor_made_again(ours: Conversions, 
     target = make(ours, snapshot)
     ours.give_up(target)
     assert ours.find(str(snapshot)) is None
-    assert ours.is_settled(str(snapshot))
+    assert ours.is_settled(str(snapshot), MIXTURE)
     assert Conversions(target.parent, versions=("1",)).find(str(snapshot)) is None, "nor by another router"
 
 
@@ -204,3 +208,22 @@ def test_a_snapshot_that_is_none_of_ours_is_not_forsaken(snapshot: Path, tmp_pat
     assert not files.forsake(str(snapshot))
     assert files.forsake(str(target))
     assert files.loads_from(Preset(id="m", path=str(snapshot)), str(snapshot)) == str(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("facts", "names", "settled"),
+    [
+        (MIXTURE, (), False),
+        (Checkpoint(), (), True),
+        (Checkpoint(stacked=1000, quantization="gptq"), (), True),
+        (Checkpoint(), ("tokenizer.json", "merges.txt"), True),
+        (Checkpoint(), ("vocab.json", "merges.txt"), False),
+        (Checkpoint(), ("tokenizer.model",), False),
+    ],
+)
+def test_no_worker_is_asked_about_what_is_seen_to_be_right_as_it_lies(
+    facts: Checkpoint, names: tuple[str, ...], settled: bool, ours: Conversions, snapshot: Path
+) -> None:
+    for name in names:
+        (snapshot / name).write_text("{}")
+    assert ours.is_settled(str(snapshot), facts) == settled

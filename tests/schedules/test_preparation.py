@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from router.estimate import Checkpoint
 from router.fleet import Limits
 from router.launchers import WorkerLost
 from router.preparation import QUIET, Preparation
@@ -24,7 +25,7 @@ class FakeConversions:
     def target(self, snapshot: str) -> Path:
         return Path(f"/converted/{Path(snapshot).name}")
 
-    def is_settled(self, snapshot: str) -> bool:
+    def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:
         return snapshot in self.settled or self.target(snapshot) in self.given_up
 
     def give_up(self, target: Path) -> None:
