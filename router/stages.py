@@ -9,6 +9,15 @@ from typing import Any
 UNITS = {"download": "bytes", "weights": "bytes", "warmup": "tokens"}
 """What the steps of a stage are; those of the others cannot be counted."""
 
+PARTS = {"start": (0.0, 0.0), "weights": (0.0, 0.9), "warmup": (0.9, 1.0)}
+"""Of a load as a whole, from where to where each stage takes it: a guess, nearly all of it being the weights."""
+
+
+def whole(stage: str, share: float) -> float:
+    """Of a load, 0 to 1, that is at `share` of `stage`: never less than in a stage before. A download is a whole one."""
+    begin, end = PARTS.get(stage, (0.0, 1.0))
+    return begin + (end - begin) * share
+
 
 class Stages:
     """The stages of one load, one behind another: download, wait, start, weights, warmup."""

@@ -20,6 +20,7 @@ from router.lifecycle import State
 from router.presets import Preset, args, effective
 from router.settings import Key
 from router.site import BUILD, Site, Words, flag
+from router.stages import whole
 from worker.contract import FINAL_EXITS, Exit
 
 MIB = 1 << 20
@@ -149,12 +150,12 @@ def fetched(worker: Worker) -> dict[str, Any]:
 
 
 def progress(worker: Worker) -> dict[str, Any]:
-    """Progress of a load as llama-server shapes it, `value` from 0 to 1 within the current stage."""
+    """Progress of a load as llama-server shapes it, `value` from 0 to 1 for all its stages."""
     return _bar(worker.stages.share, worker.stages.told())
 
 
 def _bar(share: float, told: Mapping[str, Any]) -> dict[str, Any]:
-    return {"stages": ["text_model"], "current": "text_model", "value": round(share, 4), **told}
+    return {"stages": ["text_model"], "current": "text_model", "value": round(whole(told["stage"], share), 4), **told}
 
 
 def pulse(worker: Worker) -> dict[str, Any] | None:

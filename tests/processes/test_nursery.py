@@ -20,6 +20,7 @@ from router.wire import Broken
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
+from tests.processes.nursery_program import STAY
 from worker import contract
 
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("nursery_program.py")))
@@ -120,6 +121,23 @@ async def test_a_birth_larger_than_a_packet_arrives_whole() -> None:
         argv = [*estimate(nursery.pid), f"--config-override={'x' * 900_000}"]
         child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
         assert (await told(child))["argv"] == argv
+
+
+async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None:
+    """Its nursery lives on, so that no signal of the kernel does it."""
+    async with nursing() as nursery:
+        argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
+        child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+        said: asyncio.Queue[contract.Event] = asyncio.Queue()
+        child.on_event = said.put_nowait
+        child.send_token("a-token-of-this-test")
+        async with asyncio.timeout(DEADLINE):
+            await said.get()
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, child._stdin)
+            os.close(nothing)
+            assert await child.exited == contract.Exit.ORPHANED
+        assert not nursery.child.exited.done()
 
 
 async def test_a_nursery_with_a_second_thread_forks_nobody() -> None:

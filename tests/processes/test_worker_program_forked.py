@@ -130,6 +130,20 @@ def _mapped(pid: int, path: Path) -> list[int]:
     return [int(area.partition("Rss:")[2].split()[0]) << 10 for area in areas if str(path) in area]
 
 
+async def test_each_forked_worker_computes_with_as_many_threads_as_its_preset_says(
+    launcher: ForkingLauncher, snapshot: Path
+) -> None:
+    """Its nursery has one, and tells its libraries so. Whoever computes has a pool of its own: the step loop, and the
+    thread that loads if its model is large enough."""
+    there = []
+    for threads in (1, 4):
+        command = contract.Serve(snapshot=str(snapshot), listen="", name="m", threads=threads, ctx_size=CTX)
+        async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
+            await post(worker, prompt=[5 + at % 300 for at in range(CTX - 8)], max_tokens=4, ignore_eos=True)
+            there.append(len(os.listdir(f"/proc/{worker.pid}/task")))
+    assert there[1] - there[0] in (3, 2 * 3)
+
+
 async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, contract.Estimated]) -> None:
     forked, executed = traced[True], traced[False]
     assert (forked.weights, forked.context, forked.compute) == (executed.weights, executed.context, executed.compute)

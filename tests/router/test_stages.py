@@ -1,6 +1,6 @@
 """Promises of `router.stages`: where a load is, and how fast it goes, without guesses."""
 
-from router.stages import Stages
+from router.stages import Stages, whole
 
 
 def test_stages_follow_one_another_and_their_times_add_up() -> None:
@@ -52,6 +52,15 @@ def test_an_unknown_total_is_never_a_share_nor_an_eta() -> None:
     assert (stages.told()["rate"], stages.told()["eta"]) == (700.0, None)
     stages.hear("start", 0, 0, 3.0)
     assert stages.told()["unit"] is None
+
+
+def test_a_load_as_a_whole_never_goes_back_from_stage_to_stage() -> None:
+    """As its worker tells it: a start of unknown length, weights, and a warm-up that a CPU does without."""
+    course = [("start", 0.0), *(("weights", share / 4) for share in range(5)), ("warmup", 0.0), ("warmup", 1.0)]
+    told = [whole(stage, share) for stage, share in course]
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (0.0, 1.0)
+    assert whole("download", 0.25) == 0.25
 
 
 def test_the_part_of_a_stage_that_lies_between_two_moments_is_told() -> None:

@@ -140,6 +140,18 @@ def test_the_dtype_is_as_asked_or_the_checkpoints(stored: str, asked: str, used:
     assert torch.equal(found["model.embed_tokens.weight"], exact["model.embed_tokens.weight"].to(used))
 
 
+def test_progress_of_a_conversion_never_goes_back(tmp_path: Path) -> None:
+    """Bytes that are converted and bytes that are read ahead are counted apart, and one is behind the other."""
+    folder = tiny.make("qwen3", tmp_path)
+    parts = shard(folder)
+    told: list[int] = []
+    asked = options(folder, dtype="bfloat16")
+    load_model(asked, load_config(asked), None, lambda event: told.append(event.done))
+    assert told == sorted(told), "it went back"
+    assert len(set(told)) > len(parts)
+    assert told[-1] == sum(part.stat().st_size for part in parts)
+
+
 async def test_a_converted_checkpoint_says_what_generate_says(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, dtype="bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
