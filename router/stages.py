@@ -14,7 +14,7 @@ PARTS = {"start": (0.0, 0.0), "weights": (0.0, 0.9), "warmup": (0.9, 1.0)}
 
 
 def whole(stage: str, share: float) -> float:
-    """Of a load, 0 to 1, that is at `share` of `stage`: never less than in a stage before. A download is a whole one."""
+    """Of a load, 0 to 1, that is at `share` of `stage`: never less than in the stages before. A download is apart."""
     begin, end = PARTS.get(stage, (0.0, 1.0))
     return begin + (end - begin) * share
 
