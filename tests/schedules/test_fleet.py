@@ -19,7 +19,7 @@ from router.errors import (
     QueueFull,
     QueueTimeout,
 )
-from router.fleet import Limits
+from router.fleet import IDLE_LOOK, Limits
 from router.launchers import WorkerLost
 from router.lifecycle import State
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, virtual
@@ -42,6 +42,39 @@ async def test_a_request_begins_a_life_and_the_next_one_finds_it_ready() -> None
     assert world.journal == ["start a"]
     await world.stop()
     assert world.journal == ["start a", "stop a"]
+
+
+@virtual
+async def test_requests_that_come_and_go_cost_no_plan_each_while_nobody_waits() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a")
+    plans, began = [world.fleet.last_plan], world.now
+    for _ in range(200):
+        await world.ask("a", 0.005)
+        if world.fleet.last_plan is not plans[-1]:
+            plans.append(world.fleet.last_plan)
+    assert 2 < len(plans) <= (world.now - began) / IDLE_LOOK + 2
+    await world.stop()
+
+
+@virtual
+async def test_who_falls_idle_leaves_at_once_if_somebody_waits_and_on_time_if_nobody_does() -> None:
+    world = Schedule(
+        {"a": GIB, "b": GIB}, keys={"a": {"min_residency": 0}, "b": {"ttl": 1.0}}, limits=Limits(models_max=1)
+    )
+    await world.ask("a")
+    long = asyncio.create_task(world.ask("a", 3.0))
+    await asyncio.sleep(1.0)
+    model = world.launcher.models["b"]
+    waited = await world.ask("b", 0.0)
+    assert waited == pytest.approx(2.0 + model.stop_seconds + model.load_seconds, abs=IDLE_LOOK / 2)
+    await long
+    await world.ask("b", 7.0)
+    (worker,), idle_since = world.fleet.workers(), world.now
+    await worker.retired.wait()
+    assert worker.reason == "idle"
+    assert 1.0 <= world.now - idle_since <= 1.0 + 2 * IDLE_LOOK
+    await world.stop()
 
 
 @virtual
