@@ -483,6 +483,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "replicas": shape({"ready": COUNT, "open": COUNT, "least": COUNT, "most": COUNT}),
             "pulse": _PULSE,
             "spent": by_name(NUMBER),
+            "processor_seconds": NUMBER,
             "estimate": shape({"source": TEXT}, {"note": TEXT}),
             "memory": _MEMORY,
         },
@@ -591,7 +592,7 @@ _WORKFLOW = shape(
 )
 _SUCCESS = shape({"success": const(True)})
 _PULLED = shape({"status": TEXT}, {"digest": TEXT, "total": COUNT, "completed": COUNT})
-_HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT)})
+_HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT), "error": ANY_OBJECT})
 _INVOCATION: Schema = {"anyOf": [ref("LmiText"), several(ref("LmiText")), ref("ChatCompletion"), ref("Completion")]}
 
 ANSWERS: Mapping[str, Answer] = {

@@ -24,6 +24,7 @@
         ├── PresetInvalid            500 preset_invalid      a reload that changed nothing
         ├── NotOffered               501 not_offered
         ├── WorkerCrashed            502 worker_crashed
+        ├── Starting                 503 starting
         ├── Draining                 503 draining
         ├── QueueTimeout             503 queue_timeout
         ├── LoadBackoff              503 load_backoff
@@ -164,6 +165,12 @@ class NotOffered(ApiError):
 
 class WorkerCrashed(ApiError):
     status, type, reason, should_retry = 502, "server_error", "worker_crashed", True
+
+
+class Starting(ApiError):
+    """Only told to who asks how things are: requests wait."""
+
+    status, type, reason, should_retry = 503, "unavailable_error", "starting", True
 
 
 class Draining(ApiError):

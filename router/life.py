@@ -854,6 +854,7 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
         data["estimated"] = {str(id): size for id, size in _estimated(worker).items()}
         data["pid"] = worker.process.pid
         data["spent"] = {stage: round(seconds, 4) for stage, seconds in worker.process.ready.seconds.items()}
+        data["processor_seconds"] = round(worker.process.ready.processor, 4)
     elif worker.state >= State.STOPPING:
         data["reason"] = worker.reason
         if worker.state is State.STOPPED and worker.process is not None:

@@ -224,6 +224,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
             capabilities=server.capabilities,
             n_ctx=engine.ctx_size,
             seconds=laps.seconds,
+            processor=time.process_time(),
             modules=_family_modules(),
         )
     )

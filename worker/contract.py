@@ -359,6 +359,8 @@ class Ready:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     """Where the time of the load went, by stage, in their order: imports, config, tokenizer, standby (prepared, it
     waited for Go), read, build, warmup, server. What came before them, this process has not seen."""
+    processor: float = 0.0
+    """Seconds that the threads of this process have used of the processor together."""
     modules: list[str] = dataclasses.field(default_factory=list)
     """Modules of the model's family that it has (`is_warmable`), so that a nursery may have them, too."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.access import Access
 from router.checkpoint import modalities, offered
-from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy
+from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.estimate import Checkpoint
 from router.events import Event
 from router.fleet import Fleet, Model
@@ -21,6 +21,7 @@ from router.presets import Preset, args, effective
 from router.settings import Key
 from router.site import BUILD, Site, Words, flag
 from router.stages import whole
+from worker import routes
 from worker.contract import FINAL_EXITS, Exit
 
 MIB = 1 << 20
@@ -93,6 +94,7 @@ def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
         if worker.process is not None and worker.process.ready.seconds:
             spent = worker.process.ready.seconds.items()
             result["spent"] = {stage: round(seconds, 4) for stage, seconds in spent}
+            result["processor_seconds"] = round(worker.process.ready.processor, 4)
             if worker.first_token:
                 result["spent"]["first_token"] = round(worker.first_token, 4)
         memory = memory_of(model.workers)
@@ -288,7 +290,17 @@ def health(site: Site, key: Key, query: Mapping[str, str]) -> tuple[int, dict[st
     chosen = site.model(key, name)
     value = value_of(chosen)
     ok = chosen.open is not None and chosen.open.state is State.READY
-    return (200 if ok else 503), {"status": "ok" if ok else value, "model": chosen.preset.id}
+    body: dict[str, Any] = {"status": "ok" if ok else value, "model": chosen.preset.id}
+    if not ok and chosen.open is not None:
+        body |= _starting("Loading model")  # in these words llama-server's clients wait for it
+    return (200 if ok else 503), body
+
+
+def _starting(message: str) -> dict[str, Any]:
+    error = Starting(message)
+    return routes.error_body(
+        routes.Face.OPENAI, status=error.status, type=error.type, reason=error.reason, message=message
+    )
 
 
 def ready(site: Site) -> tuple[int, dict[str, Any]]:
@@ -296,7 +308,8 @@ def ready(site: Site) -> tuple[int, dict[str, Any]]:
     if site.closing:
         return 503, {"status": "draining", "message": "the router is shutting down"}
     if site.awaited:
-        return 503, {"status": "starting", "waiting_for": sorted(site.awaited)}
+        names = sorted(site.awaited)
+        return 503, {"status": "starting", "waiting_for": names} | _starting(f"Loading model {', '.join(names)}")
     return 200, {"status": "ok"}
 
 

@@ -410,6 +410,10 @@ async def test_ready_waits_for_the_models_of_the_start(tmp_path: Path) -> None:
         response = await up.client.get("/ready")
         assert response.status_code == 503
         assert response.json()["waiting_for"] == ["a"]
+        assert error_of(response) == (503, "starting")
+        response = await up.client.get("/health?model=a")
+        assert error_of(response) == (503, "starting")
+        assert response.json()["error"]["message"] == "Loading model", "what llama-server's clients wait for"
         assert (await up.client.get("/health")).status_code == 200
         go.touch()
         await up.becomes("a", "loaded")
