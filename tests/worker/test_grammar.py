@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import torch
 import transformers
 
 from tests import tiny
+from tests.worker.fake_engine import FakeEngine
 from tests.worker.loaded import DEADLINE, GREEDY, Told, generated, generation, load, load_with, say, serving, tell
+from tests.worker.serving import options
+from worker import tools
 from worker.engine.engine import TransformersEngine
 from worker.engine.grammar import COMPILED, Grammars
 from worker.engine.runner import Runner
 from worker.engine.sampler import Masks, Pick, penalties, sample
 from worker.engine.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
+from worker.faces import Model
 from worker.families import find
 from worker.generation import Grammar, Sampling
 from worker.tools import preamble
@@ -338,6 +343,32 @@ def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_be
     assert not follows(opening + "Hm", "a123")
     assert not follows(opening + "Hm 123", None)
     assert follows("123", None) is not is_begun
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: bool) -> None:
+    """Qwen's `<tool_call>` and `</think>` are added tokens, and not special; whoever spelt them letter by letter would
+    be refused by llguidance in the middle of the answer."""
+    tokenizer = tiny.make_tokenizer("llama")
+    names = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    tokenizer.add_tokens([transformers.AddedToken(name, special=special, normalized=False) for name in names])
+    made = Model(FakeEngine(tokenizer), tokenizer, options())
+    assert made.special.keys() >= set(names)
+    family = find("<tool_call></tool_call>arguments</think>", None)
+    assert family is not None
+    assert family.written is not None
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    held = tools.grammar(tools.Tooling([tool], [tool], is_required=True), family.written, made.special)
+    before = preamble(family, is_begun=True, special=made.special)
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=len(tokenizer))
+    matcher = grammars.matcher(replace(held, preamble=before))
+    answer = 'Hm.</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tokens = tokenizer.encode(answer, add_special_tokens=False)
+    assert len({made.special[name] for name in names} & set(tokens)) == 3
+    for token in tokens:
+        matcher.take(token)
+    assert matcher.failure == ""
+    grammars.close()
 
 
 # In the sampler

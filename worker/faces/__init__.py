@@ -46,8 +46,8 @@ class Model:
         """How its answers are to be read; None: as they stand."""
         self.filling = families.filling(tokenizer.get_vocab())
         """How a prompt with a suffix is laid out; None: this model fills in nothing."""
-        self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        """Special tokens by their text."""
+        self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if _is_mark(token)}
+        """Tokens by their text that no grammar writes letter by letter."""
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.fingerprint = _fingerprint(options)
@@ -313,6 +313,12 @@ def read_ping_interval(fields: Fields) -> float | None:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
+
+
+def _is_mark(token: Any) -> bool:
+    """As llguidance tells it (toktrie_hf_tokenizers 1.9): an added token called `<...>` is no text to it, whether the
+    tokenizer calls it special or not (Qwen's `<tool_call>` and `<think>` are not)."""
+    return bool(token.special) or (token.content.startswith("<") and token.content.endswith(">"))
 
 
 def _token_bytes(tokenizer: "PreTrainedTokenizerBase") -> TokenBytes:
