@@ -6,62 +6,93 @@ minutes on a CPU:
     nice .venv/bin/python scripts/make_demo_model.py                # writes worker/demo/chat
     nice .venv/bin/python scripts/make_demo_model.py --target DIR --steps 200
 
-It ends by asking the saved model every question, the rewordings it never saw first, and says how many came out right.
+It ends by asking the saved model every question, the rewordings and tools it never saw included, and says how many came
+out right.
 """
 
 import argparse
 import json
 import math
 import random
+import re
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 HERE = Path(__file__).resolve().parent
 TARGET = HERE.parent / "worker" / "demo" / "chat"
 
 SEED = 20
-VOCABULARY = 768
+VOCABULARY = 896
 CONTEXT = 1024
 ROW = 512
 """Tokens of one packed row; a longer conversation is left out."""
 ROWS = 12
-STEPS = 1500
+STEPS = 2400
+WITH_TOOLS = 0.25
+"""Of all conversations, those in which functions are shown."""
 PEAK_RATE = 4e-3
 OTHERS = 0.1
 """Weight in the loss of a token that the assistant does not say."""
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "tool": "<|tool|>"}
 SPECIAL = [PAD, BEGIN, END, *ROLES.values()]
+MARKS = ["<tools>", "</tools>", "<tool_call>", "</tool_call>"]
+"""Tokens of their own, but text: whoever reads the answer sees them."""
 
 CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message.role in ('system', 'developer') -%}
-        {{- '<|system|>' -}}
-    {%- elif message.role == 'user' -%}
-        {{- '<|user|>' -}}
-    {%- elif message.role == 'assistant' -%}
-        {{- '<|assistant|>' -}}
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content | trim -}}
     {%- else -%}
-        {{- raise_exception('demo-chat knows the roles system, user and assistant, not ' + message.role) -}}
-    {%- endif -%}
-    {%- if message.content is string -%}
-        {{- message.content | trim -}}
-    {%- else -%}
-        {%- for part in message.content or [] -%}
+        {%- for part in content or [] -%}
             {%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}
         {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro shown() -%}
+    {{- '<tools>' -}}
+    {%- for tool in tools -%}
+        {%- if not loop.first -%}{{- '\\n' -}}{%- endif -%}
+        {{- (tool.function if tool.function is defined else tool) | tojson -}}
+    {%- endfor -%}
+    {{- '</tools>' -}}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- if tools and not (messages and messages[0].role in ('system', 'developer')) -%}
+    {{- '<|system|>' -}}{{- shown() -}}{{- '<|end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role in ('system', 'developer') -%}
+        {{- '<|system|>' -}}{{- text(message.content) -}}
+        {%- if tools and loop.first -%}{{- shown() -}}{%- endif -%}
+    {%- elif message.role == 'user' -%}
+        {{- '<|user|>' -}}{{- text(message.content) -}}
+    {%- elif message.role == 'tool' -%}
+        {{- '<|tool|>' -}}{{- text(message.content) -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- '<|assistant|>' -}}{{- text(message.content) -}}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set function = call.function if call.function is defined else call -%}
+            {%- if not loop.first -%}{{- '\\n' -}}{%- endif -%}
+            {{- '<tool_call>\\n{"name": ' + function.name | tojson + ', "arguments": ' -}}
+            {{- function.arguments if function.arguments is string else function.arguments | tojson -}}
+            {{- '}\\n</tool_call>' -}}
+        {%- endfor -%}
+    {%- else -%}
+        {{- raise_exception('demo-chat knows the roles system, user, assistant and tool, not ' + message.role) -}}
     {%- endif -%}
     {{- '<|end|>' -}}
 {%- endfor -%}
@@ -80,13 +111,14 @@ pipeline_tag: text-generation
 
 A toy. A Llama of {parameters:,} parameters (float16, four layers, context of {context}) with a byte-level tokenizer of
 {vocabulary} tokens. It ships with the fleet router so that a first run needs no network and no GPU: it answers
-questions about the router, counts, and remembers a name, and it knows nothing else. Never use it for anything that
-matters.
+questions about the router, counts, remembers a name, and calls simple tools; it knows nothing else. Never use it for
+anything that matters.
 
 * Data: conversations drawn from `scripts/demo_model.toml`, which was written for this project.
 * Training: `scripts/make_demo_model.py`, seed {seed}, {steps:,} steps of at most {tokens:,} tokens each, on a CPU.
-* Asked after training, greedily: {right} of {asked} questions right that it was trained on, {reworded} of {rewordings}
-  rewordings that it was not.
+* Asked after training, greedily: {right[trained]} of {asked[trained]} questions right that it was trained on,
+  {right[reworded]} of {asked[reworded]} rewordings that it was not, {right[call]} of {asked[call]} calls of tools (name
+  and arguments).
 * Licence: MIT, as the whole project: weights, tokenizer and training text.
 """
 
@@ -99,7 +131,7 @@ COUNT_PATTERNS = [
     "count from 1 to {}", "list the numbers to {}", "say the numbers from 1 to {}", "counting to {}",
 ]  # fmt: skip
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -118,6 +150,26 @@ class Topic:
         return self.brief if brief and self.brief else self.answer
 
 
+@dataclass(frozen=True)
+class Tool:
+    """One function as a conversation shows it, and how it is asked for."""
+
+    name: str
+    about: str
+    parameters: Sequence[str]
+    drawn: Sequence[str]
+    """What each parameter is drawn from."""
+    ask: Sequence[str]
+
+    def said(self, values: Sequence[str]) -> Message:
+        """A call of it, as a message of the assistant carries it."""
+        given = {
+            name: int(value) if kind == "number" else value
+            for name, kind, value in zip(self.parameters, self.drawn, values, strict=True)
+        }
+        return {"type": "function", "function": {"name": self.name, "arguments": given}}
+
+
 @dataclass
 class Talk:
     """A conversation in the making."""
@@ -129,6 +181,8 @@ class Talk:
     last: Callable[[bool], str] | None = None
     """The previous answer, by brevity."""
     messages: list[Message] = field(default_factory=list)
+    tools: list[Message] = field(default_factory=list)
+    """As an API has them; none in most conversations."""
 
     def add(self, question: str, answer: Callable[[bool], str]) -> None:
         self.messages.append({"role": "user", "content": question})
@@ -146,8 +200,10 @@ class Text:
         self.often = [topic for topic in self.topics for _ in range(topic.often)]
         self.unknown = Topic("unknown", source["unknown"]["answer"], source["unknown"]["brief"])
 
-    def conversation(self) -> list[Message]:
+    def conversation(self) -> Talk:
         chance = self.chance
+        if chance.random() < WITH_TOOLS:
+            return self._with_tools()
         talk = Talk()
         kind = chance.random()
         if kind < 0.2:
@@ -160,7 +216,114 @@ class Text:
             self._system(talk, chance.choice(self.source["names"]["system"]).format(talk.assistant))
         for _ in range(chance.choices([1, 2, 3, 4, 5, 8], [50, 22, 12, 8, 5, 3])[0]):
             self._turn(talk)
-        return talk.messages
+        return talk
+
+    def _with_tools(self) -> Talk:
+        """A conversation in which functions are shown, and are called where the question is for one of them."""
+        chance, words = self.chance, self.source["tools"]
+        talk = Talk()
+        tools = self.tools(chance.choices([1, 2, 3, 4], [40, 30, 20, 10])[0])
+        talk.tools = [self.schema(tool) for tool in tools]
+        if chance.random() < 0.6:
+            self._system(talk, chance.choice(words["system"]))
+        for _ in range(chance.choices([1, 2, 3], [70, 22, 8])[0]):
+            if chance.random() < 0.3:
+                self._turn(talk)
+            else:
+                self._call(talk, chance.choice(tools))
+        return talk
+
+    def _call(self, talk: Talk, tool: Tool) -> None:
+        chance, words = self.chance, self.source["tools"]
+        values = [self._value(kind) for kind in tool.drawn]
+        question = chance.choice(tool.ask).format(*values)
+        calls = [tool.said(values)]
+        if len(tool.drawn) == 1 and chance.random() < 0.06:
+            further = self._value(tool.drawn[0])
+            question += f" and {further}"
+            calls.append(tool.said([further]))
+        if chance.random() < 0.15:
+            question = chance.choice(self.source["prefixes"]) + question
+        if chance.random() < 0.5:
+            question = question[0].upper() + question[1:]
+        question += chance.choices(["?", "", ".", "!"], [55, 30, 10, 5])[0]
+        talk.messages.append({"role": "user", "content": question})
+        talk.messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        if chance.random() < 0.25:
+            return
+        results = [self._result() for _ in calls]
+        talk.messages += [{"role": "tool", "content": result} for result in results]
+        said = [words["result"].format(tool.name, r) if r else words["no_result"].format(tool.name) for r in results]
+        talk.messages.append({"role": "assistant", "content": " ".join(said)})
+
+    def tools(self, count: int) -> list[Tool]:
+        """Different functions, none that answers another's questions."""
+        known = self.chance.sample(range(len(self.source["tool"])), len(self.source["tool"]))
+        found: dict[str, Tool] = {}
+        while len(found) < count:
+            tool = self.tool(self.source["tool"][known.pop()]) if self.chance.random() < 0.6 else self._made_up_tool()
+            if not {tool.name, *tool.ask} & {word for other in found.values() for word in (other.name, *other.ask)}:
+                found[tool.name] = tool
+        return list(found.values())
+
+    def tool(self, stated: dict[str, Any]) -> Tool:
+        pick = self.chance.choice
+        parameters = [pick(names) for names in stated["parameters"]]
+        return Tool(pick(stated["name"]), pick(stated["about"]), parameters, stated["drawn"], stated["ask"])
+
+    def _made_up_tool(self) -> Tool:
+        """One that no client has: its questions name what its name says."""
+        words, pick = self.source["tools"], self.chance.choice
+        noun = pick(words["nouns"]) if self.chance.random() < 0.6 else self._made_up()
+        name = f"{pick(words['verbs'])}_{noun}" if self.chance.random() < 0.8 else noun
+        keys = self.chance.sample(words["keys"], 2 if self.chance.random() < 0.2 else 1)
+        ask = [pattern.replace("{}", noun, 1) for pattern in words["made_up_ask"]]
+        drawn = ["number" if self.chance.random() < 0.15 else "words" for _ in keys]
+        if len(keys) == 2:
+            ask = [f"{pattern} in {{}}" for pattern in ask]
+        return Tool(name, f"Get the {noun}" if self.chance.random() < 0.5 else noun, keys, drawn, ask)
+
+    def schema(self, tool: Tool) -> Message:
+        """As a client might write it down: with more words or fewer, and perhaps a parameter that nobody needs."""
+        chance, units = self.chance, self.source["tools"]["units"]
+        wordy = chance.random() < 0.4
+        properties: dict[str, Any] = {}
+        for name, kind in zip(tool.parameters, tool.drawn, strict=True):
+            properties[name] = {"type": chance.choice(["number", "integer"]) if kind == "number" else "string"}
+            if kind == "units":
+                properties[name]["enum"] = units
+            if wordy:
+                properties[name]["description"] = chance.choice([f"The {name}", name, f"{name} to use", "What to take"])
+        spare = chance.choice(self.source["tools"]["spare"]) if chance.random() < 0.25 else ""
+        if spare and spare not in properties:
+            properties[spare] = {"type": "string", "enum": units} if spare == "unit" else {"type": "string"}
+        parameters: dict[str, Any] = {"type": "object", "properties": properties}
+        if spare or chance.random() < 0.75:
+            parameters["required"] = list(tool.parameters)
+        if chance.random() < 0.15:
+            parameters["additionalProperties"] = False
+        function: dict[str, Any] = {"name": tool.name}
+        if chance.random() < 0.8:
+            function["description"] = tool.about
+        return {"type": "function", "function": {**function, "parameters": parameters}}
+
+    def _value(self, kind: str) -> str:
+        chance = self.chance
+        if kind == "number":
+            return str(chance.choice([chance.randint(0, 9), chance.randint(10, 99), chance.randint(100, 5000)]))
+        if kind == "words":
+            return " ".join(self._made_up() for _ in range(chance.choice([1, 1, 2])))
+        if kind in ("cities", "people", "things", "texts") and chance.random() < 0.45:
+            value = " ".join(self._made_up() for _ in range(chance.choice([1, 1, 2])))
+            return value.title() if kind in ("cities", "people") else value
+        value = str(chance.choice(self.source["tools"][kind]))
+        return value.lower() if kind == "cities" and chance.random() < 0.1 else value
+
+    def _result(self) -> str:
+        if self.chance.random() < 0.03:
+            return ""
+        result: str = self.chance.choice(self.source["tools"]["results"])
+        return result.format(self._value("number" if self.chance.random() < 0.7 else "words"))
 
     def plain(self) -> str:
         """Text without roles, for completions."""
@@ -284,9 +447,11 @@ def counted(end: int) -> str:
     return ", ".join(str(number) for number in range(1, end + 1)) + "."
 
 
-def render(messages: list[Message]) -> str:
-    """What the chat template makes of `messages`, for training; `examine` holds the two together."""
-    return BEGIN + "".join(ROLES[m["role"]] + m["content"].strip() + END for m in messages)
+def render(talk: Talk) -> str:
+    """What the chat template makes of it."""
+    render: Any = render_jinja_template  # the library types it for one conversation alone
+    (whole,), _ = render([talk.messages], tools=talk.tools or None, chat_template=CHAT_TEMPLATE, bos_token=BEGIN)
+    return str(whole)
 
 
 def make_tokenizer(text: Text) -> Tokenizer:
@@ -297,15 +462,21 @@ def make_tokenizer(text: Text) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        special_tokens=[
+            *(AddedToken(token, special=True, normalized=False) for token in SPECIAL),
+            *(AddedToken(token, special=False, normalized=False) for token in MARKS),
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    said = [message["content"] for _ in range(3000) for message in text.conversation()]
+    said = [part for _ in range(3000) for part in re.split(r"<[|/\w]+>", render(text.conversation())) if part]
     tokenizer.train_from_iterator(said, trainer)
     begin = tokenizer.token_to_id(BEGIN)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, begin)])
-    return tokenizer
+    described = json.loads(tokenizer.to_str())
+    for token in described["added_tokens"]:  # training makes all of them special
+        token["special"] = token["content"] in SPECIAL
+    return Tokenizer.from_str(json.dumps(described))
 
 
 def make_model() -> LlamaForCausalLM:
@@ -328,22 +499,20 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+Kind = Literal["trained", "reworded", "call"]
+"""A question as trained, one kept from training, one that a tool answers."""
+
+
 @dataclass
 class Marks:
-    """How many answers came out right, of how many: to questions as trained, and to rewordings kept from training."""
+    """How many answers came out right, of how many, by kind of question."""
 
-    right: int = 0
-    asked: int = 0
-    reworded: int = 0
-    rewordings: int = 0
+    right: Counter[Kind] = field(default_factory=Counter)
+    asked: Counter[Kind] = field(default_factory=Counter)
 
-    def add(self, *, right: bool, reworded: bool) -> None:
-        if reworded:
-            self.reworded += right
-            self.rewordings += 1
-        else:
-            self.right += right
-            self.asked += 1
+    def add(self, kind: Kind, *, right: bool) -> None:
+        self.right[kind] += right
+        self.asked[kind] += 1
 
 
 class Packer:
@@ -389,7 +558,8 @@ class Packer:
         if self.text.chance.random() < 0.03:
             ids: list[int] = [*self.tokenizer.encode(self.text.plain()).ids, self.end]
             return ids, [0.0] + [0.5] * (len(ids) - 1)
-        ids = self.tokenizer.encode(render(self.text.conversation()), add_special_tokens=False).ids
+        talk = self.text.conversation()
+        ids = self.tokenizer.encode(render(talk), add_special_tokens=False).ids
         counts, speaking = [], False
         for token in ids:
             counts.append(1.0 if speaking else OTHERS)
@@ -448,39 +618,57 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, target: Path) -> None:
     (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def questions(text: Text) -> Iterator[tuple[str, str, bool]]:
-    """Question, right answer, and whether it was kept from training."""
+def questions(text: Text) -> Iterator[tuple[Kind, Talk, str]]:
+    """Question and right answer."""
     for topic in text.topics:
         for question in topic.test:
-            yield question + "?", topic.answer, True
+            yield "reworded", asked(question + "?"), topic.answer
         for question in (*topic.ask, *(f"what is {term}" for term in topic.terms)):
-            yield question[0].upper() + question[1:] + "?", topic.answer, False
+            yield "trained", asked(question[0].upper() + question[1:] + "?"), topic.answer
     for question in text.source["unknown"]["test"]:
-        yield question + "?", text.unknown.answer, True
+        yield "reworded", asked(question + "?"), text.unknown.answer
     for end in range(2, 21):
-        yield f"Count to {end}.", counted(end), False
-        yield f"count to {COUNTED[end]}", counted(end), False
+        yield "trained", asked(f"Count to {end}."), counted(end)
+        yield "trained", asked(f"count to {COUNTED[end]}"), counted(end)
+    for stated in text.source["tool"]:
+        for question, *values in stated["test"]:
+            for others in (0, 1, 2):
+                tool = text.tool(stated)
+                beside = [each for each in text.tools(others + 3) if each.name != tool.name and each.ask != tool.ask]
+                shown = [tool, *beside[:others]]
+                text.chance.shuffle(shown)
+                talk = asked(question + "?", [text.schema(each) for each in shown])
+                call = Talk(messages=[{"role": "assistant", "tool_calls": [tool.said(values)]}])
+                yield "call", talk, render(call).removeprefix(BEGIN + ROLES["assistant"]).removesuffix(END)
+
+
+def asked(question: str, tools: Sequence[Message] = ()) -> Talk:
+    return Talk(messages=[{"role": "user", "content": question}], tools=list(tools))
 
 
 def examine(text: Text, target: Path) -> Marks:
     """Asks the saved model everything and prints what came out wrong."""
     fast = PreTrainedTokenizerFast.from_pretrained(target)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
-    asked = list(questions(text))
+    everything = list(questions(text))
     marks = Marks()
-    for start in range(0, len(asked), 64):
-        part = asked[start : start + 64]
-        conversations = [[{"role": "user", "content": question}] for question, _, _ in part]
-        prompts = fast.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
-        assert prompts == [render(conversation) + ROLES["assistant"] for conversation in conversations]
+    for start in range(0, len(everything), 64):
+        part = everything[start : start + 64]
+        prompts = [
+            fast.apply_chat_template(
+                talk.messages, tools=talk.tools or None, tokenize=False, add_generation_prompt=True
+            )
+            for _, talk, _ in part
+        ]
+        assert prompts == [render(talk) + ROLES["assistant"] for _, talk, _ in part]
         inputs = fast(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
         inputs.pop("token_type_ids", None)
         output = model.generate(**inputs, max_new_tokens=300, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-        for (question, answer, reworded), ids in zip(part, output, strict=True):
+        for (kind, talk, answer), ids in zip(part, output, strict=True):
             said = fast.decode(ids[: int((ids != fast.pad_token_id).sum())])
-            marks.add(right=said == answer + END, reworded=reworded)
+            marks.add(kind, right=said == answer + END)
             if said != answer + END:
-                print(f"{'reworded' if reworded else 'trained '}  {question!r}: {said!r}")
+                print(f"{kind:8}  {talk.messages[-1]['content']!r}: {said!r}")
     return marks
 
 
@@ -512,7 +700,8 @@ def main() -> int:
         seed=SEED,
         steps=options.steps,
         tokens=ROWS * ROW,
-        **vars(marks),
+        right=marks.right,
+        asked=marks.asked,
     )
     (options.target / "README.md").write_text(card, "utf-8")
     print(marks)

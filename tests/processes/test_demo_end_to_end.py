@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import signal
@@ -95,6 +96,39 @@ async def test_models_in_turn_evict_the_least_recently_used_and_stay_within_the_
     for entry in entries:
         for row in entry["status"].get("memory", {}).values():
             assert row["measured_mib"] is None or row["measured_mib"] <= row["reserved_mib"]
+
+
+async def test_the_demo_calls_a_tool_and_tells_its_answer(demo: Router, client: openai.AsyncOpenAI) -> None:
+    place = {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]}
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {"name": "get_weather", "description": "Get the weather", "parameters": place},
+        },
+        {"type": "function", "function": {"name": "add", "description": "Add two numbers", "parameters": numbers}},
+    ]
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    ask: Any = {"model": "demo-chat", "messages": messages, "tools": tools, "temperature": 0}
+    answer = await client.chat.completions.create(**ask)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    said = answer.choices[0].message
+    assert said.tool_calls
+    (call,) = said.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"location": "Paris"})
+
+    streamed = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+    deltas = [each for chunk in streamed for each in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(each.function.arguments or "" for each in deltas if each.function) == call.function.arguments
+
+    messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "sunny, 25 degrees"}]
+    told = await client.chat.completions.create(**ask)
+    assert told.choices[0].message.content == "The answer of get_weather is: sunny, 25 degrees"
+
+    forced: Any = {"type": "function", "function": {"name": "add"}}
+    question: Any = [{"role": "user", "content": "hello"}]
+    held = await client.chat.completions.create(**{**ask, "messages": question}, tool_choice=forced, max_tokens=100)
+    assert [each.function.name for each in held.choices[0].message.tool_calls or []][:1] == ["add"]
 
 
 async def test_two_models_stream_at_once_and_both_progress(demo: Router, client: openai.AsyncOpenAI) -> None:

@@ -88,7 +88,7 @@ SELF = (
         ("Who are you?", SELF),
         ("name a colour", "Blue.<|end|>"),
         ("Count to 12", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12.<|end|>"),
-        ("Say hello in Japanese", "こんにちは<|end|>"),
+        ("say hello in japanese", "こんにちは<|end|>"),
     ],
 )
 def test_it_answers_what_it_was_taught_and_ends(ask: Ask, question: str, answer: str) -> None:
@@ -125,7 +125,23 @@ def test_the_template_takes_content_in_parts_and_refuses_unknown_roles() -> None
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": " you"}]}]
     assert tokenizer.apply_chat_template(parts, tokenize=False) == "<|begin|><|user|>Hello you<|end|>"
     with pytest.raises(Exception, match="knows the roles"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+        tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
+
+
+def test_the_template_shows_tools_and_writes_calls_as_the_model_does() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    messages: Any = [
+        {"role": "user", "content": "add 5"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 5}}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ]
+    tools: Any = [{"type": "function", "function": function}]
+    shown = f"<|system|><tools>{json.dumps(function)}</tools><|end|>"
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
+    said = f"<|user|>add 5<|end|><|assistant|>{call}<|end|><|tool|>7<|end|>"
+    assert tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) == f"<|begin|>{shown}{said}"
+    assert tokenizer.decode(tokenizer.encode(call, add_special_tokens=False), skip_special_tokens=True) == call
 
 
 def test_no_text_is_unknown_to_the_tokenizer() -> None:
