@@ -1,6 +1,7 @@
 """scripts/bench_engine: what it computes from what it measured, and that everybody really takes part."""
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,19 @@ def test_a_floor_counts_weights_once_and_the_cache_of_every_sequence(bench: Any)
     assert bench.floor_seconds(shape, 3, 1000, 4, 100.0) == (1000 + 3 * 20 * 2 * 2 * 2 * 16 * 4) / 100.0
 
 
+def test_what_requests_need_is_two_operations_for_each_weight_a_token_meets_and_what_it_looks_back_at(
+    bench: Any,
+) -> None:
+    shape = bench.Shape(64, 128, 2, 4, 2, 1024, True, "float32", (10, 10), (20, 20))
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128  # queries and output, keys and values of two heads of 16, the MLP
+    head = 64 * 1024
+    one = bench.Request((5,), 1)
+    assert shape.flops([one]) == 2 * (2 * layer + head) + 2 * 4 * 64
+    more = bench.Request((5, 5, 5), 2)  # four tokens go through the layers, and look at one to four
+    assert shape.flops([more]) == 2 * (4 * 2 * layer + 2 * head) + 2 * 4 * 64 * (1 + 2 + 3 + 4)
+    assert shape.flops([one, more]) == shape.flops([one]) + shape.flops([more])
+
+
 def test_everybody_takes_a_turn_at_every_level_and_begins_once(bench: Any) -> None:
     shape = bench.SHAPES["tiny"]
     some = [Steady(bench, "ours, paged", 10.0), Steady(bench, "other", 5.0), Steady(bench, "broken", None)]
@@ -58,6 +72,11 @@ def test_everybody_takes_a_turn_at_every_level_and_begins_once(bench: Any) -> No
     assert found[1]["ours, paged"].rates == pytest.approx([10.0] * 3)
     assert found[4]["other"].summary(0.1)["gap_p50"] == pytest.approx(0.2)
     assert found[4]["other"].summary(0.1)["floor"] == pytest.approx(0.5)
+    flops = shape.flops(bench.requests_of(shape, 4, seed=0))
+    seconds = max(each.new for each in bench.requests_of(shape, 4, seed=0)) / 5.0
+    assert found[4]["other"].flops[0] == pytest.approx(flops / seconds)
+    half = found[4]["other"].summary(0.1, peak=2.0 * statistics.median(found[4]["other"].flops))
+    assert half["peak"] == pytest.approx(0.5)
     assert found[4]["broken"].summary(0.1) == {"error": "RuntimeError: out of order"}
 
 
@@ -81,6 +100,7 @@ def test_what_a_random_model_says_is_text_and_comes_back_as_the_same_tokens(benc
 @pytest.mark.slow
 def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "--shape", "tiny", "--levels", "1,3", "--rounds", "1", "--threads", "1"]
+    command += ["--dtype", "bfloat16"]
     done = subprocess.run(
         [*command, "--no-http", "--no-long-prompt", "--no-host", "--out", str(tmp_path / "engine")],
         capture_output=True, text=True, check=False, timeout=120,
@@ -91,7 +111,10 @@ def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -
         assert {"ours, paged", "ours, aligned", "one at a time", "static batch", "continuous batch"} <= rows.keys()
         assert all(row["tokens_per_second"] > 0 for row in rows.values())
         assert all(row["tokens_per_cpu_second"] > 0 for row in rows.values())
+        assert all(0.0 < row["peak"] < 1.0 for row in rows.values())
     assert report["bandwidth"] > 1e8
+    assert report["peak"] > 1e8
+    assert "bfloat16" in report["model"]
     table = (tmp_path / "engine.md").read_text()
     assert table.count("| ours, paged |") == 2
     assert str(tmp_path) in table
