@@ -9,8 +9,9 @@ import hmac
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -24,7 +25,17 @@ ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 MOST_HOSTS = 256
 """Host headers that are remembered: clients have few, and who sends many wants to fill memory."""
+UNCOUNTED = nullcontext()
+"""For a request whose key has no limit."""
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
+
+
+class Headed(Protocol):
+    """A request, as far as its headers go."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Asked for by lower-case names."""
 
 
 class Access:
@@ -46,12 +57,12 @@ class Access:
         self._fine_hosts: set[tuple[str, bool]] = set()
         """Host headers that were looked at and let pass, with whether keys existed then."""
 
-    def identify(self, request: web.Request) -> Key | None:
+    def identify(self, request: Headed) -> Key | None:
         """The key that a request carries; None if it carries none that is known."""
         if not self.keys:
             return ANYBODY
-        presented = request.headers.get("X-Api-Key", "")
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        presented = request.headers.get("x-api-key", "")
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.casefold() == "bearer" and token.strip():
             presented = token.strip()
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
@@ -61,7 +72,7 @@ class Access:
                 found = key
         return found
 
-    def authorize(self, request: web.Request, plane: Plane, name: str) -> Key:
+    def authorize(self, request: Headed, plane: Plane, name: str) -> Key:
         """The key, if it may use `plane`. Raises Unauthorized, Forbidden."""
         public = plane is Plane.PUBLIC or (name == "metrics" and self._metrics_public)
         key = self.identify(request)
@@ -83,11 +94,14 @@ class Access:
     def may_use(key: Key, model: str) -> bool:
         return not key.models or any(fnmatch.fnmatchcase(model, glob) for glob in key.models)
 
-    @contextmanager
-    def running(self, key: Key, come_back: Callable[[], float] = lambda: 1.0) -> Iterator[None]:
+    def running(self, key: Key, come_back: Callable[[], float] = lambda: 1.0) -> AbstractContextManager[None]:
         """Count one request of `key` for the length of the block. Raises QueueFull over its max-concurrent, with the
         seconds that `come_back` says."""
-        if key.max_concurrent and self._running[key.digest] >= key.max_concurrent:
+        return self._running_one(key, come_back) if key.max_concurrent else UNCOUNTED
+
+    @contextmanager
+    def _running_one(self, key: Key, come_back: Callable[[], float]) -> Iterator[None]:
+        if self._running[key.digest] >= key.max_concurrent:
             raise QueueFull(
                 f"this key already runs {key.max_concurrent} requests at once",
                 reason="key_concurrency",
@@ -107,10 +121,14 @@ class Access:
             return
         if len(values) != 1:
             raise BadRequest("exactly one Host header is needed")
-        looked_at = values[0], bool(self.keys)
+        self.check_name(values[0])
+
+    def check_name(self, host: str) -> None:
+        """As `check_host`, of the only Host header."""
+        looked_at = host, bool(self.keys)
         if looked_at in self._fine_hosts:
             return
-        self._check_host(values[0].strip())
+        self._check_host(host.strip())
         if len(self._fine_hosts) < MOST_HOSTS:
             self._fine_hosts.add(looked_at)
 

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from router import __version__
-from router.access import SAFE_METHODS
+from router.access import ANYBODY, SAFE_METHODS
+from router.connections import Connection, Reply
 from router.errors import (
     ApiError,
     BadRequest,
@@ -30,9 +32,11 @@ from router.errors import (
 )  # fmt: skip
 from router.faces import admin, fastchat, llama_server, lmi, ollama
 from router.hub import Hub
+from router.listener import KEEP_ALIVE, Asked, Listener
+from router.log import line
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openapi import document
-from router.proxy import PHASE, Call, Proxy
+from router.proxy import Answer, Call, Outlet, Proxy
 from router.requests import Record, Requests
 from router.settings import Key
 from router.site import Site, flag
@@ -67,6 +71,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ID = web.RequestKey("id", str)
 _ARRIVED = web.RequestKey("arrived", float)
 _ROUTE = web.RequestKey("route", Route)
+PHASE = web.RequestKey("phase", str)
+"""How far a request had come when its client left: queued, starting, streaming; events."""
 _BUFFERED = web.RequestKey("buffered", int)
 _MODEL = web.RequestKey("model", str)
 _STATUS = web.RequestKey("status", int)
@@ -171,8 +177,7 @@ class App:
 
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = request.headers.get("X-Request-Id", "")
-        request[_ID] = asked if REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        request[_ID] = _request_id(request.headers)
         request[_ARRIVED] = time.monotonic()
         status = 499
         try:
@@ -184,7 +189,11 @@ class App:
             raise
         finally:
             self._buffered -= request.get(_BUFFERED, 0)
-            self._tell(request, status)
+            route = request.get(_ROUTE)
+            endpoint = route.name if route is not None else "unknown"
+            took = time.monotonic() - request[_ARRIVED]
+            model, client = request.get(_MODEL, "unknown"), request.remote or ""
+            self._tell(client, request.method, request.path, status, took, endpoint, model, request[_ID])
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -216,10 +225,14 @@ class App:
             return self._error(request, Internal("the router failed on this request; its log says how"))
 
     def _error(self, request: web.Request, error: ApiError) -> web.Response:
+        headers, body = self._refusal(request.get(_ROUTE), request.path, request[_ID], error)
+        return web.Response(status=error.status, headers=headers, body=body)
+
+    def _refusal(self, route: Route | None, path: str, id: str, error: ApiError) -> tuple[dict[str, str], bytes]:
+        """Headers and body of an error, which is counted."""
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
-        route = request.get(_ROUTE)
-        face = route.face if route is not None else FACES.get(request.path.removeprefix(self._prefix), Face.OPENAI)
+        face = route.face if route is not None else FACES.get(path.removeprefix(self._prefix), Face.OPENAI)
         body = error_body(
             face,
             status=error.status,
@@ -228,40 +241,30 @@ class App:
             message=error.message.encode("utf-8", "replace").decode(),
             param=error.param,
             extra=error.extra,
-            request_id=request[_ID],
+            request_id=id,
         )
-        headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false"}
+        headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false", **JSON}
         if error.retry_after is not None:
             headers["Retry-After"] = str(min(LATEST, max(1, round(error.retry_after))))
-        response = _json(body, status=error.status, headers=headers)
+        data = orjson.dumps(body)
         if route is not None and route.always_streams:
-            response.body = refusal(route.path, orjson.dumps(body))
-        return response
+            data = refusal(route.path, data)
+        return headers, data
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = f"router/{__version__}"
+        response.headers["Server"] = SERVER
         if _ID in request:
-            response.headers["X-Request-Id"] = response.headers["request-id"] = request[_ID]
+            response.headers.update(_own_headers(request[_ID]))
         response.headers.update(self._site.access.cors_headers(request))
 
-    def _tell(self, request: web.Request, status: int) -> None:
-        route = request.get(_ROUTE)
-        endpoint = route.name if route is not None else "unknown"
-        model = request.get(_MODEL, "unknown")
-        self._metrics.count(model, endpoint, str(status))
+    def _tell(
+        self, client: str, method: str, path: str, status: int, took: float, endpoint: str, model: str, id: str
+    ) -> None:
+        """Count a request that is over and log it."""
+        self._metrics.requests.add(model, endpoint, str(status))
         quiet = self._site.settings.access_log
         if quiet == "all" or (quiet == "errors" and status >= 400):
-            seconds = time.monotonic() - request[_ARRIVED]
-            access_log.info(
-                "%s %s %s %d %.3fs model=%s rid=%s",
-                request.remote or "-",
-                request.method,
-                _clean(request.path),
-                status,
-                seconds,
-                model,
-                request[_ID],
-            )
+            line(access_log, f"{client or '-'} {method} {_clean(path)} {status} {took:.3f}s model={model} rid={id}")
 
     def _guarded(self, route: Route, work: Callable[[web.Request, Key], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -325,21 +328,46 @@ class App:
     # Work for workers
 
     async def _forward(self, request: web.Request, key: Key) -> web.StreamResponse:
-        route: Route = request[_ROUTE]
         body = await self._read(request)
+        reply = Reply(request)
+        errand = Errand(
+            reply,
+            request[_ROUTE],
+            key,
+            request[_ID],
+            request[_ARRIVED],
+            request.remote or "",
+            body,
+            path_id=request.match_info.get("id"),
+            query=_asked(request),
+        )
+        try:
+            request[_STATUS] = await self._send(errand)
+        except asyncio.CancelledError:
+            request[PHASE] = errand.phase
+            raise
+        finally:
+            request[_MODEL] = errand.model
+        assert reply.response is not None
+        return reply.response
+
+    async def _send(self, errand: "Errand") -> int:
+        """Have a worker answer; how that really ended, which may not be what the status line says. Raises ApiError
+        while nothing has been sent."""
+        route, key, arrived = errand.route, errand.key, errand.arrived
         read = time.monotonic()
-        seen = peek(body)
+        seen = peek(errand.body)
         named = seen.model
         if named is None and route.face is Face.OLLAMA:
             named = seen.name
         if named is not None and not isinstance(named, str):
             raise BadRequest("model must be a string", param="model")
-        asked = _asked(request)
+        asked = errand.query
         if route.face is Face.OLLAMA and named is not None:
             named = ollama.known(self._site, key, named)
-        id, name = self._site.choose(key, path=request.match_info.get("id"), body=named, query=asked)
-        request[_MODEL] = id
-        autoload = flag(asked, "autoload")
+        id, name = self._site.choose(key, path=errand.path_id, body=named, query=asked)
+        errand.model = id
+        autoload = flag(asked, "autoload") if asked else None
         if autoload is None and route.loads is not Loads.FOLLOWS:
             autoload = False
         preset = self._site.fleet.model(id).preset
@@ -347,32 +375,95 @@ class App:
         call = Call(
             route=route,
             model=id,
-            body=body,
+            body=errand.body,
             stream=_streams(route, seen),
             autoload=autoload,
-            request_id=request[_ID],
-            arrived=request[_ARRIVED],
+            request_id=errand.id,
+            arrived=arrived,
             read=read,
             timeout=max(0.0, timeout),
             asked=name if named is None and name != id else "",
         )
-        record = Record(
-            request[_ID], id, route.name, request.remote or "", key.name, time.time(), request[_ARRIVED], request
-        )
-        with (
-            self._site.access.running(key, lambda: self._site.fleet.turnover(id)),
-            self._requests.running(record),
-        ):
-            answer = await self._proxy.forward(request, call, {"X-Router-Model": id})
-            assert answer.response is not None
-            record.status = answer.failed or answer.response.status
-        if answer.failed is not None:
-            request[_STATUS] = answer.failed
+        headers = {"X-Router-Model": id, **_own_headers(errand.id)}
+        record = Record(errand.id, id, route.name, errand.client, key.name, time.time(), arrived)
+        self._requests.began(record)
+        try:
+            with self._site.access.running(key, lambda: self._site.fleet.turnover(id)):
+                errand.answer = record.answer = answer = self._proxy.answer(errand.outlet, call, headers)
+                await self._proxy.forward(answer)
+            assert answer.status is not None
+            record.status = answer.failed or answer.status
+        except ApiError as error:
+            record.status = error.status
+            raise
+        finally:
+            self._requests.ended(record)
         if answer.first_byte is not None:
-            self._metrics.first_byte(id, answer.first_byte - request[_ARRIVED])
+            self._metrics.ttft.observe(answer.first_byte - arrived, id)
         if answer.overhead is not None:
             self._metrics.overhead.observe(answer.overhead)
-        return answer.response
+        return record.status
+
+    # Plain calls
+
+    def listener(self, runner: web.AppRunner) -> Listener:
+        """Of this application: plain calls are answered by it, all others by aiohttp. `runner` has been set up, and is
+        to be cleaned up after the listener is closed."""
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None
+        routes = {
+            (self._prefix + route.path).encode(): route
+            for route in ROUTES
+            if route.worker and "{" not in route.path and route.method == "POST"
+        }
+        options = {**PROTOCOL, "access_log": None, "keepalive_timeout": KEEP_ALIVE}
+        return Listener(routes, self._serve, lambda: Connection(server, loop=loop, **options))
+
+    async def _serve(self, asked: Asked) -> None:
+        """One plain call: what `_outermost` and the rest do for others."""
+        asked.id = _request_id(asked.headers)
+        errand = Errand(asked, asked.route, ANYBODY, asked.id, asked.arrived, asked.client, asked.body)
+        size, status = len(asked.body), 499
+        self._buffered += size
+        try:
+            try:
+                status = await self._admit(asked, errand)
+            except ApiError as error:
+                status = error.status
+                await self._refuse(asked, error)
+            except (ConnectionError, asyncio.CancelledError):
+                raise
+            except Exception:
+                log.exception("%s: POST %s failed in the router", asked.id, asked.path)
+                status = 500
+                if errand.answer is None or not errand.answer.committed:  # else the connection ends here
+                    await self._refuse(asked, Internal("the router failed on this request; its log says how"))
+        except (ConnectionError, asyncio.CancelledError):
+            self._metrics.disconnects.labels(errand.phase).inc()
+            raise asyncio.CancelledError from None
+        finally:
+            self._buffered -= size
+            took = time.monotonic() - asked.arrived
+            self._tell(asked.client, "POST", asked.path, status, took, asked.route.name, errand.model, asked.id)
+
+    async def _refuse(self, asked: Asked, error: ApiError) -> None:
+        """Raises ConnectionError if the client is gone, or does not read."""
+        headers, body = self._refusal(asked.route, asked.path, asked.id, error)
+        try:
+            async with asyncio.timeout(self._site.settings.write_stall or None):
+                await asked.say(error.status, {**_own_headers(asked.id), **headers}, body)
+        except TimeoutError:
+            raise ConnectionError("the client does not read") from None
+
+    async def _admit(self, asked: Asked, errand: "Errand") -> int:
+        access = self._site.access
+        access.check_name(asked.headers["host"])
+        errand.key = access.authorize(asked, asked.route.plane, asked.route.name)
+        if len(asked.body) > (limit := self._site.settings.max_body_size):
+            raise TooLarge(f"the body has {len(asked.body)} bytes, {limit} are allowed", headers=CLOSE)
+        if self._buffered > BUFFERED_IN_ALL:
+            raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
+        return await self._send(errand)
 
     # Answers of the router itself
 
@@ -555,7 +646,34 @@ class App:
         return response
 
 
+@dataclass(slots=True)
+class Errand:
+    """One request for a worker, whose body is here."""
+
+    outlet: Outlet
+    route: Route
+    key: Key
+    id: str
+    arrived: float
+    client: str
+    body: bytes
+    path_id: str | None = None
+    """The model that its path names."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    model: str = "unknown"
+    """Its id, once that is found."""
+    answer: Answer | None = None
+    """Once it is on its way."""
+
+    @property
+    def phase(self) -> str:
+        """See PHASE."""
+        return self.answer.phase if self.answer is not None else "queued"
+
+
 CLOSE = {"Connection": "close"}
+JSON = {"Content-Type": "application/json; charset=utf-8"}
+SERVER = f"router/{__version__}"
 LATEST = 60
 """Seconds that a client is told to wait at most: official clients give up where it is much more."""
 COME_BACK = {"X-Should-Retry": "true", "Retry-After": "1"}
@@ -568,6 +686,16 @@ def peek(body: bytes) -> Peek:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    asked = headers.get("x-request-id", "")
+    return asked if REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+
+
+def _own_headers(id: str) -> dict[str, str]:
+    """What every answer has; `id` is its request's."""
+    return {"Server": SERVER, "X-Request-Id": id, "request-id": id}
 
 
 def _streams(route: Route, seen: Peek) -> bool:

@@ -1,18 +1,19 @@
-"""Connections of clients: aiohttp's protocol, with our own words for requests that are not HTTP.
+"""What aiohttp does for clients: all calls but the plain ones of `router.listener`.
 
-aiohttp answers those before any route or middleware sees them, as text that quotes what was sent.
+Its protocol gets our own words for requests that are not HTTP: it answers those before any route or middleware sees
+them, as text that quotes what was sent.
 """
 
 import asyncio
 import secrets
-import socket
-from typing import Any
+from collections.abc import Mapping
 
 import orjson
 from aiohttp import web
 
 from router import __version__
 from router.errors import ApiError, BadRequest, Internal
+from router.listener import ROOM
 from worker.routes import Face, error_body
 
 
@@ -44,11 +45,63 @@ class Connection(web.RequestHandler):
         return response
 
 
-async def listen(runner: web.AppRunner, sock: socket.socket, **options: Any) -> asyncio.Server:
-    """Serve `runner`'s application, which is set up, on `sock`; `options` as of aiohttp's protocol.
+class Reply:
+    """A request as aiohttp has it, and the way back to whoever sent it (`router.proxy.Outlet`)."""
 
-    To be closed before the runner is cleaned up.
-    """
-    server, loop = runner.server, asyncio.get_running_loop()
-    assert server is not None
-    return await loop.create_server(lambda: Connection(server, loop=loop, **options), sock=sock, backlog=1024)
+    def __init__(self, request: web.Request):
+        self._request = request
+        self.response: web.StreamResponse | None = None
+        """The answer, once it has begun."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._request.headers
+
+    @property
+    def is_old(self) -> bool:
+        return self._request.version < (1, 1)
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        return self._request.transport
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes can be written without waiting."""
+        transport = self._request.transport
+        if transport is None or self._request.protocol.writing_paused:
+            return False
+        return transport.get_write_buffer_size() + size < ROOM
+
+    async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """All of an answer."""
+        self.response = response = web.Response(status=status, headers=headers, body=body)
+        await response.prepare(self._request)
+        await response.write_eof()
+
+    async def begin(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
+        """The head of an answer, and what is known of its body."""
+        self.response = response = web.StreamResponse(status=status, headers=headers)
+        if "Content-Length" in headers:
+            response.content_length = int(headers["Content-Length"])
+        elif not self.is_old:
+            response.enable_chunked_encoding()
+        await response.prepare(self._request)
+        if data:
+            await response.write(data)
+
+    async def write(self, data: bytes) -> None:
+        """Some more of the body."""
+        assert self.response is not None
+        await self.response.write(data)
+
+    def put(self, data: bytes) -> bool:
+        """aiohttp writes nothing but in a coroutine."""
+        return False
+
+    async def end(self) -> None:
+        """There is no more."""
+        assert self.response is not None
+        await self.response.write_eof()
+
+
+__all__ = ["Connection", "Reply"]

@@ -36,7 +36,10 @@ RUNTIME_DEVICE = 512 * MIB
 """Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
 
 RUNTIME_DEVICE_HOST = 1536 * MIB
-"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries, pinned buffers. A guess."""
+"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries. A guess."""
+
+STAGING_BYTES = 256 * MIB
+"""Pinned buffers through which weights go to an accelerator (worker/engine/staging.py)."""
 
 BLOCK_TOKENS = 16
 """Tokens of one block of the pool (worker/engine/kv_cache.py)."""
@@ -617,13 +620,14 @@ def is_mapped(facts: Checkpoint, preset: Preset) -> bool:
 
 
 def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
-    """Bytes of main memory that hold weights on their way to an accelerator: all of them if they are converted."""
+    """Bytes of main memory that hold weights on their way to an accelerator: buffers, and all weights if they are
+    converted."""
     dtype = compute_dtype(facts, preset, on_host=False)
     if on_load(facts, preset):
         return facts.file_bytes
     if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):
-        return 0
-    return weight_bytes(facts, preset, on_host=False)
+        return STAGING_BYTES
+    return STAGING_BYTES + weight_bytes(facts, preset, on_host=False)
 
 
 def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:

@@ -11,10 +11,10 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from router import backoff, planner, standby
 from router.backoff import Failure
@@ -92,6 +92,12 @@ class Lease:
         self._failed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._told = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._fleet._give_back(self)
 
     def abort(self, error: ApiError) -> None:
         if self.aborted is not None:
@@ -249,9 +255,8 @@ class Fleet:
         except KeyError:
             raise ModelNotFound(f"model '{id}' not found") from None
 
-    @contextmanager
-    def lease(self, id: str, *, autoload: bool | None = None) -> Iterator[Lease]:
-        """Hold a worker of model `id` for the length of the block; `await lease.ready()` waits for it.
+    def lease(self, id: str, *, autoload: bool | None = None) -> Lease:
+        """Hold a worker of model `id` for the length of a `with`; `await lease.ready()` waits for it.
 
         A model without an open worker begins a new life, if it may. Raises ModelNotFound, ModelNotLoaded, QueueFull,
         LoadBackoff, LoadFailed, Draining.
@@ -274,11 +279,7 @@ class Fleet:
             self._refuse_failed(model)
             worker = self._begin(model)
             self._call_companions(model)
-        lease = self._take(model, worker)
-        try:
-            yield lease
-        finally:
-            self._give_back(lease)
+        return self._take(model, worker)
 
     def _take(self, model: Model, worker: Worker) -> Lease:
         lease = Lease(self, model, worker, self.now())

@@ -874,6 +874,9 @@ def _listener(worker: Worker, world: World) -> Listen:
     """Keeps what a worker's events say where fleet and faces look for it."""
 
     def listen(event: contract.Event) -> None:
+        if type(event) is contract.Request:
+            _hear_request(worker, world, event)
+            return
         match event:
             case contract.Progress() if (
                 worker.state is not State.QUEUED
@@ -887,27 +890,29 @@ def _listener(worker: Worker, world: World) -> Listen:
                 worker.pulse = event
                 if worker.state is State.READY:
                     _settle_reservation(worker)
-            case contract.Request():
-                worker.answered = worker.answered or event.outcome == "ok"
-                worker.first_token = worker.first_token or event.ttft
-                worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
-                if event.keep_alive != worker.keep_alive:
-                    worker.keep_alive = event.keep_alive
-                    world.changed()
-                world.events.mention(
-                    "request",
-                    worker.preset.id,
-                    worker=worker.id,
-                    id=event.id,
-                    prompt_tokens=event.prompt_tokens,
-                    cached_tokens=event.cached_tokens,
-                    completion_tokens=event.completion_tokens,
-                    outcome=event.outcome,
-                    ttft=event.ttft,
-                    token_seconds=event.token_seconds,
-                )
 
     return listen
+
+
+def _hear_request(worker: Worker, world: World, event: contract.Request) -> None:
+    worker.answered = worker.answered or event.outcome == "ok"
+    worker.first_token = worker.first_token or event.ttft
+    worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
+    if event.keep_alive != worker.keep_alive:
+        worker.keep_alive = event.keep_alive
+        world.changed()
+    world.events.mention(
+        "request",
+        worker.preset.id,
+        worker=worker.id,
+        id=event.id,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        outcome=event.outcome,
+        ttft=event.ttft,
+        token_seconds=event.token_seconds,
+    )
 
 
 def _is_news(worker: Worker, event: contract.Progress, now: float) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from router.events import Event, EventLog
 
 log = logging.getLogger("router.fleet")
+_root = logging.getLogger()
 
 KEPT = 2000
 """Lines that can be looked at later."""
@@ -50,6 +51,20 @@ def set_up(level: str, form: str) -> None:
     root.setLevel(level.upper())
     for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+
+
+def line(logger: logging.Logger, message: str) -> None:
+    """As `logger.info(message)`, for what comes with every request: our own handlers need no record of it."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    now = time.time()
+    for handler in _root.handlers:
+        if isinstance(handler, Ring | Spool):
+            handler.take(now, logger.name, message)
+        else:
+            record = logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None)
+            if record.levelno >= handler.level:
+                handler.handle(record)
 
 
 def follow(events: EventLog) -> None:
@@ -153,6 +168,10 @@ class Ring(logging.Handler):
             return  # whoever wrote it hears so from the other handler
         self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
 
+    def take(self, now: float, name: str, message: str) -> None:
+        """A line of level info, that was said by the logger `name` at `now` in seconds since 1970."""
+        self.lines.append(Line(next(self._ids), now, "info", name, _shown(message)[:LONGEST]))
+
 
 class Spool(logging.Handler):
     """Writes what is logged in one pass of the loop at its end; what warns, or comes from another thread, at once."""
@@ -165,13 +184,26 @@ class Spool(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.append(self.format(record) + "\n")
-            loop = asyncio._get_running_loop()
-            if loop is None or record.levelno >= logging.WARNING:
+            if record.levelno >= logging.WARNING:
                 self.flush()
-            elif len(self._lines) == 1:
-                loop.call_soon(self.flush)
+            else:
+                self._flush_soon()
         except Exception:  # noqa: BLE001  # as every handler does: a line that cannot be written harms nobody
             self.handleError(record)
+
+    def take(self, now: float, name: str, message: str) -> None:
+        """A line of level info, that was said by the logger `name` at `now` in seconds since 1970."""
+        form = self.formatter
+        if isinstance(form, _Text | _Json):
+            self._lines.append(form.line(now, "INFO", name, message) + "\n")
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            self.flush()
+        elif len(self._lines) == 1:
+            loop.call_soon(self.flush)
 
     def flush(self) -> None:
         with self.lock or nullcontext():
@@ -184,27 +216,37 @@ class Spool(logging.Handler):
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage().translate(CONTROL)
-        if record.exc_info:
-            message += "\n" + self.formatException(record.exc_info)
-        return f"{_stamp(record)} {record.levelname} {record.name} {message}"
+        line = self.line(record.created, record.levelname, record.name, record.getMessage())
+        return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
+
+    @staticmethod
+    def line(now: float, level: str, name: str, message: str) -> str:
+        return f"{_stamp(now)} {level} {name} {_shown(message)}"
 
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        body: dict[str, Any] = {
-            "time": _stamp(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        body = self._body(record.created, record.levelname, record.name, record.getMessage())
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return json.dumps(body, ensure_ascii=False)
 
+    @staticmethod
+    def _body(now: float, level: str, name: str, message: str) -> dict[str, Any]:
+        return {"time": _stamp(now), "level": level, "logger": name, "message": message}
 
-def _stamp(record: logging.LogRecord) -> str:
-    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
+    def line(self, now: float, level: str, name: str, message: str) -> str:
+        return json.dumps(self._body(now, level, name, message), ensure_ascii=False)
+
+
+def _shown(message: str) -> str:
+    """Without control characters."""
+    return message if message.isprintable() else message.translate(CONTROL)
+
+
+def _stamp(now: float) -> str:
+    second = int(now)
+    return f"{_second(second)}.{int((now - second) * 1000):03d}Z"
 
 
 @functools.lru_cache(maxsize=2)

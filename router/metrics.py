@@ -4,10 +4,12 @@ Durations are seconds, sizes bytes. `model` is a configured name or `unknown`.
 """
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.events import Event, EventLog
@@ -39,20 +41,13 @@ class Metrics:
     def __init__(self, fleet: Fleet, events: EventLog):
         self._fleet = fleet
         self._registry = CollectorRegistry()
-        self._counted: dict[tuple[str, ...], Counter] = {}
-        self._first_bytes: dict[str, Histogram] = {}
-        self._tokens: dict[tuple[str, str], float] = {}
         registry = self._registry
-        self.requests = Counter(
-            "router_requests", "Finished requests.", ["model", "endpoint", "code"], registry=registry
-        )
+        self.requests = Tally("router_requests", "Finished requests.", ("model", "endpoint", "code"))
         self.rejections = Counter("router_rejections", "Requests turned away.", ["reason"], registry=registry)
         self.disconnects = Counter(
             "router_client_disconnects", "Clients that left early.", ["phase"], registry=registry
         )
-        self.ttft = Histogram(
-            "router_ttft_seconds", "Arrival to first byte of the answer.", ["model"], registry=registry, buckets=WAITS
-        )
+        self.ttft = Spread("router_ttft_seconds", "Arrival to first byte of the answer.", ("model",), WAITS)
         self._loads = Counter("router_loads", "Loads by outcome.", ["model", "result"], registry=registry)
         self._load_seconds = Histogram(
             "router_load_seconds",
@@ -70,12 +65,8 @@ class Metrics:
         )
         self._fresh: dict[str, int] = {}
         """Workers that have not given a first token yet, by model."""
-        self._token_seconds = Histogram(
-            "router_token_seconds",
-            "Mean time per token of an answer after its first.",
-            ["model"],
-            registry=registry,
-            buckets=TOKEN_WAITS,
+        self._token_seconds = Spread(
+            "router_token_seconds", "Mean time per token of an answer after its first.", ("model",), TOKEN_WAITS
         )
         self._downloaded = Counter("router_download_bytes", "Fetched.", ["model"], registry=registry)
         self._fetched: dict[str, tuple[int, int]] = {}
@@ -102,11 +93,11 @@ class Metrics:
             registry=registry,
             buckets=WAITS,
         )
-        self.overhead = Histogram(
+        self.overhead = Spread(
             "router_overhead_seconds",
             "From a request's last byte to its being handed to the worker, waits for the worker not counted.",
-            registry=registry,
-            buckets=MOMENTS,
+            (),
+            MOMENTS,
         )
         self.loop_lag = Histogram(
             "router_loop_lag_seconds",
@@ -116,8 +107,9 @@ class Metrics:
         )
         self._reloads = Counter("router_reloads", "Presets read again.", ["result"], registry=registry)
         self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
-        self._token_count = Counter("router_tokens", "Tokens by kind.", ["model", "kind"], registry=registry)
-        registry.register(_Gauges(fleet))
+        self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
+        for each in (self.requests, self.ttft, self._token_seconds, self.overhead, self._token_count, _Gauges(fleet)):
+            registry.register(each)
         events.fold(self._fold)
 
     async def watch_the_loop(self) -> None:
@@ -127,25 +119,6 @@ class Metrics:
             due = loop.time() + LAG_INTERVAL
             await asyncio.sleep(LAG_INTERVAL)
             self.loop_lag.observe(max(0.0, loop.time() - due))
-
-    def count(self, model: str, endpoint: str, code: str) -> None:
-        """One more request has been answered."""
-        self._child(self.requests, model, endpoint, code).inc()
-
-    def first_byte(self, model: str, seconds: float) -> None:
-        """An answer began `seconds` after its request."""
-        child = self._first_bytes.get(model)
-        if child is None:
-            child = self._first_bytes[model] = self.ttft.labels(model)
-        child.observe(seconds)
-
-    def _child(self, counter: Counter, *labels: str) -> Counter:
-        """`counter.labels(*labels)`, found at once from the second time on."""
-        key = (counter._name, *labels)
-        child = self._counted.get(key)
-        if child is None:
-            child = self._counted[key] = counter.labels(*labels)
-        return child
 
     def _fold(self, event: Event) -> None:
         data = event.data
@@ -160,9 +133,9 @@ class Metrics:
                     ("completion", data["completion_tokens"]),
                 ):
                     if count:
-                        self._child(self._token_count, event.model, kind).inc(count)
+                        self._token_count.add(event.model, kind, by=count)
                 if data.get("token_seconds"):
-                    self._token_seconds.labels(event.model).observe(data["token_seconds"])
+                    self._token_seconds.observe(data["token_seconds"], event.model)
             case "progress" if data["stage"] == "download":
                 self._fold_download(event.model, data["worker"], data["done"])
             case "config" | "config_refused":
@@ -233,6 +206,49 @@ class Metrics:
 
     def _value(self, model: str, kind: str) -> float:
         return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
+
+
+class Tally(Collector):
+    """A counter for what comes with every request: an addition costs a third of the library's own."""
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...]):
+        self._name, self._about, self._labels = name, about, labels
+        self._counts: dict[tuple[str, ...], float] = {}
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._about, labels=self._labels)
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+class Spread(Collector):
+    """A histogram likewise. `bounds`: the upper ends of its buckets, from the lowest; what is above all has its own."""
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...], bounds: tuple[float, ...]):
+        self._name, self._about, self._labels, self._bounds = name, about, labels, bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+        if not labels:
+            self._counts[()], self._sums[()] = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, *labels: str) -> None:
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+            self._sums[labels] = 0.0
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
+        ends = [*map(str, self._bounds), "+Inf"]
+        for labels, counts in self._counts.items():
+            family.add_metric(labels, list(zip(ends, accumulate(counts), strict=True)), self._sums[labels])
+        yield family
 
 
 class _Gauges(Collector):

@@ -15,10 +15,8 @@ import termios
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import quote
-
-from aiohttp import web
 
 from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
 from router.fleet import Fleet, Lease
@@ -43,18 +41,18 @@ from worker.routes import (
 log = logging.getLogger("router.proxy")
 T = TypeVar("T")
 
-PHASE = web.RequestKey("phase", str)
-"""How far a request had come when its client left: queued, starting, streaming; events."""
 BUFFERED = 1 << 20
 """Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
 LONGEST_TAIL = 1 << 20
 """Bytes of an incomplete event that are held back at most."""
-ROOM = 1 << 15
-"""Bytes that a connection always takes without waiting: half of what asyncio lets pile up before it says stop."""
 LAST_WORDS = 30.0
 """Seconds that the end of a broken answer may take to leave, if writes have no limit of their own."""
 FATE_KNOWN = 2.0
 """Seconds to wait, after a connection broke, for word of what became of its worker."""
+FAR = 10.0
+"""Seconds from which on a request's limit needs no timer of its own: one look each second at all of them will do."""
+LOOK = 1.0
+"""Seconds between two of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,104 +95,132 @@ class ClientGone(Exception):
     """The client has closed its connection, or has not read for `write_stall` seconds."""
 
 
+class Outlet(Protocol):
+    """A request, and the way back to whoever sent it, for one answer.
+
+    What writes returns once there is room again, and raises ConnectionError if the client is gone.
+    """
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The request's; asked for by lower-case names."""
+
+    @property
+    def is_old(self) -> bool:
+        """It speaks HTTP/1.0: an answer without a length ends with the connection."""
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None once the client is gone."""
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes can be written without waiting."""
+
+    async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """All of an answer."""
+
+    async def begin(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
+        """The head of an answer, and what is known of its body; `headers` have its length if it is known at all."""
+
+    async def write(self, data: bytes) -> None:
+        """Some more of the body."""
+
+    def put(self, data: bytes) -> bool:
+        """Likewise, if it can be written without waiting; whether it was."""
+
+    async def end(self) -> None:
+        """There is no more."""
+
+
 class Answer:
     """What has been sent to one client so far."""
 
-    def __init__(self, request: web.Request, call: Call, pace: Pace, headers: Mapping[str, str]):
+    status: int | None = None
+    """That the client was sent; None: nothing was yet."""
+    first_byte: float | None = None
+    overhead: float | None = None
+    """Seconds from the request's last byte to its being handed on, waits for the worker not counted."""
+    events_sent = b""
+    """The last of a stream that were forwarded at once."""
+    failed: int | None = None
+    """The status of what went wrong after the status line had been sent."""
+    lease: Lease | None = None
+    """The hold of the attempt that runs, or ran last."""
+    queued: float | None = None
+    loaded: float | None = None
+    """Seconds that the last attempt waited for others, and for its own load; None: it waits, or never did."""
+
+    def __init__(self, outlet: Outlet, call: Call, pace: Pace, headers: Mapping[str, str]):
+        self.outlet = outlet
         self.call = call
         self.headers = dict(headers)
-        self.response: web.StreamResponse | None = None
-        self.first_byte: float | None = None
-        self.overhead: float | None = None
-        """Seconds from the request's last byte to its being handed on, waits for the worker not counted."""
-        self.finished = False
-        """The last event of a complete stream has been forwarded."""
-        self.told = False
-        """The last event was the worker's own error frame."""
-        self.failed: int | None = None
-        """The status of what went wrong after the status line had been sent."""
-        self.lease: Lease | None = None
-        """The hold of the attempt that runs, or ran last."""
-        self.queued: float | None = None
-        self.loaded: float | None = None
-        """Seconds that the last attempt waited for others, and for its own load; None: it waits, or never did."""
-        self.request = request
+        self.form = stream(call.route.face)
         self._face = call.route.face
-        self.form = stream(self._face)
         self._pace = pace
 
     @property
+    def finished(self) -> bool:
+        """The last event of a complete stream has been forwarded."""
+        return bool(self.events_sent) and self.form.is_whole(self.events_sent)
+
+    @property
+    def told(self) -> bool:
+        """The last event was the worker's own error frame."""
+        return bool(self.events_sent) and self.form.is_error(self.events_sent)
+
+    @property
     def committed(self) -> bool:
-        return self.response is not None
+        return self.status is not None
 
     @property
     def phase(self) -> str:
-        """See PHASE."""
+        """How far it has come, or had when its client left: queued, starting, streaming."""
         state = self.lease.worker.state if self.lease is not None else State.QUEUED
         if state >= State.READY:
             return "streaming"
         return "starting" if state is State.STARTING else "queued"
 
-    async def commit(self, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Send the status line and headers; without any, those of a stream."""
-        headers = self.form.headers if headers is None else headers
-        response = web.StreamResponse(status=status, headers={**self.headers, **headers})
-        response.content_length = int(headers["Content-Length"]) if "Content-Length" in headers else None
-        if "Content-Length" not in headers and self.request.version >= (1, 1):
-            response.enable_chunked_encoding()
-        self.response = response
-        await self._reach(response.prepare(self.request))
+    async def commit(self, status: int = 200, headers: Mapping[str, str] | None = None, data: bytes = b"") -> None:
+        """Send the status line, headers (without any, those of a stream) and `data`. Raises ClientGone like `write`."""
+        self.status = status
+        await self._reach(
+            self.outlet.begin(status, {**self.headers, **(self.form.headers if headers is None else headers)}, data),
+            len(data),
+        )
 
     async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """All of an answer at once. Raises ClientGone like `write`."""
-        self.response = response = web.Response(status=status, headers={**self.headers, **headers}, body=body)
-        await self._reach(self._say(response), len(body))
-
-    async def _say(self, response: web.Response) -> None:
-        await response.prepare(self.request)
-        await response.write_eof()
+        self.status = status
+        await self._reach(self.outlet.say(status, {**self.headers, **headers}, body), len(body))
 
     async def write(self, data: bytes) -> None:
         """Raises ClientGone, after aborting the connection, if the client does not read."""
-        assert self.response is not None
-        await self._reach(self.response.write(data), len(data))
+        await self._reach(self.outlet.write(data), len(data))
 
     async def finish(self) -> None:
         """The orderly end of the answer. Raises ClientGone like `write`."""
-        assert self.response is not None
-        await self._reach(self.response.write_eof())
+        await self._reach(self.outlet.end())
 
-    async def _reach(self, sending: Coroutine[Any, Any, object], size: int = 0) -> None:
+    async def _reach(self, sending: Coroutine[object, object, None], size: int = 0) -> None:
         """Send `size` bytes and what goes around them."""
         try:
-            if self._has_room(size):  # then nothing waits, and nothing needs to be timed
+            if self.outlet.has_room(size):  # then nothing waits, and nothing needs to be timed
                 await sending
                 return
             async with asyncio.timeout(self._pace.write_stall or None):
                 await sending
         except TimeoutError:
-            if self.request.transport is not None:
-                self.request.transport.abort()
+            if self.outlet.transport is not None:
+                self.outlet.transport.abort()
             raise ClientGone from None
         except ConnectionError:
             raise ClientGone from None
 
-    def _has_room(self, size: int) -> bool:
-        transport = self.request.transport
-        if transport is None or self.request.protocol.writing_paused:
-            return False
-        return transport.get_write_buffer_size() + size < ROOM
-
-    async def events(self, events: bytes) -> None:
-        """Forward whole events."""
-        await self.write(events)
-        self.finished = self.finished or self.form.is_whole(events)
-        self.told = self.form.is_error(events)
-
     async def comment(self, text: str) -> None:
+        told = silence(self._face, text, has_begun=False, model=self.call.model)
         if not self.committed:
-            await self.commit()
-        if told := silence(self._face, text, has_begun=False, model=self.call.model):
+            await self.commit(data=told)
+        elif told:
             await self.write(told)
 
     async def abort(self, error: ApiError) -> None:
@@ -218,12 +244,12 @@ class Answer:
         In HTTP/1.1 the missing last chunk says so. In HTTP/1.0 an orderly end would mean "complete", so the
         connection is reset once everything has left this machine's send queue.
         """
-        transport = self.request.transport
+        transport = self.outlet.transport
         if transport is None:
             return
         limit = time.monotonic() + (self._pace.write_stall or LAST_WORDS)
         sock: socket.socket | None = transport.get_extra_info("socket")
-        old = self.request.version < (1, 1) and sock is not None and sock.family != socket.AF_UNIX
+        old = self.outlet.is_old and sock is not None and sock.family != socket.AF_UNIX
         while time.monotonic() < limit and not transport.is_closing():
             if transport.get_write_buffer_size() == 0 and not (old and sock is not None and _unsent(sock)):
                 break
@@ -237,15 +263,40 @@ class Answer:
             transport.close()
 
 
-ANSWER = web.RequestKey("answer", Answer)
-"""Of a request that has been forwarded."""
+AT_ONCE = "queue;dur=0.0, load;dur=0.0"
 
 
 def server_timing(queue: float, load: float, stages: Mapping[str, float]) -> str:
     """Where the time before the worker went, in seconds here and in milliseconds there (W3C Server Timing, section 3).
     What a load is made of may have begun while the request was still in the queue."""
+    if queue < 0.00005 and load < 0.00005 and not stages:
+        return AT_ONCE
     parts = {"queue": queue, "load": load, **{f"load-{stage}": seconds for stage, seconds in stages.items()}}
     return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items())
+
+
+class _Limit:
+    """The time that the current task has for a request. As `asyncio.timeout`, and with one timer for many."""
+
+    __slots__ = ("_passed", "_task", "timer")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._passed = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def passes(self) -> None:
+        """It is over: the task is cancelled."""
+        self._passed = True
+        self._task.cancel()
+
+    def end(self) -> bool:
+        """It does not pass any more. Whether it has, and nothing else cancelled the task: to be asked once."""
+        if self.timer is not None:
+            self.timer.cancel()
+        return self._passed and self._task.uncancel() == 0
 
 
 class Proxy:
@@ -254,32 +305,58 @@ class Proxy:
     def __init__(self, fleet: Fleet, pace: Pace):
         self._fleet = fleet
         self._pace = pace
+        self._limits: dict[_Limit, float] = {}
+        """Those of requests whose time is up in a while, and when that is."""
+        self._look: asyncio.TimerHandle | None = None
 
-    async def forward(self, request: web.Request, call: Call, headers: Mapping[str, str]) -> Answer:
+    def answer(self, outlet: Outlet, call: Call, headers: Mapping[str, str]) -> Answer:
+        """To be forwarded. `headers`: what its head has besides the worker's."""
+        return Answer(outlet, call, self._pace, headers)
+
+    async def forward(self, answer: Answer) -> None:
         """Returns once the answer is complete, or broken off with an error frame.
 
         Raises ApiError while nothing has been sent, CancelledError if the client has left. Cancelling, which is how
         that is told otherwise, gives the lease back and closes the connection to the worker: that cancels its work.
         """
-        request[ANSWER] = answer = Answer(request, call, self._pace, headers)
-        left = max(0.0, call.arrived + call.timeout - time.monotonic()) if call.timeout else None
+        call = answer.call
+        limit = _Limit()
+        if call.timeout:
+            self._watch(limit, max(0.0, call.arrived + call.timeout - time.monotonic()))
+        late = False
         try:
-            async with asyncio.timeout(left) as limit:
+            try:
                 await self._attempts(answer)
+            finally:
+                self._limits.pop(limit, None)
+                late = limit.end()
         except asyncio.CancelledError:
-            request[PHASE] = answer.phase
-            raise
-        except ClientGone:
-            log.info("%s: the client is gone", call.request_id)
-            request[PHASE] = answer.phase
-            raise asyncio.CancelledError from None
-        except TimeoutError:
-            if not limit.expired():
+            if not late:
                 raise
             await _fail(answer, RequestTimeout(f"no complete answer within {call.timeout:g} s (request-timeout)"))
+        except ClientGone:
+            log.info("%s: the client is gone", call.request_id)
+            raise asyncio.CancelledError from None
         except ApiError as error:
             await _fail(answer, error)
-        return answer
+
+    def _watch(self, limit: "_Limit", left: float) -> None:
+        """Have `limit` pass in `left` seconds, or where that is far, up to LOOK later."""
+        loop = asyncio.get_running_loop()
+        if left < FAR:
+            limit.timer = loop.call_later(left, limit.passes)
+            return
+        self._limits[limit] = loop.time() + left
+        if self._look is None:
+            self._look = loop.call_later(LOOK, self._look_at_limits)
+
+    def _look_at_limits(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for limit in [limit for limit, when in self._limits.items() if when <= now]:
+            del self._limits[limit]
+            limit.passes()
+        self._look = loop.call_later(LOOK, self._look_at_limits) if self._limits else None
 
     async def _attempts(self, answer: Answer) -> None:
         """One resend on a new lease if a worker is lost before its first byte."""
@@ -349,6 +426,7 @@ class Proxy:
             await self._relay(exchange, answer)
         except WireError:
             if answer.finished:
+                await answer.finish()
                 return
             if answer.told and lease.aborted is None:
                 answer.failed = 500
@@ -406,8 +484,7 @@ class Proxy:
             headers.pop("Content-Length", None)  # it is that of the body
             await answer.say(exchange.status, headers, body)
             return
-        await answer.commit(exchange.status, headers)
-        await answer.write(body)
+        await answer.commit(exchange.status, headers, body)
         while chunk := await exchange.read():
             await answer.write(chunk)
         await answer.finish()
@@ -418,19 +495,42 @@ class Proxy:
         ignored = exchange.headers.get(IGNORED_FIELDS_HEADER.lower(), "")
         if answer.committed and ignored:
             await answer.comment(f"ignored-fields {ignored}")
+        outlet, end, longest = answer.outlet, form.end, LONGEST_TAIL
+
+        def pour(chunk: bytes) -> bool:
+            """What comes while the client keeps up, from one connection straight into the other."""
+            nonlocal tail
+            seen = tail + chunk if tail else chunk
+            at = seen.rfind(end) + len(end)
+            if at < len(end):
+                if len(seen) > longest:
+                    return False
+                tail = seen
+                return True
+            if answer.first_byte is None and form.says(seen):
+                answer.first_byte = time.monotonic()
+            events = seen if at == len(seen) else seen[:at]
+            if not outlet.put(events):
+                return False
+            answer.events_sent, tail = events, seen[at:]
+            return True
+
         while chunk := await exchange.read():
             tail = tail + chunk if tail else chunk
             if answer.first_byte is None and form.says(tail):
                 answer.first_byte = time.monotonic()  # a comment is no answer yet
-            end = tail.rfind(form.end) + len(form.end)
-            if end < len(form.end):
-                if len(tail) > LONGEST_TAIL:
+            at = tail.rfind(end) + len(end)
+            if at < len(end):
+                if len(tail) > longest:
                     raise WorkerCrashed(f"{answer.call.model}: its worker sent an event that does not end")
                 continue
-            events, tail = tail[:end], tail[end:]
-            if not answer.committed:
-                await answer.commit(exchange.status, headers)
-            await answer.events(events)
+            events, tail = tail[:at], tail[at:]
+            if answer.committed:
+                await answer.write(events)
+            else:
+                await answer.commit(exchange.status, headers, events)
+            answer.events_sent = events
+            exchange.sink = pour
         if not answer.committed:
             await answer.commit(exchange.status, headers)
         if tail:
@@ -439,6 +539,7 @@ class Proxy:
 
 
 _PASSED = tuple((name, name.lower()) for name in RESPONSE_HEADERS)
+_ONWARD = tuple((name, name.lower()) for name in REQUEST_HEADERS)
 
 
 def status_comment(fleet: Fleet, lease: Lease) -> str:
@@ -492,8 +593,8 @@ async def _read_up_to(exchange: Exchange, limit: int) -> bytes:
 
 
 def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
-    asked = answer.request.headers
-    headers = {name: asked[name] for name in REQUEST_HEADERS if name in asked and _is_fit(asked[name])}
+    asked = answer.outlet.headers
+    headers = {name: asked[lower] for name, lower in _ONWARD if lower in asked and _is_fit(asked[lower])}
     headers[REQUEST_ID_HEADER] = answer.call.request_id
     headers[TOKEN_HEADER] = f"Bearer {token}"
     if answer.call.asked:

@@ -2,16 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
-
-from router.errors import ApiError, Cancelled, RequestNotFound
+from router.errors import Cancelled, RequestNotFound
 from router.events import Event
-from router.proxy import ANSWER, Answer
+from router.proxy import Answer
 
 KEPT = 1000
 """Ended requests that are remembered."""
@@ -28,8 +25,8 @@ class Record:
     key: str
     began: float
     arrived: float
-    request: web.Request | None = None
-    """While it runs."""
+    answer: Answer | None = None
+    """What its client has got so far, while it runs and once it is forwarded."""
     seconds: float | None = None
     """That it took in all."""
     status: int = 499
@@ -44,11 +41,6 @@ class Record:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     token_seconds: float | None = None
-
-    @property
-    def answer(self) -> Answer | None:
-        """What its client has got so far, while it runs and once it is forwarded."""
-        return self.request.get(ANSWER) if self.request is not None else None
 
     def look(self) -> None:
         """Take over how far the answer is."""
@@ -91,27 +83,25 @@ class Requests:
         self._ended: deque[Record] = deque(maxlen=KEPT)
         self._by_id: dict[str, Record] = {}
 
-    @contextmanager
-    def running(self, record: Record) -> Iterator[None]:
-        """Keep `record` among those that run for the length of the block, which sets its status."""
+    def began(self, record: Record) -> None:
+        """Keep it among those that run until it has `ended`."""
         self._running[record] = None
         self._by_id[record.id] = record
-        try:
-            yield
-        except ApiError as error:
-            record.status = error.status
-            raise
-        finally:
-            record.look()
-            record.seconds, record.request = time.monotonic() - record.arrived, None
-            del self._running[record]
-            if len(self._ended) == KEPT and self._by_id.get(self._ended[0].id) is self._ended[0]:
-                del self._by_id[self._ended[0].id]
-            self._ended.append(record)
+
+    def ended(self, record: Record) -> None:
+        """It runs no longer; its status has been set."""
+        record.look()
+        record.seconds, record.answer = time.monotonic() - record.arrived, None
+        del self._running[record]
+        if len(self._ended) == KEPT and self._by_id.get(self._ended[0].id) is self._ended[0]:
+            del self._by_id[self._ended[0].id]
+        self._ended.append(record)
 
     def hear(self, event: Event) -> None:
         """What a worker says of a request at its end; it may come a little later than that."""
-        record = self._by_id.get(event.data["id"]) if event.kind == "request" else None
+        if event.kind != "request":
+            return
+        record = self._by_id.get(event.data["id"])
         if record is None:
             return
         data = event.data

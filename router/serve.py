@@ -27,10 +27,9 @@ from aiohttp import web
 from router import __version__
 from router import log as log_lines
 from router.access import Access
-from router.app import PROTOCOL, App
+from router.app import App
 from router.calibration import Calibration
 from router.catalogue import NOTHING, Further
-from router.connections import listen
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet import Fleet, Limits
@@ -52,7 +51,8 @@ log = logging.getLogger("router.serve")
 GARBAGE = 10_000
 """Objects made and not yet freed until the youngest are searched for cycles; Python's own 700 is for small programs."""
 
-KEEP_ALIVE = 75.0
+LAST_MOMENT = 2.0
+"""Seconds that answers get to leave once all workers are gone."""
 ESSENTIAL = frozenset({"devices"})
 """Tasks, by name, that must not end before the router does: without readings every plan is a guess."""
 GIB = 1 << 30
@@ -245,11 +245,11 @@ async def _router(
         )
         metrics = Metrics(fleet, events)
         app = App(site, Proxy(fleet, pace), metrics)
-        runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=2.0)
+        runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
         await runner.setup()
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
-        options = {**PROTOCOL, "access_log": None, "keepalive_timeout": KEEP_ALIVE}
-        listening = [await listen(runner, sock, **options) for sock in sockets]
+        listener = app.listener(runner)
+        listening = [await listener.listen(sock) for sock in sockets]
         stop.on_hangup = lambda: stop.keep(_reload(site))
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
         lag = asyncio.get_running_loop().create_task(metrics.watch_the_loop())
@@ -272,6 +272,7 @@ async def _router(
             app.end_streams()
             for server in listening:
                 server.close()
+            await listener.close(LAST_MOMENT)
             await runner.cleanup()
             for path in paths:
                 with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ never used again: no byte of one answer can reach another's client.
 import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -58,6 +58,9 @@ class Exchange:
         """While the answer is not complete."""
         self.connecting: asyncio.Task[None] | None = None
         """Sends the request, where that takes time."""
+        self.sink: Callable[[bytes], bool] | None = None
+        """Gets what comes at once, in the place of whoever awaits `read`, until it does not take it: that, and what
+        comes then, is to be read. It raises nothing."""
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._piled = 0
@@ -123,8 +126,22 @@ class Exchange:
         """False if there is so much by now that no more should come."""
         self._parts.append(data)
         self._piled += len(data)
-        self._wake()
+        if self.sink is None:
+            self._wake()
         return self._piled < PILE
+
+    def pour(self) -> None:
+        """For now no more comes: what has come goes into the sink."""
+        if not self._parts or self.sink is None:
+            return
+        if not self.sink(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)):
+            self.sink = None
+            self._wake()
+            return
+        self._parts.clear()
+        self._piled = 0
+        if self.connection is not None:
+            self.connection.go_on()
 
     def end(self) -> None:
         self._ended = True
@@ -348,7 +365,8 @@ class _Connection(asyncio.Protocol):
         self._drained = None
 
     def data_received(self, data: bytes) -> None:
-        if self.exchange is None:  # nobody has asked
+        exchange = self.exchange
+        if exchange is None:  # nobody has asked
             self.drop()
             return
         assert self._parser is not None
@@ -359,6 +377,8 @@ class _Connection(asyncio.Protocol):
             self._wrong = "it changes the protocol"
         except HttpParserError as error:
             self._wrong = self._wrong or str(error)
+        if exchange.sink is not None:
+            exchange.pour()
         self._silent = 0 if self._spoke else self._silent + len(data)
         if self._complete:
             self._end()

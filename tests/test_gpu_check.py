@@ -54,6 +54,15 @@ def test_without_an_accelerator_it_says_so_and_is_no_success(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_the_load_that_it_measures_arrives_whole(program: Any) -> None:
+    """Within main memory, where there is no bus."""
+    facts = program.measure_load("cpu", 32 << 20)
+    assert facts["bytes"] > 32 << 20 >= facts["bytes"] - 100_000
+    assert facts["staged"] > 0
+    assert facts["fraction_of_bus"] > 0
+
+
 def test_a_check_that_does_not_exist_is_refused_by_name(program: Any) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--only", "context,luck"],

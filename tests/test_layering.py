@@ -38,7 +38,7 @@ ROUTER = [
     "router.answers",
     "router.client",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
-    "  router.watch  router.wire",
+    "  router.listener  router.watch  router.wire",
     "router",
 ]
 WORKER = [
@@ -61,7 +61,8 @@ WORKER = [
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.split",
     "worker.engine.adapters  worker.engine.flash",
-    "worker.engine.attention  worker.engine.linears  worker.engine.lora_files  worker.engine.pace",
+    "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
+    "  worker.engine.pace",
     "worker.engine.scheduler  worker.engine.kernels",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"

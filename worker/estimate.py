@@ -49,6 +49,7 @@ from worker.engine import (
     memory,
     sampler,
     split,
+    staging,
     weights,
 )
 from worker.engine.aligned import AlignedRunner
@@ -162,7 +163,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             inherited=inherited,
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
-    host = runtime + CUDA_HOST_BYTES + traced.images + (weights if traced.converts else 0)
+    host = runtime + CUDA_HOST_BYTES + staging.RING_BYTES + traced.images + (weights if traced.converts else 0)
     return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host, inherited=inherited)
 
 

@@ -612,6 +612,9 @@ class LocalWorker:
             raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
 
     def _hear(self, event: contract.Event) -> None:
+        if type(event) is contract.Request:  # says nothing of its health
+            self._listen(event)
+            return
         match event:
             case contract.Ready() if event.address != self._address:
                 log.warning("%s: skipped a ready for %s, which is not its socket", self._program.worker, event.address)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from router.launchers import orphans
 from worker import contract
 
@@ -392,14 +394,30 @@ class Child:
             bound = contract.MAX_EVENT_BYTES
             self._log.note(f"skipped a line on stdout of more than {bound} bytes", self._loop.time())
             return
-        event = contract.decode(line)
-        if event is None or not _is_sound(event):
+        event = _decode(line)
+        if event is None:
             start = line[:200].decode(errors="replace")
             self._log.note(f"skipped a line on stdout that is no event: {start}", self._loop.time())
             return
         if isinstance(event, contract.Failed):
             self.failed = event
         self.on_event(event)
+
+
+_ENDED = b'{"event":"request",'
+"""How the event begins that comes with every request, and that is read without a detour."""
+_ENDED_DECODER = msgspec.json.Decoder(contract.Request)
+
+
+def _decode(line: bytes) -> contract.Event | None:
+    """The event in `line`, all of whose fields have the types that they should have; None if there is none."""
+    if line.startswith(_ENDED):
+        try:
+            return _ENDED_DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+    event = contract.decode(line)
+    return event if event is not None and _is_sound(event) else None
 
 
 def _is_sound(event: contract.Event) -> bool:

@@ -100,3 +100,15 @@ async def test_nothing_grows_while_an_engine_serves(tmp_path: Path) -> None:
         for _ in range(3):
             await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
         assert memory.measured((DEVICE,))[DEVICE] == ready
+
+
+def test_weights_arrive_on_the_device_as_they_lie(tmp_path: Path) -> None:
+    asked = options(tiny.make("gemma3_text", tmp_path / "model", dtype="bfloat16"), devices=("cuda:0",))
+    config = loader.load_config(asked)
+    usual = loader.load_model(options(tmp_path / "model"), config, None, lambda event: None).model.state_dict()
+    loaded = loader.load_model(asked, config, None, lambda event: None)
+    found = loaded.model.state_dict()
+    assert {tensor.device.type for tensor in found.values()} == {"cuda"}
+    assert found.keys() == usual.keys()
+    assert all(torch.equal(tensor.cpu(), usual[name]) for name, tensor in found.items())
+    assert torch.cuda.memory_allocated() < 2 * sum(tensor.nbytes for tensor in usual.values()) + (1 << 20)

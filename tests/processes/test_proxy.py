@@ -441,7 +441,7 @@ async def test_headers_that_are_no_text_stay_behind(tmp_path: Path) -> None:
         head = up.requests[0].head.lower()
         assert "traceparent: 00-ab-cd-01" in head
         assert "accept-encoding: identity" in head
-        assert "caf" not in head
+        assert "user-agent" not in head
         assert "secret" not in head
 
 

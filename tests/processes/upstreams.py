@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket as unix_socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from router.events import EventLog
 from router.fleet import Fleet, Limits
 from router.launchers import Listen, Program, WorkerLost, WorkerProcess
 from router.ledger import Bytes, Ledger
+from router.listener import Listener
 from router.metrics import Metrics
 from router.names import Names
 from router.presets import Loaded, Preset
@@ -111,6 +113,8 @@ class World:
         self.launcher = launcher
         self.metrics = metrics
         self.socket = socket
+        self.listener: Listener
+        """All connections of clients, but those that aiohttp has."""
         self.requests: list[Upstream] = []
         """Those that the worker got."""
         self.errors: list[Mapping[str, Any]] = []
@@ -181,11 +185,16 @@ async def world(
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
-    await web.UnixSite(runner, str(socket), backlog=2048).start()
+    made.listener = listener = app.listener(runner)
+    sock = unix_socket.socket(unix_socket.AF_UNIX)
+    sock.bind(str(socket))
+    listening = await listener.listen(sock, backlog=2048)
     try:
         yield made
     finally:
         await fleet.close(force=True)
+        listening.close()
+        await listener.close(1.0)
         await runner.cleanup()
         server.close()
     assert made.errors == []

@@ -19,7 +19,7 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import architectures, layout, memory, split, weights
+from worker.engine import architectures, layout, memory, split, staging, weights
 from worker.engine.split import Split
 from worker.errors import StartError
 
@@ -325,6 +325,8 @@ def _filled(
     built: Built, device: torch.device, parts: Split | None, report: Report, over: Callable[[str], None]
 ) -> Any:
     """The model of `built` on `device`, or on several, its weights in memory."""
+    if device.type != "cpu" and parts is None:
+        return sent(built.model, built.files, device, report, over)
     with weights.ReadAhead(built.files) as ahead:
         told = partial(_tell_weights, report, ahead.total)
         told(0)
@@ -332,6 +334,20 @@ def _filled(
         over("build")
         ahead.finish(told)
     _let_go_of_others(built.files, model)
+    over("read")
+    return model
+
+
+def sent(
+    model: Any, files: Sequence[weights.WeightFile], device: torch.device, report: Report, over: Callable[[str], None]
+) -> Any:
+    """`model` on `device`, to which its weights go from their files; of those nothing stays mapped."""
+    total = sum(file.size for file in files)
+    told = partial(_tell_weights, report, total)
+    told(0)
+    staging.move(model, files, device, lambda done: told(min(done, total - 1)))
+    told(total)
+    _let_go_of_others(files, model)
     over("read")
     return model
 
@@ -436,6 +452,11 @@ def _stored(
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
+    if device.type != "cpu" and not converts:
+        views = {name: tensor for file in opened for name, tensor in file.tensors()}
+        model = build_around(cls, config, views, dtype, embeds)
+        over("build")
+        return sent(model, opened, device, report, over), dtype, tuple(opened)
     converted = most = 0
     with weights.ReadAhead(opened, converts) as ahead:
 
@@ -454,7 +475,11 @@ def _stored(
         for file in opened:
             tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
         over("read")
-        model = _settled(build_around(cls, config, tensors, dtype, embeds), device, parts)
+        model = build_around(cls, config, tensors, dtype, embeds)
+        if device.type != "cpu" and parts is None:
+            staging.move(model, opened, device)
+        else:
+            model = _settled(model, device, parts)
         over("build")
         ahead.finish(told)
         over("read")

@@ -157,11 +157,16 @@ class WeightFile:
             if self._view(entry).data_ptr() not in used:
                 self._let_go(entry.offset, entry.nbytes)
 
+    def offset(self, view: torch.Tensor) -> int | None:
+        """Where in the file a view begins; None if it is none of this file."""
+        offset = view.data_ptr() - self._address
+        return offset if 0 <= offset < self.size else None
+
     def let_go(self, view: torch.Tensor) -> bool:
         """Let go of the pages of a view, which is read from the file again if need be; False if it is none of this
         file."""
-        offset = view.data_ptr() - self._address
-        if not 0 <= offset < self.size:
+        offset = self.offset(view)
+        if offset is None:
             return False
         self._let_go(offset, view.nbytes)
         return True

@@ -1,0 +1,400 @@
+"""Connections of clients: plain calls of a worker are read and answered here, everything else is aiohttp's.
+
+A plain call is what nearly all requests are: POST in HTTP/1.1 to a path of a worker, printable ASCII in its head, no
+header twice, a length, a body that is here within a moment. It costs a fifth of what a server for everything makes of
+it (benchmarks/proxy.md). The first request of a connection that is anything else, or not quite right, is handed with
+the connection to aiohttp before a byte of it has been answered; what is refused is refused there.
+
+Law: one answer at a time, in the order of the requests; a connection whose answer did not come to its end is closed.
+"""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from worker.routes import Route
+
+LONGEST_HEAD = 1 << 14
+"""Bytes of a head that is read here."""
+LONGEST_BODY = 1 << 18
+"""Bytes of a body that is read here; longer ones come bit by bit, and are counted while they do."""
+SWEEP = 1.0
+"""Seconds between two looks at all connections, and that a request may take to come in whole."""
+KEEP_ALIVE = 75.0
+"""Seconds that a connection may be silent between requests."""
+PRINTABLE = bytes(range(32, 127))
+ODD = frozenset({"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "sec-fetch-site"})
+"""Headers that make a request other than plain."""
+LASTING = {"": True, "keep-alive": True, "close": False}
+"""Whether a connection goes on, by its request's header."""
+ROOM = 1 << 15
+"""Bytes that a connection always takes without waiting: half of what asyncio lets pile up before it says stop."""
+
+
+class Asked:
+    """One plain call, and the way back to whoever sent it (`router.proxy.Outlet`)."""
+
+    __slots__ = ("_chunked", "_connection", "arrived", "body", "client", "headers", "id", "lasts", "path", "route",
+                 "said_all")  # fmt: skip
+    is_old = False
+
+    def __init__(
+        self,
+        connection: "_Connection",
+        route: Route,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        lasts: bool,
+    ):
+        self.route = route
+        self.path = path
+        self.headers = headers
+        """By lower-case name."""
+        self.body = body
+        self.arrived = time.monotonic()
+        self.client = connection.client
+        self.id = ""
+        """See X-Request-Id; whoever answers sets it first."""
+        self.lasts = lasts
+        """The connection goes on after the answer."""
+        self.said_all = False
+        """The whole answer has been written."""
+        self._connection = connection
+        self._chunked = False
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        return self._connection.transport
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes can be written without waiting."""
+        connection = self._connection
+        transport = connection.transport
+        return transport is not None and connection.full is None and transport.get_write_buffer_size() + size < ROOM
+
+    async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """All of an answer. Returns once it is on its way; raises ConnectionResetError if the client is gone."""
+        head = self._head(status, headers, b"" if status == 204 else b"Content-Length: %d\r\n" % len(body))
+        self.said_all = True
+        await self._send(head + body)
+
+    async def begin(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
+        """The head of an answer, and what is known of its body; `headers` have its length if it is known at all."""
+        self._chunked = "Content-Length" not in headers
+        head = self._head(status, headers, b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
+        await self._send(head + self._framed(data) if data else head)
+
+    async def write(self, data: bytes) -> None:
+        """Some more of the body."""
+        if data:
+            await self._send(self._framed(data))
+
+    def put(self, data: bytes) -> bool:
+        """Some more of the body, if it can be written without waiting; whether it was."""
+        connection = self._connection
+        transport = connection.transport
+        if (
+            transport is None
+            or connection.full is not None
+            or transport.is_closing()
+            or transport.get_write_buffer_size() + len(data) >= ROOM
+        ):
+            return False
+        transport.write(self._framed(data))
+        return True
+
+    async def end(self) -> None:
+        """There is no more."""
+        self.said_all = True
+        if self._chunked:
+            await self._send(b"0\r\n\r\n")
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def _head(self, status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
+        """Raises ValueError if a header would be more than one."""
+        if headers.get("Connection") == "close":
+            self.lasts = False
+        lines = [_status_line(status)]
+        for name, value in headers.items():
+            lines.append(f"{name}: {value}\r\n")
+        if not self.lasts and "Connection" not in headers:
+            lines.append("Connection: close\r\n")
+        head = "".join(lines)
+        if head.count("\n") != len(lines) or head.count("\r") != len(lines):
+            raise ValueError("a header with a line end in it")
+        return head.encode() + framing + _date(int(time.time()))
+
+    async def _send(self, data: bytes) -> None:
+        connection = self._connection
+        transport = connection.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        transport.write(data)
+        if connection.full is not None:
+            await asyncio.shield(connection.full)
+
+
+@functools.lru_cache(maxsize=64)
+def _status_line(status: int) -> str:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n"
+
+
+@functools.lru_cache(maxsize=2)
+def _date(second: int) -> bytes:
+    """The last line of a head, and its end."""
+    return f"Date: {formatdate(second, usegmt=True)}\r\n\r\n".encode()
+
+
+class Listener:
+    """All connections to one router.
+
+    `routes`: by path, those whose plain calls `serve` answers; it raises nothing but CancelledError, when the client
+    is gone. `otherwise`: makes what speaks to a client who asks for anything else.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[bytes, Route],
+        serve: Callable[[Asked], Coroutine[Any, Any, None]],
+        otherwise: Callable[[], asyncio.Protocol],
+    ):
+        self.routes = routes
+        self.serve = serve
+        self.otherwise = otherwise
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[_Connection] = set()
+        self.closing = False
+        self._timer = self.loop.call_later(SWEEP, self._sweep)
+
+    async def listen(self, sock: socket.socket, backlog: int = 1024) -> asyncio.Server:
+        return await self.loop.create_server(lambda: _Connection(self), sock=sock, backlog=backlog)
+
+    async def close(self, grace: float) -> None:
+        """End all connections that are here: those with a request once it is answered, or after `grace` seconds."""
+        self.closing = True
+        self._timer.cancel()
+        for connection in tuple(self.connections):
+            connection.close_if_idle()
+        tasks = [each.task for each in self.connections if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace)
+        for connection in tuple(self.connections):
+            connection.abort()
+        if tasks := [task for task in tasks if not task.done()]:
+            await asyncio.wait(tasks, timeout=grace)
+
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        for connection in tuple(self.connections):
+            connection.look(now)
+        self._timer = self.loop.call_later(SWEEP, self._sweep)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection. The parser, which sees heads and bodies of one request at a time, calls the methods `on_`."""
+
+    def __init__(self, listener: Listener):
+        self._listener = listener
+        self.transport: asyncio.Transport | None = None
+        self.client = ""
+        self.full: asyncio.Future[None] | None = None
+        """Done once the client has read enough of what waits for it; None: it has."""
+        self.task: asyncio.Task[None] | None = None
+        """Answers a request."""
+        self._parser: HttpRequestParser | None = HttpRequestParser(self)  # it refers to us: None in the end
+        self._data = b""
+        """What has come and is part of no request that was taken."""
+        self._head = self._whole = 0
+        """Bytes of the head of the request that comes, once it was read, and of all of it."""
+        self._since = 0.0
+        """When the client was last answered, or the request that comes began to."""
+        self._route: Route | None = None
+        self._lasts = True
+        self._paused = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._target = b""
+        self._headers: dict[str, str] = {}
+        self._plain = True
+        self._complete = False
+
+    # asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.client = str(peer[0]) if isinstance(peer, tuple) else ""
+        if sock := transport.get_extra_info("socket"):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._since = self._listener.loop.time()
+        self._listener.connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._listener.connections.discard(self)
+        self.transport = self._parser = None
+        self.resume_writing()
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self.full = self._listener.loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self.full is not None and not self.full.done():
+            self.full.set_result(None)
+        self.full = None
+
+    def data_received(self, data: bytes) -> None:
+        if self.task is None:
+            if self._data:
+                self._data += data
+            else:
+                self._data = data
+                self._since = self._listener.loop.time()
+            self._next()
+            return
+        self._data += data  # the next request, before this one is answered
+        if len(self._data) > LONGEST_HEAD and self.transport is not None:
+            self._paused = True
+            self.transport.pause_reading()
+
+    # Requests
+
+    def _next(self) -> None:
+        """Take the next request, if all of it is here."""
+        data = self._data
+        if not self._whole:
+            head = data.find(b"\r\n\r\n") + 4
+            if head < 4:
+                if len(data) > LONGEST_HEAD:
+                    self._hand_over()
+                return
+            length = self._read_head(data[:head])
+            if length is None:
+                self._hand_over()
+                return
+            self._head, self._whole = head, head + length
+        if len(data) < self._whole:
+            return
+        body, self._data = data[self._head : self._whole], data[self._whole :]
+        self._whole = 0
+        route, target, headers = self._route, self._target, self._headers
+        assert route is not None
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(body)
+        except HttpParserError:
+            self._parser = HttpRequestParser(self)  # it was no part of the head, and is the client's own affair
+        self._clear()
+        asked = Asked(self, route, target.decode("ascii"), headers, body, self._lasts)
+        self.task = self._listener.loop.create_task(self._answer(asked))
+
+    def _read_head(self, head: bytes) -> int | None:
+        """The body's length; None if this is no plain call."""
+        if len(head) > LONGEST_HEAD or head.translate(None, PRINTABLE) != b"\r\n" * head.count(b"\n"):
+            return None
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(head)
+        except (HttpParserError, HttpParserUpgrade):
+            return None
+        headers = self._headers
+        route = self._listener.routes.get(self._target)
+        length = headers.get("content-length", "")
+        lasts = LASTING.get(headers.get("connection", "").lower())
+        if (
+            not (self._plain and self._complete)
+            or route is None
+            or lasts is None
+            or "host" not in headers
+            or not (length.isdigit() and len(length) < 10 and int(length) <= LONGEST_BODY)
+            or not ODD.isdisjoint(headers)
+            or self._parser.get_method() != route.method.encode()
+            or self._parser.get_http_version() != "1.1"
+        ):
+            return None
+        self._route, self._lasts = route, lasts
+        return int(length)
+
+    async def _answer(self, asked: Asked) -> None:
+        try:
+            await self._listener.serve(asked)
+        finally:
+            self.task = None
+            transport = self.transport
+            if transport is not None:
+                if not (asked.said_all and asked.lasts) or self._listener.closing or transport.is_closing():
+                    transport.close()
+                else:
+                    self._since = self._listener.loop.time()
+                    if self._paused:
+                        self._paused = False
+                        transport.resume_reading()
+                    if self._data:
+                        self._next()
+
+    def _hand_over(self) -> None:
+        """The rest of this connection is aiohttp's."""
+        transport, data = self.transport, self._data
+        assert transport is not None
+        self._listener.connections.discard(self)
+        self.transport = self._parser = None
+        other = self._listener.otherwise()
+        transport.set_protocol(other)
+        other.connection_made(transport)
+        if self.full is not None:
+            other.pause_writing()
+        if data:
+            other.data_received(data)
+
+    def look(self, now: float) -> None:
+        """See to requests that do not come in, and to connections on which none does."""
+        if self.task is not None:
+            return
+        if self._data:
+            if now - self._since > SWEEP:
+                self._hand_over()
+        elif now - self._since > KEEP_ALIVE:
+            self.close_if_idle()
+
+    def close_if_idle(self) -> None:
+        if self.task is None and self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    # The parser
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.decode("latin-1").lower()
+        if key in self._headers:
+            self._plain = False
+        self._headers[key] = value.decode("latin-1").strip()
+
+    def on_headers_complete(self) -> None:
+        self._complete = True
+
+
+__all__ = ["KEEP_ALIVE", "Asked", "Listener"]

@@ -1,0 +1,382 @@
+"""Plain calls are read and answered by the router's own listener, and nobody can tell."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpRequestParser
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from router.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Asked, Listener, _Connection
+from router.proxy import Pace
+from tests.processes.upstreams import DONE, END, PATH, STREAM, Upstream, World, chunk, request, until, world
+from worker.routes import ROUTES
+
+BODY = b'{"choices":[]}'
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+STREAMED = STREAM + chunk(EVENT) + chunk(EVENT + DONE) + END
+ODD = b"Sec-Fetch-Site: none\r\n"
+"""Makes a request one of aiohttp's, and means nothing."""
+
+
+async def respond(upstream: Upstream) -> None:
+    """`fake`: how many bytes of a body are answered; nothing: a word, or a stream if that was asked for."""
+    if upstream.told is not None:
+        data = b"x" * upstream.told
+        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
+        return
+    await upstream.send(STREAMED if b'"stream": true' in upstream.body else WHOLE)
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers (without what differs each time) and body of the next answer on a connection."""
+    async with asyncio.timeout(20):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lines = head.split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:] if line)}
+        if "content-length" in headers:
+            body = await reader.readexactly(int(headers["content-length"]))
+        else:
+            body = b""
+            while size := int((await reader.readline()), 16):
+                body += (await reader.readexactly(size + 2))[:-2]
+            assert await reader.readline() == b"\r\n"
+    for name in ("date", "x-request-id", "request-id"):
+        del headers[name]
+    headers.pop("server-timing", None)
+    return int(lines[0].split(" ")[1]), headers, body
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request({}),
+        request({"stream": True}),
+        request({"model": "nobody"}),
+        request({"model": 3}),
+        request({}).replace(b"Host: x", b"Host: evil.example"),
+        request({}).replace(b"Host: x", b"Host: a b"),
+        request({}).replace(PATH.encode(), b"/v1/messages"),
+        request({}).replace(PATH.encode(), b"/api/chat"),
+        request({"model": "nobody"}).replace(PATH.encode(), b"/worker_generate_stream"),
+        f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{{".encode(),
+        f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode(),
+    ],
+    ids=range(11),
+)
+async def test_a_plain_call_is_answered_as_any_other(tmp_path: Path, asked: bytes) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(asked)
+        ours = await answer(reader)
+        assert len(up.listener.connections) == 1
+        writer.write(asked.replace(b"Content-Length", ODD + b"Content-Length"))
+        theirs = await answer(reader)
+        assert not up.listener.connections
+        writer.close()
+    assert ours == theirs
+
+
+async def test_pipelined_calls_are_answered_in_their_order_whoever_answers_them(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        plain = b"".join(request({"fake": size}) for size in (5, 60_000, 7))
+        health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(plain + health + request({"fake": 9}))
+        found = [(await answer(reader))[2] for _ in range(5)]
+        assert [len(body) for body in found[:3]] == [5, 60_000, 7]
+        assert b"ok" in found[3]
+        assert len(found[4]) == 9
+        writer.close()
+
+
+@pytest.mark.slow
+async def test_more_calls_than_fit_wait_outside_until_the_first_is_answered(tmp_path: Path) -> None:
+    go = asyncio.Event()
+
+    async def wait(upstream: Upstream) -> None:
+        await go.wait()
+        await respond(upstream)
+
+    async with world(tmp_path, wait) as up:
+        reader, writer = await up.connect()
+        writer.write(request({}))
+        await until(lambda: len(up.requests) == 1)
+        count = 3 * LONGEST_HEAD // len(request({}))
+        writer.write(request({}) * count)
+        connection = next(iter(up.listener.connections))
+        await until(lambda: connection._paused)
+        assert len(connection._data) < 1 << 20
+        go.set()
+        for _ in range(count + 1):
+            assert (await answer(reader))[0] == 200
+        writer.close()
+
+
+async def test_a_call_that_comes_byte_by_byte_is_answered(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        for byte in request({}) + request({"stream": True}):
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await answer(reader))[2] == BODY
+        assert (await answer(reader))[2] == EVENT * 2 + DONE
+        assert len(up.listener.connections) == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("cut", [10, 80, -5])
+async def test_a_call_that_takes_its_time_is_seen_to_by_aiohttp(tmp_path: Path, cut: int) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(request({})[:cut])
+        await until(lambda: any(each._data for each in up.listener.connections))
+        for connection in tuple(up.listener.connections):
+            connection.look(asyncio.get_running_loop().time() + SWEEP * 1.1)
+        assert not up.listener.connections
+        writer.write(request({})[cut:])
+        assert (await answer(reader))[2] == BODY
+        writer.close()
+
+
+async def test_a_long_body_and_a_long_head_are_aiohttps(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        for long in (
+            request({"messages": ["x" * LONGEST_BODY]}),
+            request({}, headers=b"".join(b"X-%d: %b\r\n" % (number, b"y" * 5000) for number in range(4))),
+        ):
+            reader, writer = await up.connect()
+            writer.write(long)
+            assert (await answer(reader))[2] == BODY
+            assert not up.listener.connections
+            writer.close()
+
+
+async def test_a_connection_without_requests_is_closed_in_the_end(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        for asked in (b"", request({})):
+            reader, writer = await up.connect()
+            writer.write(asked)
+            if asked:
+                await answer(reader)
+            await until(lambda: len(up.listener.connections) == 1)
+            connection, now = next(iter(up.listener.connections)), asyncio.get_running_loop().time()
+            connection.look(now + KEEP_ALIVE - 1)
+            assert connection.transport is not None
+            assert not connection.transport.is_closing()
+            connection.look(now + KEEP_ALIVE + 1)
+            assert await reader.read() == b""
+            writer.close()
+
+
+async def test_closing_ends_idle_connections_and_lets_answers_come_to_their_end(tmp_path: Path) -> None:
+    go = asyncio.Event()
+
+    async def wait(upstream: Upstream) -> None:
+        await go.wait()
+        await respond(upstream)
+
+    async with world(tmp_path, wait) as up:
+        idle, idle_writer = await up.connect()
+        busy, busy_writer = await up.connect()
+        busy_writer.write(request({}))
+        await until(lambda: len(up.requests) == 1)
+        closing = asyncio.create_task(up.listener.close(20.0))
+        assert await idle.read() == b""
+        go.set()
+        assert (await answer(busy))[2] == BODY
+        assert await busy.read() == b""
+        await closing
+        for writer in (idle_writer, busy_writer):
+            writer.close()
+
+
+@pytest.mark.slow
+async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) -> None:
+    """Some are read to their end, others left in the middle."""
+    go = asyncio.Event()
+
+    async def stream(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(EVENT))
+        await go.wait()
+        await upstream.send(chunk(EVENT) + chunk(DONE) + END)
+
+    async def ask(up: World, number: int) -> None:
+        reader, writer = await up.connect()
+        writer.write(request({"stream": True}))
+        async with asyncio.timeout(20):
+            await reader.readuntil(EVENT)
+            if number % 2:
+                writer.transport.abort()
+                return
+            seen.append(number)
+            if len(seen) == 100:
+                go.set()
+            assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(DONE + b"\r\n0\r\n\r\n")
+        writer.close()
+
+    seen: list[int] = []
+    async with world(tmp_path, stream, keys={"parallel": 200}) as up:
+        await asyncio.gather(*(ask(up, number) for number in range(200)))
+        await up.idle()
+        await until(lambda: not up.listener.connections)
+        proxy = up.listener.serve.__self__._proxy  # type: ignore[attr-defined]
+        assert not proxy._limits
+        assert up.listener.serve.__self__._buffered == 0  # type: ignore[attr-defined]
+        assert up.count('router_client_disconnects_total{phase="streaming"}') == 100
+
+
+@pytest.mark.slow
+async def test_a_slow_reader_gets_everything_and_a_reader_of_nothing_is_cut(tmp_path: Path) -> None:
+    """Through pauses of the connection, and through the pace of a write."""
+    count = 40_000
+
+    async def pour(upstream: Upstream) -> None:
+        await upstream.send(STREAM)
+        for _ in range(count // 1000):
+            await upstream.send(chunk(EVENT) * 1000)
+        await upstream.send(chunk(DONE) + END)
+
+    async with world(tmp_path, pour, pace=Pace(write_stall=0.3)) as up:
+        reader, writer = await up.connect()
+        writer.write(request({"stream": True}))
+        await reader.readuntil(b"\r\n\r\n")
+        body, size = b"", 1
+        async with asyncio.timeout(30):
+            while size:
+                size = int(await reader.readline(), 16)
+                body += (await reader.readexactly(size + 2))[:-2]
+                if len(body) < 200_000:
+                    await asyncio.sleep(0.001)  # what is tested is being slow
+        assert body == EVENT * count + DONE
+        assert (await asyncio.wait_for(_cut(up), 20)) == 499
+        writer.close()
+
+
+async def _cut(up: World) -> int:
+    _, writer = await up.connect()
+    cast("asyncio.Transport", writer.transport).pause_reading()
+    writer.write(request({"stream": True}))
+    await until(lambda: up.count('router_client_disconnects_total{phase="streaming"}') == 1)
+    await up.idle()
+    writer.transport.abort()
+    return 499
+
+
+# What is taken for plain
+
+
+class Sink(asyncio.Transport):
+    """Where a connection writes that is fed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: asyncio.BaseProtocol | None = None
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def close(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class Other(asyncio.Protocol):
+    """In the place of aiohttp's."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+
+
+ODD_HEADERS = {"expect", "transfer-encoding", "content-encoding", "origin", "sec-fetch-site"}
+"""What these ask for is aiohttp's to do, or the application's to judge."""
+HEAD = (
+    f"POST {PATH} HTTP/1.1\r\nHost: localhost:8080\r\nUser-Agent: a/1\r\nConnection: keep-alive\r\n"
+    "Authorization: Bearer k\r\nContent-Length: 14\r\n\r\n"
+).encode()
+TOKENS = [
+    b"\r\n", b"\n", b"\r", b" ", b"\t", b"\0", b":", b",", b"\xff", b"Content-Length: 3\r\n", b"content-length: 14\r\n",
+    b"Transfer-Encoding: chunked\r\n", b"Host: y\r\n", b"Expect: 100-continue\r\n", b"Connection: close\r\n",
+    b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"X-A: b\r\n c\r\n", b"X-B : c\r\n", b": d\r\n", b"X-Empty:\r\n",
+    b"X-Api-Key:  k  \r\n", b"HTTP/1.0", b"GET", b"/", b"?a=b", b"%2f", b"+", b"0", b"0x", b"Origin: http://z\r\n",
+]  # fmt: skip
+EDITS = st.lists(
+    st.tuples(st.integers(0, len(HEAD)), st.integers(0, 3), st.one_of(st.sampled_from(TOKENS), st.binary(max_size=2))),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(edits=EDITS, split=st.integers(0, len(HEAD) + 20))
+@example(edits=[(0, 0, b"\r\n")], split=0)
+@example(edits=[(len(HEAD) - 2, 0, b"Connection: close\r\n")], split=3)
+@example(edits=[(len(HEAD) - 2, 0, b"X-Empty:\r\n")], split=3)
+@example(edits=[(len(HEAD) - 2, 0, b"Expect: 100-continue\r\n")], split=3)
+@example(edits=[(len(HEAD) - 2, 0, b"Origin: http://z\r\n")], split=3)
+@example(edits=[(HEAD.index(b"1.1"), 3, b"1.0")], split=0)
+@example(edits=[(HEAD.index(b"1.1"), 3, b"2.0")], split=0)
+@example(edits=[(HEAD.index(b"POST"), 4, b"PUT")], split=0)
+@example(edits=[(HEAD.index(b"keep-alive"), 10, b"close")], split=0)
+@example(edits=[(HEAD.index(b"keep-alive"), 10, b"Close, te")], split=0)
+def test_what_is_taken_for_plain_is_what_aiohttp_would_have_read(
+    edits: list[tuple[int, int, bytes]], split: int
+) -> None:
+    """And of what is not, not a byte is lost."""
+    data = HEAD
+    for at, cut, put in edits:
+        data = data[:at] + put + data[at + cut :]
+    data += BODY
+    asyncio.run(_compared(data, split))
+
+
+async def _compared(data: bytes, split: int) -> None:
+    taken: list[Asked] = []
+
+    async def serve(asked: Asked) -> None:
+        taken.append(asked)
+        asked.said_all = True
+
+    routes = {route.path.encode(): route for route in ROUTES if route.worker}
+    others: list[Other] = []
+
+    def otherwise() -> Other:
+        others.append(Other())
+        return others[-1]
+
+    listener, transport = Listener(routes, serve, otherwise), Sink()
+    connection = _Connection(listener)
+    connection.connection_made(transport)
+    for part in (data[:split], data[split:]):
+        if part:
+            cast("Any", transport.protocol or connection).data_received(part)
+            await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    listener._timer.cancel()
+    rest = others[0].data if others else connection._data
+    loop = asyncio.get_running_loop()
+    parser = HttpRequestParser(BaseProtocol(loop), loop, 1 << 16)
+    for asked in taken:
+        end = data.index(b"\r\n\r\n") + 4 + int(asked.headers["content-length"])
+        ((message, payload),), _, _ = parser.feed_data(data[:end])
+        data = data[end:]
+        assert (message.method, message.path, message.version) == ("POST", asked.path, (1, 1))
+        assert {name.lower(): value for name, value in message.headers.items()} == asked.headers
+        assert len(message.headers) == len(asked.headers)
+        assert (payload.read_nowait() if int(asked.headers["content-length"]) else b"") == asked.body
+        assert message.should_close == (not asked.lasts)
+        assert not ODD_HEADERS & asked.headers.keys()
+        assert not message.upgrade
+    if not taken or taken[-1].lasts:
+        assert rest == data
