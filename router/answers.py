@@ -514,7 +514,8 @@ COMPONENTS: Mapping[str, Schema] = {
                     "ftype": maybe(TEXT),
                 },
             ),
-        }
+        },
+        {"parent": TEXT},
     ),
     "Reload": shape(
         {
@@ -559,6 +560,7 @@ _REQUEST = shape(
     }
 )
 _STATUS = shape({"status": TEXT})
+_ADAPTER = shape({"name": TEXT, "src": TEXT, "pin": FLAG})
 _LMI_STATES = ("READY", "PENDING", "FAILED")
 _WORKFLOW = shape(
     {
@@ -786,6 +788,13 @@ ANSWERS: Mapping[str, Answer] = {
     "lmi_describe": Answer(body=several(_WORKFLOW), about="One model and its workers."),
     "lmi_scale": Answer(body=_STATUS, about="So many workers run.", further={202: _STATUS}),
     "lmi_unregister": Answer(body=_STATUS, about="Listed no longer."),
+    "adapter_register": Answer(body=_STATUS, about="Requests may name it."),
+    "adapter_update": Answer(body=_STATUS, about="It is so for the next request that names it."),
+    "adapter_unregister": Answer(body=_STATUS, about="Requests may name it no longer."),
+    "adapter_list": Answer(
+        body=shape({"adapters": several(_ADAPTER)}, {"nextPageToken": TEXT}), about="A page of the model's adapters."
+    ),
+    "adapter_describe": Answer(body=several(_ADAPTER), about="One adapter, in a list."),
     "pin": Answer(
         body=shape({"success": const(True), "model": TEXT, "pinned": FLAG}),
         about="It may be put out no longer, or again.",
@@ -819,7 +828,8 @@ ANSWERS: Mapping[str, Answer] = {
     ),
     "slots": Answer(body=several(ref("Slot")), about="Places in the batches of loaded models."),
     "lora_adapters": Answer(
-        body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})), about="Adapters of the model: none."
+        body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})),
+        about="Adapters of the model, by their number.",
     ),
     "streams_lookup": Answer(body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."),
 }

@@ -30,7 +30,7 @@ from router.errors import (
     QueueFull,
     TooLarge,
 )  # fmt: skip
-from router.faces import admin, fastchat, llama_server, lmi, ollama
+from router.faces import admin, fastchat, llama_server, lmi, lmi_adapters, ollama
 from router.hub import Hub
 from router.listener import KEEP_ALIVE, Asked, Listener
 from router.log import line
@@ -157,6 +157,11 @@ class App:
             "not_offered": self._not_offered,
             "openapi": self._openapi,
             "lora_adapters": self._lora_adapters,
+            "adapter_register": self._adapter_register,
+            "adapter_update": self._adapter_update,
+            "adapter_unregister": self._adapter_unregister,
+            "adapter_list": self._adapter_list,
+            "adapter_describe": self._adapter_describe,
         }
         for route in ROUTES:
             other = OTHER_ID if route.path.startswith("/models/{id}") else ID
@@ -367,6 +372,7 @@ class App:
             named = ollama.known(self._site, key, named)
         id, name = self._site.choose(key, path=errand.path_id, body=named, query=asked)
         errand.model = id
+        adapter = self._adapter(errand, id, name)
         autoload = flag(asked, "autoload") if asked else None
         if autoload is None and route.loads is not Loads.FOLLOWS:
             autoload = False
@@ -382,9 +388,11 @@ class App:
             arrived=arrived,
             read=read,
             timeout=max(0.0, timeout),
+            adapter=adapter,
             asked=name if named is None and name != id else "",
         )
-        headers = {"X-Router-Model": id, **_own_headers(errand.id)}
+        shown = f"{id}@{adapter}" if adapter else id
+        headers = {"X-Router-Model": shown, **_own_headers(errand.id)}
         record = Record(errand.id, id, route.name, errand.client, key.name, time.time(), arrived)
         self._requests.began(record)
         try:
@@ -465,10 +473,29 @@ class App:
             raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
         return await self._send(errand)
 
+    def _adapter(self, errand: "Errand", id: str, name: str) -> str:
+        """The adapter that a request names beside its body: behind its model's name, or as LMI's clients do. Raises
+        BadRequest for two that differ, ModelNotFound."""
+        adapter = self._site.names.adapter(name)
+        said = errand.query.get("adapter", "")
+        if errand.route.name == "invocations":
+            said = said or errand.outlet.headers.get(LMI_ADAPTER_HEADER, "")
+        if not said:
+            return adapter
+        if adapter and adapter != said:
+            raise BadRequest(
+                f"the model's name means adapter '{adapter}', and '{said[:100]}' is named beside it",
+                reason="model_conflict",
+                param="adapter",
+            )
+        self._site.check_adapter(id, said)
+        return said
+
     # Answers of the router itself
 
     async def _models(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.models(self._site, key, _asked(request)))
+        is_openai = request[_ROUTE].face is Face.OPENAI
+        return _json(await llama_server.models(self._site, key, _asked(request), adapters=is_openai))
 
     async def _model(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.model(self._site, key, request.match_info["id"]))
@@ -510,9 +537,32 @@ class App:
         return _json([])  # no stream outlives its connection
 
     async def _lora_adapters(self, request: web.Request, key: Key) -> web.StreamResponse:
-        if name := _asked(request).get("model"):
-            self._site.model(key, name)
-        return _json([])  # no worker has any: adapters are merged into snapshots
+        return _json(llama_server.lora_adapters(self._site, key, _asked(request).get("model")))
+
+    def _with_adapters(self, request: web.Request, key: Key) -> str:
+        """The model whose adapters a call is about."""
+        id, _ = self._site.choose(key, path=request.match_info.get("id"), body=None, query=NO_QUERY)
+        return id
+
+    async def _adapter_register(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id = self._with_adapters(request, key)
+        return _json(await lmi_adapters.register(self._site, id, _asked(request)))
+
+    async def _adapter_update(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id, name = self._with_adapters(request, key), request.match_info["adapter"]
+        return _json(await lmi_adapters.update(self._site, id, name, _asked(request)))
+
+    async def _adapter_unregister(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id, name = self._with_adapters(request, key), request.match_info["adapter"]
+        return _json(await lmi_adapters.unregister(self._site, id, name))
+
+    async def _adapter_list(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id = self._with_adapters(request, key)
+        return _json(lmi_adapters.listed(self._site, key, id, _asked(request)))
+
+    async def _adapter_describe(self, request: web.Request, key: Key) -> web.StreamResponse:
+        id, name = self._with_adapters(request, key), request.match_info["adapter"]
+        return _json(lmi_adapters.described(self._site, key, id, name))
 
     async def _openapi(self, request: web.Request, key: Key) -> web.StreamResponse:
         if not self._document:
@@ -674,6 +724,7 @@ class Errand:
 CLOSE = {"Connection": "close"}
 JSON = {"Content-Type": "application/json; charset=utf-8"}
 SERVER = f"router/{__version__}"
+LMI_ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 LATEST = 60
 """Seconds that a client is told to wait at most: official clients give up where it is much more."""
 COME_BACK = {"X-Should-Retry": "true", "Retry-After": "1"}

@@ -18,6 +18,13 @@ class Names:
         for preset in presets.values():
             for alias in preset.aliases:
                 self._exact.setdefault(alias, preset.id)
+        self._adapters: dict[str, str] = {}
+        for preset in presets.values():
+            for base in (preset.id, *preset.aliases):
+                for each in preset.adapters:
+                    name = f"{base}@{each.name}"
+                    if self._exact.setdefault(name, preset.id) == preset.id and name not in presets:
+                        self._adapters[name] = each.name
         self._folded: dict[str, set[str]] = {}
         for name, id in self._exact.items():
             self._folded.setdefault(name.casefold(), set()).add(id)
@@ -42,6 +49,13 @@ class Names:
         near = self._near(name, (known for known, id in self._exact.items() if allowed(id)))
         hint = f"; did you mean {' or '.join(near)}?" if near else "; GET /v1/models lists what there is"
         raise ModelNotFound(f"model '{name}' not found{hint}", param="model")
+
+    def adapter(self, name: str) -> str:
+        """The adapter that `name` means beside its model (`id@adapter`); empty if it means none."""
+        if name in self._exact:
+            return self._adapters.get(name, "")
+        folded = {found for known, found in self._adapters.items() if known.casefold() == name.casefold()}
+        return next(iter(folded)) if len(folded) == 1 else ""
 
     def only(self, allowed: Callable[[str], bool]) -> str | None:
         """The only configured model that may be seen."""
@@ -78,7 +92,7 @@ def choose(
                 return names.find(default, allowed)
             raise
 
-    if path is None and body and query and find(body) != find(query):
+    if path is None and body and query and (find(body), names.adapter(body)) != (find(query), names.adapter(query)):
         raise BadRequest(
             "the body asks for one model and the query for another; name one",
             reason="model_conflict",

@@ -33,6 +33,11 @@ _PARAMETERS: Mapping[str, str] = {
     "synchronous": "Answer once the workers are ready; true unless stated.",
     "batch_size": "Makes no difference: batches are continuous.",
     "max_batch_delay": "Makes no difference: nobody waits for a batch to fill.",
+    "adapter": "The LoRA adapter to use, by name.",
+    "name": "What requests are to call it.",
+    "src": "org/name[:revision] on the hub, or a folder inside adapters-dir, --models-dir or the hub cache.",
+    "preload": "Workers that are ready read it now, and say what is wrong; true unless stated.",
+    "pin": "Once in memory it stays there until it is unregistered.",
     "level": "Leave out lines that are less severe: debug, info, warning or error.",
     "lines": "How many at most, the newest; 200 unless stated.",
     "fail_on_no_slot": "503 where no slot is free.",
@@ -75,6 +80,11 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "lmi_describe": (404,),
     "lmi_scale": (404, 429, 501, 502, 503, 504, 507),
     "lmi_unregister": (404,),
+    "adapter_register": (404, 409, 507),
+    "adapter_update": (404, 507),
+    "adapter_unregister": (404,),
+    "adapter_list": (404,),
+    "adapter_describe": (404,),
     "ollama_show": (404,),
     "ollama_pull": (503,),
     "ollama_delete": (404, 409),
@@ -245,6 +255,7 @@ def _named(route: Route) -> str:
 _IN_PATH: Mapping[str, str] = {
     "id": "Id or alias of a model; its slashes and colons may be percent-encoded.",
     "request": "X-Request-Id of a request.",
+    "adapter": "Name of an adapter.",
 }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
+from router import adapters
 from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
 from router.fleet import Fleet, Lease
 from router.launchers import WorkerProcess
@@ -25,6 +26,7 @@ from router.life import lost_error
 from router.lifecycle import State
 from router.wire import Exchange, NotHttp, WireError
 from worker.routes import (
+    ADAPTER_HEADER,
     ASKED_HEADER,
     IGNORED_FIELDS_HEADER,
     REQUEST_HEADERS,
@@ -70,6 +72,8 @@ class Call:
     """When its last byte was here, by the clock of `arrived`."""
     timeout: float
     """Seconds in all; 0.0: no limit."""
+    adapter: str = ""
+    """The adapter that it names beside its body."""
     asked: str = ""
     """The model's name as the client said it, where that is neither its id nor in the body."""
 
@@ -379,6 +383,8 @@ class Proxy:
             answer.lease = lease
             before = time.monotonic()
             process = await self._ready(lease, answer)
+            if lease.worker.preset.adapter_slots:
+                await adapters.tell(lease.worker, self._fleet.files)
             waited = time.monotonic() - before
             load = min(waited, lease.worker.load_seconds) if waited > 0.001 else 0.0
             answer.queued, answer.loaded = waited - load, load
@@ -597,6 +603,8 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
     headers = {name: asked[lower] for name, lower in _ONWARD if lower in asked and _is_fit(asked[lower])}
     headers[REQUEST_ID_HEADER] = answer.call.request_id
     headers[TOKEN_HEADER] = f"Bearer {token}"
+    if answer.call.adapter:
+        headers[ADAPTER_HEADER] = quote(answer.call.adapter, safe="")
     if answer.call.asked:
         headers[ASKED_HEADER] = quote(answer.call.asked, safe="")
     headers["Accept-Encoding"] = "identity"

@@ -5,6 +5,7 @@ A face says one API; what it needs to know of the router it asks here.
 
 import asyncio
 import contextlib
+import difflib
 import json
 import logging
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from router import __version__
 from router.access import Access
+from router.adapters import Registered
 from router.catalogue import Further
 from router.checkpoint import meta, modalities, offered
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
@@ -64,6 +66,8 @@ class Site:
     """Sections of models that came by a call, by id."""
     pinned: dict[str, bool] = field(default_factory=dict)
     """Models that were pinned, or no longer, by a call."""
+    adapters: dict[str, dict[str, Registered]] = field(default_factory=dict)
+    """Adapters that came by a call, by their names, by model."""
     scaled: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Least and most workers of models that were scaled by a call."""
     logs: Ring = field(default_factory=Ring)
@@ -187,6 +191,7 @@ class Site:
         self.fetched.pop(id, None)
         self.registered.pop(id, None)
         self.scaled.pop(id, None)
+        self.adapters.pop(id, None)
         self.pinned.pop(id, None)
         self._facts.pop(id, None)
         self.awaited -= {id}
@@ -206,10 +211,34 @@ class Site:
         self.fleet.change(self._as_told(self.fleet.model(id).preset))
         self.events.append("listed", id)
 
+    def adapt(self, id: str, name: str, made: Registered | None) -> None:
+        """Model `id` has this adapter from now on, as a call wants it; None: no longer."""
+        preset = self.fleet.model(id).preset
+        mine = self.adapters.setdefault(id, {})
+        if made is None:
+            mine.pop(name, None)
+            preset = replace(preset, adapters=tuple(each for each in preset.adapters if each.name != name))
+        else:
+            mine[name] = made
+        self.fleet.change(self._as_told(preset))
+        self._listed()
+        self.events.append("listed", id)
+
+    def check_adapter(self, id: str, name: str) -> None:
+        """Raises ModelNotFound with near names if model `id` has no adapter of that name."""
+        known = [each.name for each in self.fleet.model(id).preset.adapters]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ModelNotFound(f"model '{id}' has no adapter '{name[:100]}'{hint}", param="adapter")
+
     def _as_told(self, preset: Preset) -> Preset:
         """The preset with what calls have changed of it."""
         pinned, replicas = self.pinned.get(preset.id, preset.pin), self.scaled.get(preset.id, preset.replicas)
-        return replace(preset, pin=pinned, replicas=replicas)
+        mine = self.adapters.get(preset.id, {})
+        own = (each for each in preset.adapters if each.name not in mine)
+        adapters = (*own, *(each.source for each in mine.values()))
+        return replace(preset, pin=pinned, replicas=replicas, adapters=adapters)
 
     def _is_taken(self, id: str) -> bool:
         try:

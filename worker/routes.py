@@ -156,6 +156,17 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", "/api/delete", _OLLAMA, "ollama_delete", False, Plane.ADMIN),
     Route("GET", "/v1/models", _O, "models", False),
     Route("GET", "/v1/models/{id}", _O, "model", False),
+    *(
+        Route(method, base + path, Face.LMI, f"adapter_{name}", False, plane)
+        for base in ("/models/{id}", "")
+        for method, path, name, plane in (
+            ("POST", "/adapters", "register", Plane.ADMIN),
+            ("GET", "/adapters", "list", Plane.USER),
+            ("POST", "/adapters/{adapter}/update", "update", Plane.ADMIN),
+            ("GET", "/adapters/{adapter}", "describe", Plane.USER),
+            ("DELETE", "/adapters/{adapter}", "unregister", Plane.ADMIN),
+        )
+    ),
     Route("GET", "/models", _L, "models", False),
     Route("GET", "/models/sse", _L, "models_sse", False),
     Route("GET", "/models/{id}", _L, "model", False),
@@ -189,7 +200,7 @@ ROUTES: tuple[Route, ...] = (
     *_not_offered("POST", "/api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
-    *_not_offered("POST", "/lora-adapters", "a preset with merged weights"),
+    *_not_offered("POST", "/lora-adapters", "lora of a request: a scale for all would change other clients' answers"),
     *_not_offered(
         "POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations", "another server"
     ),
@@ -234,7 +245,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
 }
 """What a route's body may say, by the name of the route: one of these. Calls that are not here look at no body."""
 
-FLAGS = ("autoload", "wait", "force", "snapshot", "fail_on_no_slot", "synchronous")
+FLAGS = ("autoload", "wait", "force", "snapshot", "fail_on_no_slot", "synchronous", "preload", "pin")
 """Parameters of a query that are true, 1, false or 0."""
 _CHOSEN = ("model", "model_name")
 QUERIES: Mapping[str, tuple[str, ...]] = {
@@ -243,6 +254,10 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "props": ("model", "autoload"),
     "slots": ("model", "fail_on_no_slot"),
     "lora_adapters": ("model",),
+    "invocations": ("adapter",),
+    "adapter_register": ("name", "src", "preload", "pin"),
+    "adapter_update": ("src", "preload", "pin"),
+    "adapter_list": ("limit", "next_page_token"),
     "models": ("reload",),
     "models_sse": ("snapshot",),
     "delete": ("model",),
@@ -274,7 +289,8 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
 
 def query(route: Route) -> tuple[str, ...]:
     """The parameters that `route` reads of its query; others are passed over."""
-    return (*_CHOSEN, "autoload") if route.worker else QUERIES.get(route.name, ())
+    own = QUERIES.get(route.name, ())
+    return (*_CHOSEN, "autoload", *own) if route.worker else own
 
 
 def body_schema(route: Route) -> Mapping[str, Any] | None:

@@ -211,19 +211,44 @@ async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
     }
 
 
-async def models(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
-    """GET /models. `reload=` first applies what has changed; the caller has checked that the key may."""
+def _adapted(shown: dict[str, Any], adapter: str) -> dict[str, Any]:
+    """A model with one of its adapters, as lists show it."""
+    id = shown["id"]
+    return {**shown, "id": f"{id}@{adapter}", "aliases": [], "can_remove": False, "parent": id}
+
+
+async def models(site: Site, key: Key, query: Mapping[str, str], *, adapters: bool = False) -> dict[str, Any]:
+    """GET /models, with `adapters` as entries of their own. `reload=` first applies what has changed; the caller has
+    checked that the key may."""
     extra: dict[str, Any] = {}
     if query.get("reload"):
         extra["reload"] = await site.reload()
     admin = site.access.is_admin(key)
-    data = [await entry(site, model, admin=admin) for model in site.visible(key)]
+    data = []
+    for model in site.visible(key):
+        shown = await entry(site, model, admin=admin)
+        data.append(shown)
+        data += [_adapted(shown, each.name) for each in model.preset.adapters if adapters]
     return {"object": "list", "data": data, **extra}
 
 
 async def model(site: Site, key: Key, name: str) -> dict[str, Any]:
     """GET /models/{id}. Raises ModelNotFound."""
-    return await entry(site, site.model(key, name), admin=site.access.is_admin(key))
+    shown = await entry(site, site.model(key, name), admin=site.access.is_admin(key))
+    adapter = site.names.adapter(name)
+    return _adapted(shown, adapter) if adapter else shown
+
+
+def lora_adapters(site: Site, key: Key, name: str | None) -> list[dict[str, Any]]:
+    """GET /lora-adapters: of the model by name, or of the only one. Raises ModelNotFound."""
+    seen = [site.model(key, name)] if name else site.visible(key)
+    if len(seen) != 1:
+        return []
+    admin = site.access.is_admin(key)
+    return [
+        {"id": number, "path": each.path if admin else each.name, "scale": each.scale}
+        for number, each in enumerate(seen[0].preset.adapters)
+    ]
 
 
 def _named(body: Mapping[str, Any]) -> str:
@@ -534,4 +559,18 @@ def _why_not_fetched(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"reason": reason, "error": data["error"]}
 
 
-__all__ = ["delete", "entry", "fetch", "health", "load", "model", "models", "props", "ready", "slots", "sse", "unload"]
+__all__ = [
+    "delete",
+    "entry",
+    "fetch",
+    "health",
+    "load",
+    "lora_adapters",
+    "model",
+    "models",
+    "props",
+    "ready",
+    "slots",
+    "sse",
+    "unload",
+]

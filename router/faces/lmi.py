@@ -216,16 +216,16 @@ def _ready(model: Model) -> int:
 
 def listed(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
     """GET /lmi/models: a page of them, by name."""
-    limit = _page(query, "limit", LONGEST_LIST)
+    limit = page(query, "limit", LONGEST_LIST)
     limit = limit if 0 < limit <= LONGEST_LIST else LONGEST_LIST
-    first = _page(query, "next_page_token", 0)
+    first = page(query, "next_page_token", 0)
     models = sorted(site.visible(key), key=lambda model: model.preset.id)
-    page = models[first : first + limit]
+    shown = models[first : first + limit]
     admin = site.access.is_admin(key)
     told: dict[str, Any] = {
         "models": [
             {"modelName": model.preset.id, "modelUrl": _url(model.preset, admin=admin), "status": _status(model)}
-            for model in page
+            for model in shown
         ]
     }
     if first + limit < len(models):
@@ -300,11 +300,12 @@ def _url(preset: Preset, *, admin: bool) -> str:
     return preset.path if admin else preset.id
 
 
-def _page(query: Mapping[str, str], name: str, default: int) -> int:
+def page(query: Mapping[str, str], name: str, default: int) -> int:
+    """A number of the query that says where a page begins, or how long it is. Raises BadRequest."""
     text = query.get(name, str(default))
     if not re.fullmatch(r"-?[0-9]{1,9}", text):
         raise BadRequest(f"{name} must be a number", param=name)
     return max(0, int(text))
 
 
-__all__ = ["NO_EFFECT", "described", "listed", "ping", "register", "scale", "unregister"]
+__all__ = ["NO_EFFECT", "described", "listed", "page", "ping", "register", "scale", "unregister"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import lora
 from tests.processes.routers import ROOT, error_of, router
 from tests.tiny import make
 
@@ -55,3 +56,31 @@ async def test_a_model_of_the_hub_is_fetched_once_then_served_offline(tmp_path: 
         assert "--offline" in response.json()["error"]["message"]
         entries = {entry["id"]: entry["source"] for entry in (await up.client.get("/models")).json()["data"]}
         assert entries == {"org/tiny": "cache", "tiny": "preset", "gone": "preset"}
+
+
+async def test_adapters_of_the_hub_come_before_their_model_is_loaded_and_by_a_call_at_once(tmp_path: Path) -> None:
+    snapshot = make("llama", tmp_path / "tiny")
+    for number, name in enumerate(("french", "german")):
+        lora.make(snapshot, tmp_path / "hub" / "org" / name, seed=number)
+    file = tmp_path / "models.ini"
+    lines = f"[*]\nctx-size = 64\nthreads = 1\n[tiny]\nmodel = {snapshot}\nlora = org/french, org/gone\n"
+    file.write_text(lines)
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 0}
+    async with hub(tmp_path / "hub") as address:
+        environ = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": address}
+        async with router("--models-preset", str(file), environ=environ) as up:
+            texts = []
+            for name in ("tiny", "tiny@french"):
+                response = await up.client.post("/v1/completions", json={"model": name, **body})
+                assert response.status_code == 200, response.text
+                texts.append(response.json()["choices"][0]["text"])
+            response = await up.client.post("/v1/completions", json={"model": "tiny@gone", **body})
+            assert response.status_code == 400, "what cannot be fetched does not keep the model from its users"
+            assert "cannot be used" in response.json()["error"]["message"]
+            registered = await up.client.post("/adapters", params={"name": "de", "src": "org/german"})
+            assert registered.json() == {"status": "Adapter de registered"}
+            response = await up.client.post("/v1/completions", json={"model": "tiny@de", **body})
+            texts.append(response.json()["choices"][0]["text"])
+            assert len(set(texts)) == 3
+            response = await up.client.post("/adapters", params={"name": "no", "src": "org/none"})
+            assert (response.status_code, "org/none" in response.json()["message"]) == (500, True)

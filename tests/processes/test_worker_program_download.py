@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from router.catalogue import find_snapshot
 from tests.children import ROOT, TOKEN, Child, environment, python
 from worker import contract
 from worker.contract import Exit
@@ -126,6 +127,20 @@ def test_a_model_is_fetched_verified_and_named(hub: Hub, tmp_path: Path) -> None
     assert progress[-1] == contract.Progress(stage="download", done=total, total=total)
     assert all(event.total == total for event in progress)
     assert [event.done for event in progress] == sorted(event.done for event in progress)
+
+
+def test_of_an_adapter_its_two_files_are_fetched_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    files = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": safetensors(5000, seed=7)}
+    repo = hub.repo("adapter", **files)
+    snapshot, _ = succeed(hub, tmp_path, repo, "--adapter")
+    assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == files
+    before = hub.journal(repo)
+    assert succeed(hub, tmp_path, repo, "--adapter")[0] == snapshot
+    assert hub.journal(repo) == before, "what is here is not asked for again"
+    assert find_snapshot(repo, "main", str(tmp_path), adapter=True) == str(snapshot)
+    assert find_snapshot(repo, "main", str(tmp_path)) is None, "it is no model"
+    code, said = refused(hub, tmp_path, hub.repo("no-adapter"), "--adapter")
+    assert (code, "has no adapter_config.json" in said) == (Exit.UNUSABLE, True)
 
 
 def test_a_complete_snapshot_needs_no_network(hub: Hub, tmp_path: Path) -> None:

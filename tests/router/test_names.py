@@ -3,6 +3,7 @@ import pytest
 from router.errors import BadRequest, ModelNotFound
 from router.names import Names, choose
 from router.presets import Preset
+from worker.contract import AdapterSource
 
 PRESETS = {
     "Qwen/Qwen3-8B": Preset(id="Qwen/Qwen3-8B", repo="Qwen/Qwen3-8B", aliases=("qwen", "coder")),
@@ -67,3 +68,28 @@ def test_an_unknown_name_falls_back_only_if_it_may() -> None:
     with pytest.raises(ModelNotFound):
         pick(body="gpt-4", default="small")
     assert pick(body="gpt-4", default="small", fall_back=True) == ("small", "gpt-4")
+
+
+FRENCH = AdapterSource(name="french", path="/f")
+
+
+def test_a_name_with_an_adapter_means_its_model_and_an_id_with_that_spelling_stands_before_it() -> None:
+    presets = {
+        "m": Preset(id="m", path="/m", aliases=("em",), adapters=(FRENCH,)),
+        "n": Preset(id="n", path="/n", adapters=(FRENCH,)),
+        "n@french": Preset(id="n@french", path="/x"),
+    }
+    names = Names(presets)
+    for name, id, adapter in (
+        ("m@french", "m", "french"),
+        ("em@french", "m", "french"),
+        ("M@French", "m", "french"),
+        ("m", "m", ""),
+        ("n@french", "n@french", ""),
+    ):
+        assert (names.find(name), names.adapter(name)) == (id, adapter), name
+    with pytest.raises(ModelNotFound, match="did you mean m@french"):
+        names.find("m@frensh")
+    settings = {"default": "", "fall_back": False, "allowed": lambda _: True}
+    with pytest.raises(BadRequest, match="name one"):
+        choose(names, path=None, body="m@french", query="m", **settings)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""Adapters that came by a call, and workers that are told which there are.
+
+A worker is handed the adapters of its model when it starts. Whoever changes them tells those that are ready; one that
+has not heard is told before the next request that it gets, so that no request meets a worker that knows less than this
+router does.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from router.errors import WorkerCrashed
+from router.life import Files, Worker
+from router.wire import WireError
+from worker.contract import AdapterSource
+from worker.routes import ADAPTERS_PATH, TOKEN_HEADER
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """An adapter that came by a call; forgotten when this router ends."""
+
+    src: str
+    """As the call said it."""
+    source: AdapterSource
+
+
+async def tell(worker: Worker, files: Files) -> dict[str, str]:
+    """Returns once a worker that is ready knows the adapters of its preset: what is wrong, by name; nothing if it knew.
+
+    Raises WorkerCrashed if it cannot be told.
+    """
+    if worker.told == (worker.preset.adapters, worker.preset.default_lora) or not worker.preset.adapter_slots:
+        return {}
+    async with worker.telling:
+        preset = worker.preset
+        wanted = preset.adapters, preset.default_lora
+        if worker.told == wanted:
+            return {}
+        body = {"adapters": [asdict(each) for each in files.adapters(preset)], "default": preset.default_lora}
+        problems = await _put(worker, json.dumps(body).encode())
+        worker.told = wanted
+        return problems
+
+
+async def _put(worker: Worker, body: bytes) -> dict[str, str]:
+    process = worker.process
+    assert process is not None, "it is ready"
+    headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
+    exchange = process.wire.begin("PUT", ADAPTERS_PATH, headers, body)
+    try:
+        await exchange.head()
+        answer = b""
+        while part := await exchange.read():
+            answer += part
+        said: Any = json.loads(answer)
+        if exchange.status != 200:
+            raise ValueError(said)
+        return {str(name): str(why) for name, why in said["problems"].items()}
+    except (WireError, ValueError, KeyError, AttributeError, TypeError) as error:
+        message = f"{worker.preset.id}: its worker could not be told of its adapters ({str(error)[:200]}); ask again"
+        raise WorkerCrashed(message) from None
+    finally:
+        exchange.close()
+
+
+__all__ = ["Registered", "tell"]
