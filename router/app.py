@@ -165,7 +165,7 @@ class App:
         }
         for route in ROUTES:
             other = OTHER_ID if route.path.startswith("/models/{id}") else ID
-            path = route.path.replace("/{id}", f"/{{id:{other}}}")
+            path = route.path.replace("/{id}", f"/{{id:{other}}}").replace("/{adapter}", "/{adapter:[^/]+}")
             work = self._forward if route.worker else own[route.name]
             handler = self._guarded(route, work)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
