@@ -815,7 +815,7 @@ def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Ag
         )
     if lost.final:
         return LoadFailed(f"{name} cannot be loaded: {lost.message}")
-    if lost.from_outside and worker.attempt == 0:
+    if lost.from_outside and worker.attempt == 0 and worker.ready_at is None:
         log.warning("%s: %s; those who wait for it get another one", worker, lost.message)
         return Again()
     return LoadBackoff(f"{name} failed to load: {lost.message}", retry_after=1)
