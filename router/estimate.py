@@ -686,7 +686,7 @@ def compute_bytes(
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     rows, is_embedder = preset.parallel, embeds(facts, preset)
     # an embedder takes a prompt whole, however long, and without a mask; several share one chunk, padded and masked
-    packed = max(preset.prefill_chunk, tokens) if is_embedder else min(preset.prefill_chunk, rows * tokens) + rows
+    packed = max(preset.chunk, tokens) if is_embedder else min(preset.chunk, rows * tokens) + rows
     queries = max(facts.expanded // 2, facts.hidden)
     passing = 4 * facts.hidden * each + 2 * facts.head_dim * 4
     norm = 2 * 4 * facts.hidden  # its square and result in float32
@@ -749,7 +749,7 @@ def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, 
     """
     times = SCORES.get(facts.model_type, MOST_SCORES)
     queries = max(facts.expanded // 2, facts.hidden)
-    chunk = min(preset.prefill_chunk, tokens)
+    chunk = min(preset.chunk, tokens)
     chunked = packed * (passing + 3 * queries * each) + tokens * facts.expanded * each
     chunked += int(times * facts.heads * max(chunk, preset.parallel) * tokens * 4)
     repeats = times and facts.kv_heads < facts.heads
@@ -768,9 +768,9 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int
     """Masks, scores and workspaces of attention, for `packed` tokens that look back at `tokens` positions at most."""
     masked = tokens
     if embeds(facts, preset) and preset.attention != "eager":
-        masked = min(tokens, preset.prefill_chunk)
+        masked = min(tokens, preset.chunk)
     spans = {min(masked, window + packed) if window else masked for window in facts.windows or (0,)}
-    masks = min(packed, max(masked, preset.prefill_chunk + preset.parallel)) * sum(spans) * each
+    masks = min(packed, max(masked, preset.chunk + preset.parallel)) * sum(spans) * each
     # keys and values of a prompt that lies in several runs, side by side
     masks += 0 if embeds(facts, preset) else tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
     repeated = tokens * facts.expanded * each  # keys and values, once for each query head

@@ -1112,7 +1112,7 @@ def _learn(worker: Worker, world: World) -> None:
     if costs is None or costs.estimate.source == "preset" or not worker.place:
         return
     shards, host = _peaks(worker)
-    seen_whole = worker.longest_prompt >= worker.preset.prefill_chunk
+    seen_whole = worker.longest_prompt >= worker.preset.chunk
     if all(shards) and (seen_whole or any(a > b for a, b in zip(shards, costs.estimate.shards, strict=False))):
         world.calibration.record(costs.key, costs.estimate, shards, host)
 
@@ -1206,7 +1206,7 @@ def model_options(
         ctx_size=estimates.effective_ctx(facts, preset),
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,
-        prefill_chunk=preset.prefill_chunk,
+        prefill_chunk=preset.chunk,
         limit_images=preset.limit_images,
         max_loras=preset.adapter_slots,
         max_lora_rank=preset.max_lora_rank,

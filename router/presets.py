@@ -80,6 +80,8 @@ class Preset:
     """Tokens that the cache has room for; 0: ctx_size x parallel."""
     prefix_caching: bool = True
     prefill_chunk: int = 512
+    max_prefill_tokens: int = 0
+    """0: `prefill_chunk` alone bounds a step."""
     limit_images: int = 8
     """Of one prompt."""
     max_input_tokens: int = 0
@@ -171,6 +173,11 @@ class Preset:
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each key came from, as written for people: `models.ini:14`, `--ctx-size`, `ROUTER_CTX_SIZE`."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of prompts in one step, at most."""
+        return min(self.prefill_chunk, self.max_prefill_tokens or self.prefill_chunk)
 
     @property
     def adapter_slots(self) -> int:

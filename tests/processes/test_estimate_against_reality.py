@@ -78,7 +78,7 @@ def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: S
         listen="tcp:127.0.0.1:0",
         ctx_size=effective_ctx(facts, preset),
         parallel=preset.parallel,
-        prefill_chunk=preset.prefill_chunk,
+        prefill_chunk=preset.chunk,
         dtype=preset.dtype,
     )
     is_embedder = embeds(facts, preset)
