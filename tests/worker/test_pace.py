@@ -74,6 +74,22 @@ def test_a_burst_of_requests_has_its_first_tokens_soon_whatever_was_timed_before
         assert min(burst.prompt_tokens[:-1]) >= 64, "prompts do not trickle"
 
 
+def test_tokens_that_get_dearer_the_longer_a_prompt_is_do_not_make_streams_stutter() -> None:
+    pace = Pace()
+    for decodes in (1, 4):
+        for _ in range(20):
+            pace.learn(steps(0, decodes=decodes), 0.03 + 0.003 * decodes)
+    left, gaps = 4096, []
+    pace.learn(steps(64), 0.1)
+    while left > 0:
+        tokens = min(pace.budget(4, 512), left)
+        gaps.append(0.042 + tokens * (0.001 + 0.0000004 * (4096 - left)))
+        pace.learn(steps(tokens, decodes=4), gaps[-1])
+        left -= tokens
+    assert max(gaps[3:]) < 2.3 * 0.042
+    assert len(gaps) < 400, "nor does the prompt trickle"
+
+
 def test_what_a_step_costs_is_learned_from_steps_that_mix_prompts_with_decodes() -> None:
     cost = StepCost()
     for decodes, tokens in ((1, 0), (17, 390), (28, 200), (40, 500), (49, 16), (60, 100)):

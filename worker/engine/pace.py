@@ -25,14 +25,16 @@ class _Kind:
     seconds: float
     count: int
     seen: int
-    """When the newest of them was, in steps."""
+    """When the newest of them was: steps of its sort, with or without prompts, before it."""
 
 
 class StepCost:
     """Seconds of a step with so many decodes and prompt tokens: least squares over the kinds of steps that were timed.
 
     Kinds are told apart by the numbers of bits of both. Errors count as parts of the seconds measured. A kind that has
-    not been seen for long weighs little, but never nothing: what no step has told since is kept.
+    not been seen for long weighs little, but never nothing: what no step has told since is kept. Steps without prompts
+    and those with some grow old apart: while a long prompt comes in, all steps are of one kind, which says nothing of
+    the parts of its sum, and its tokens get dearer; what was known of decodes before must stand.
     """
 
     _NEWEST = 0.3
@@ -48,7 +50,8 @@ class StepCost:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], _Kind] = {}
-        self._steps = 0
+        self._steps = [0, 0]
+        """Without prompts, with some."""
         self._parts: Three | None = None
 
     @property
@@ -65,13 +68,13 @@ class StepCost:
 
     def learn(self, decodes: int, tokens: int, seconds: float) -> None:
         """A step with so many of either took `seconds`."""
-        self._steps += 1
+        self._steps[tokens > 0] += 1
         key = decodes.bit_length(), tokens.bit_length()
         if key in self._kinds:
             seconds = min(seconds, self._STUMBLE * self.of(decodes, tokens) or seconds)
         kind = self._kinds.setdefault(key, _Kind(decodes, tokens, seconds, 0, 0))
         kind.count += 1
-        kind.seen = self._steps
+        kind.seen = self._steps[tokens > 0]
         newest = max(1.0 / kind.count, self._NEWEST)
         kind.decodes += newest * (decodes - kind.decodes)
         kind.tokens += newest * (tokens - kind.tokens)
@@ -79,7 +82,7 @@ class StepCost:
         self._parts = None
 
     def _fit(self) -> Three:
-        """The normal equations, by elimination; the prior keeps them regular."""
+        """Solves the normal equations; the prior keeps them regular."""
         if not self._kinds:
             return 0.0, 0.0, 0.0
         mean = sum(kind.seconds for kind in self._kinds.values()) / len(self._kinds) + 1e-9
@@ -87,7 +90,7 @@ class StepCost:
         for place, size in enumerate(self._PARTS):
             rows[place][place] = self._PRIOR * (size / mean) ** 2
         for kind in self._kinds.values():
-            weight = max(self._FADES ** (self._steps - kind.seen), self._LEAST)
+            weight = max(self._FADES ** (self._steps[kind.tokens > 0] - kind.seen), self._LEAST)
             scale = 1.0 / max(kind.seconds, 1e-9)
             line = (scale, kind.decodes * scale, kind.tokens * scale, 1.0)
             for place in range(3):
@@ -97,15 +100,27 @@ class StepCost:
 
 
 def _solve(rows: list[list[float]]) -> Three:
-    """Of three equations `[3][4]`, symmetric and positive: by elimination. What would be negative is 0."""
-    for place in range(3):
-        for other in range(place + 1, 3):
-            factor = rows[other][place] / rows[place][place]
-            rows[other] = [mine - factor * its for mine, its in zip(rows[other], rows[place], strict=True)]
-    third = rows[2][3] / rows[2][2]
-    second = (rows[1][3] - rows[1][2] * third) / rows[1][1]
-    first = (rows[0][3] - rows[0][1] * second - rows[0][2] * third) / rows[0][0]
-    return max(first, 0.0), max(second, 0.0), max(third, 0.0)
+    """Of three equations `[3][4]`, symmetric and positive. A part that would be negative is 0, and the others are what
+    they are without it: cut off, it would be missing in what they have to sum up to."""
+    left = [0, 1, 2]
+    while left:
+        found = _eliminate([[rows[place][column] for column in (*left, 3)] for place in left])
+        if min(found) >= 0.0:
+            parts = dict(zip(left, found, strict=True))
+            return parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0)
+        left.pop(found.index(min(found)))
+    return 0.0, 0.0, 0.0
+
+
+def _eliminate(rows: list[list[float]]) -> list[float]:
+    """The solution of equations `[n][n + 1]`, by Gauss; they are positive, so that no order is better than theirs."""
+    count = len(rows)
+    for place in range(count):
+        for other in range(count):
+            if other != place:
+                factor = rows[other][place] / rows[place][place]
+                rows[other] = [mine - factor * its for mine, its in zip(rows[other], rows[place], strict=True)]
+    return [row[count] / row[place] for place, row in enumerate(rows)]
 
 
 class Pace:
