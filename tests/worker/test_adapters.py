@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 
 from tests import lora, tiny
 from tests.worker.loaded import DEADLINE, Told, generated, generation, load, reference, say, serving, tell
+from worker import contract
 from worker.contract import AdapterSource, encode_adapters
 from worker.engine import lora_files
 from worker.engine.adapters import Adapters, linear_layers
 from worker.engine.engine import TransformersEngine
+from worker.engine.loader import load_config
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
+from worker.estimate import trace
 from worker.generation import AdapterChoice
 
 torch.set_num_threads(1)
@@ -309,3 +313,11 @@ def test_slots_take_what_their_shapes_say(llama: Path) -> None:
     """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
     adapters = Adapters(reference(llama), slots=3, rank=5, copies=0, device=torch.device("cpu"))
     assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4
+
+
+def test_the_exact_estimate_counts_the_slots(llama: Path) -> None:
+    asked = contract.Estimate(snapshot=str(llama), ctx_size=64)
+    config = load_config(asked)
+    without, with_slots = (trace(replace(asked, max_loras=slots), config) for slots in (0, 3))
+    adapters = Adapters(reference(llama), slots=3, rank=16, copies=0, device=torch.device("cpu"))
+    assert with_slots.weights - without.weights == adapters.bytes

@@ -8,7 +8,7 @@ one stay as the layer made them. Steps in which nobody has an adapter run the mo
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import count
 from typing import Any
@@ -38,6 +38,11 @@ class _Group:
     rows: slice | torch.Tensor
     """A run of them, or their numbers."""
 
+    def on(self, device: torch.device) -> "_Group":
+        """The same where a layer is, of a model that is split over several devices."""
+        assert isinstance(self.rows, torch.Tensor)
+        return self if self.rows.device == device else replace(self, rows=self.rows.to(device))
+
 
 @dataclass(eq=False)
 class _Layer:
@@ -66,7 +71,7 @@ class _Layer:
         out = y.view(-1, y.shape[-1])
         for group in self.plan.groups:
             if rank := self.ranks[group.slot]:
-                self._add(rows, out, group, rank)
+                self._add(rows, out, group if isinstance(group.rows, slice) else group.on(out.device), rank)
         return y
 
     def _add(self, rows: torch.Tensor, out: torch.Tensor, group: _Group, rank: int) -> None:
@@ -125,8 +130,8 @@ class Adapters:
     def _layer(self, module: nn.Module, inputs: int, outputs: int, dtype: torch.dtype, slots: int) -> _Layer:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         kind = weight.dtype if weight.is_floating_point() else dtype
-        a = memory.claim(slots, self._rank, inputs, dtype=kind, device=self._device)
-        b = memory.claim(slots, outputs, self._rank, dtype=kind, device=self._device)
+        a = memory.claim(slots, self._rank, inputs, dtype=kind, device=weight.device)  # one of several, perhaps
+        b = memory.claim(slots, outputs, self._rank, dtype=kind, device=weight.device)
         return _Layer(module, a, b, [0] * slots, self._plan)
 
     @property
