@@ -1,6 +1,7 @@
 """scripts/gpu_check, as far as a machine without an accelerator can tell."""
 
 import argparse
+import json
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -40,6 +41,26 @@ def test_a_check_that_fails_is_reported_and_the_rest_go_on(program: Any) -> None
     assert any(line.startswith("| fails | **failed** |") and "7 MiB are not back" in line for line in lines)
     assert any(line.startswith("| breaks | **failed** |") and "ZeroDivisionError: nothing" in line for line in lines)
     assert any(line.startswith("| passes | passed |") and "bytes 3 MiB; seconds 0.5, 2" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_what_running_ahead_is_worth_is_measured_and_judged(program: Any) -> None:
+    """The measurement itself runs on any device; a minute of a card is a second of a small model here."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.running_ahead", "--device=cpu", "--hidden=128", "--layers=1", "--requests=2",
+         "--tokens=12"],
+        cwd=PROGRAM.parent.parent, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert {name: each["steps_ahead"] > 20 for name, each in found.items()} == {
+        "step by step": False, "ahead": True, "step by step, no graphs": False, "ahead, no graphs": True,
+    }  # fmt: skip
+    even = {name: each | {"tokens_per_second": 100.0} for name, each in found.items()}
+    assert program.judge_ahead(even)["ahead, no graphs"] == 100.0
+    with pytest.raises(program.Failed, match="ahead made 90 tokens per second"):
+        program.judge_ahead(even | {"ahead": even["ahead"] | {"tokens_per_second": 90.0}})
+    with pytest.raises(program.Failed, match="0 were launched ahead"):
+        program.judge_ahead(even | {"ahead": even["ahead"] | {"steps_ahead": 0}})
 
 
 @pytest.mark.slow

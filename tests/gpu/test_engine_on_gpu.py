@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import importlib.util
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,14 @@ import transformers
 
 from tests import tiny
 from tests.worker.loaded import load, options, say, serving
-from worker.engine import attention, backends, loader, memory
+from tests.worker.stepped import Drive
+from worker.engine import attention, backends, flash, loader, memory
 from worker.engine.engine import record
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Batch, Segment
 from worker.engine.sequence import Sequence as TokenSequence
+from worker.generation import Sampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,3 +115,82 @@ def test_weights_arrive_on_the_device_as_they_lie(tmp_path: Path) -> None:
     assert found.keys() == usual.keys()
     assert all(torch.equal(tensor.cpu(), usual[name]) for name, tensor in found.items())
     assert torch.cuda.memory_allocated() < 2 * sum(tensor.nbytes for tensor in usual.values()) + (1 << 20)
+
+
+async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhere_else(tmp_path: Path) -> None:
+    """Torch raises at every other wait; an event's, of which there is one for each step, it lets pass."""
+    asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=4)
+    attention.register()
+    config = loader.load_config(asked)
+    loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
+    runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=True)
+    assert isinstance(runner, PackedRunner)
+    fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
+    for each in (runner, fixed):
+        drive = Drive(each, capacity)
+        drive.ask(0, most=30, sampling=Sampling(temperature=0.0, logprobs=2))
+        drive.ask(1, most=24, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01))
+        drive.ask(2, tuple(range(5, 80)), most=9, sampling=Sampling(temperature=0.7, logit_bias={7: 2.0}, min_tokens=3))
+        drive.work.step()  # libraries may wait when they are first called
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            drive.to_the_end()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert drive.work.steps_ahead > 20
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+async def test_ahead_or_not_a_seed_gives_one_text(family: str, tmp_path: Path) -> None:
+    folder, told = tiny.make(family, tmp_path), []
+    for ahead in (False, True):
+        engine = load(folder, ahead=ahead, devices=(DEVICE,), dtype="float32", ctx_size=160, parallel=4)
+        async with serving(engine):
+            asked = (
+                say(
+                    engine,
+                    tuple(range(5, 8 + 20 * each)),
+                    max_tokens=NEW,
+                    sampling=Sampling(temperature=1.0, seed=each),
+                )
+                for each in range(6)
+            )
+            told.append([each.tokens for each in await asyncio.gather(*asked)])
+            assert engine._generating is not None
+            assert (engine._generating.steps_ahead > 0) == ahead
+    assert told[0] == told[1]
+
+
+def test_flash_attention_says_what_torch_says(tmp_path: Path) -> None:
+    """Prompts in two parts beside those who decode, then steps of decoding alone, in bfloat16."""
+    if importlib.util.find_spec(flash.MODULE) is None:
+        pytest.skip(f"{flash.MODULE} is not installed")
+    folder = tiny.make("llama", tmp_path, hidden_size=256, intermediate_size=512, dtype="bfloat16")
+    asked = options(folder, devices=(DEVICE,), parallel=3)
+    attention.register()
+    config = loader.load_config(asked)
+    loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
+    found = []
+    for name in ("sdpa", "flash"):
+        runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
+        assert isinstance(runner, PackedRunner)
+        runner.flash = flash.choose(name, runner.pool, config.num_attention_heads, loaded.device)
+        assert (runner.flash is not None) == (name == "flash")
+        rows = []
+        for id, length in enumerate((70, 3, 33)):
+            tokens = [5 + (7 * at + id) % 400 for at in range(length + 4)]
+            sequence = TokenSequence(id=id, prompt_tokens=length, tokens=tokens, limit=9, ends=frozenset())
+            rows.append((sequence, capacity.admit(sequence)[0]))
+        logits = []
+        for cuts in ((40, 2, 33), (70, 3, 34), (71, 4, 35)):
+            batch = []
+            for (sequence, row), end in zip(rows, cuts, strict=True):
+                count = end - sequence.computed
+                batch.append(Segment(sequence, row, sequence.computed, count, capacity.table(row)))
+                sequence.computed, sequence.tokens = end, sequence.tokens[: max(end, sequence.prompt_tokens)]
+            logits.append(runner.run(tuple(sorted(batch, key=lambda each: each.length))))
+            for sequence, _ in rows:
+                sequence.tokens.append(9)
+        found.append(logits)
+    for plain, flashed in zip(*found, strict=True):
+        assert float((plain - flashed).norm() / plain.norm()) < 0.05

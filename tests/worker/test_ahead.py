@@ -32,30 +32,27 @@ from tests.worker.loaded import (
     serving,
     tell,
 )
-from worker.detokenize import Answer
+from tests.worker.stepped import PROMPT, Drive
 from worker.engine import attention, loader
 from worker.engine.backends import implementation, make_pool, make_runner
 from worker.engine.engine import TransformersEngine
 from worker.engine.flight import Part, launch
-from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.generating import Choice, Generating
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import BLOCK_TOKENS, Blocks, Capacity, Rows
-from worker.engine.pace import Pace
 from worker.engine.readout import Readout
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Masks, Pick, draw, uniform
 from worker.engine.scheduler import Batch, Scheduler, Segment
 from worker.engine.sequence import Sequence as TokenSequence
-from worker.engine.steploop import Outbox
 from worker.errors import SequenceFailed
-from worker.generation import Delta, Generation, Grammar, Sampling
+from worker.generation import Generation, Grammar, Sampling
 
 torch.set_num_threads(1)
 CTX, NEW = 128, 30
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mamba", "t5")
 """One for each backend and kind of cache: paged, with norms of its own, with windows; aligned with windows, with
 states, behind an encoder."""
-PROMPT = (9, 41, 70, 77, 80)
 WARM = Sampling(temperature=1.0, seed=11)
 
 
@@ -238,48 +235,6 @@ class Journal:
                 if segment in broken:
                     logits[place] = float("nan")
         return logits
-
-
-class Drive:
-    """Generations stepped by hand."""
-
-    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True):
-        self.work = Generating(
-            runner, Outbox(), lambda token: b"x", capacity=capacity, chunk=64, pace=Pace(), ahead=ahead
-        )
-        self.streams: dict[int, Stream] = {}
-
-    def ask(self, id: int, prompt: Sequence[int] = PROMPT, *, most: int = 8, **changes: Any) -> Stream:
-        stream = Stream(asyncio.get_running_loop())
-        request = generation(prompt, **changes)
-        sequence = TokenSequence.of(request, id=id, limit=most, ends={1}, seed=request.sampling.seed or 0)
-        answer = Answer(lambda tokens: "x" * len(tokens), request.stop)
-        stream.choices.append(Choice(0, sequence, stream, answer, 0.0))
-        self.streams[id] = stream
-        assert self.work.admit(stream, 99)
-        self.work.add(stream)
-        return stream
-
-    def to_the_end(self) -> None:
-        while self.work.has_work:
-            self.work.step()
-        self.work._scheduler.check_integrity()
-
-    async def told(self, id: int) -> list[Any]:
-        """All that the reader of `id` was told: tokens, and how it ended."""
-        self.work._outbox.flush()
-        await asyncio.sleep(0)
-        said: list[Any] = []
-        queue = self.streams[id].items
-        while not queue.empty():
-            item = queue.get_nowait()
-            if isinstance(item, Delta):
-                said.extend(item.tokens)
-                if item.finish is not None:
-                    said.append(item.finish)
-            elif item is not None:
-                said.append(type(item))
-        return said
 
 
 @pytest.fixture(scope="module")

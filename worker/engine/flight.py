@@ -9,7 +9,7 @@ Law: nothing here changes a sequence, so a launch may be repeated with fewer.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -50,8 +50,7 @@ class Result:
     """Further choices of the prompt that the segment completes, and the first token of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A segment, and who takes a token by its last logits: its own sequence first, then those that follow it."""
 
     segment: Segment

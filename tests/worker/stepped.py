@@ -1,0 +1,58 @@
+"""Generations stepped by hand, on the thread of whoever steps."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from tests.worker.loaded import generation
+from worker.detokenize import Answer
+from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.kv_cache import Capacity
+from worker.engine.pace import Pace
+from worker.engine.sequence import Sequence as TokenSequence
+from worker.engine.steploop import Outbox
+from worker.generation import Delta
+
+PROMPT = (9, 41, 70, 77, 80)
+
+
+class Drive:
+    """Generations stepped by hand."""
+
+    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True):
+        self.work = Generating(
+            runner, Outbox(), lambda token: b"x", capacity=capacity, chunk=64, pace=Pace(), ahead=ahead
+        )
+        self.streams: dict[int, Stream] = {}
+
+    def ask(self, id: int, prompt: Sequence[int] = PROMPT, *, most: int = 8, **changes: Any) -> Stream:
+        stream = Stream(asyncio.get_running_loop())
+        request = generation(prompt, **changes)
+        sequence = TokenSequence.of(request, id=id, limit=most, ends={1}, seed=request.sampling.seed or 0)
+        answer = Answer(lambda tokens: "x" * len(tokens), request.stop)
+        stream.choices.append(Choice(0, sequence, stream, answer, 0.0))
+        self.streams[id] = stream
+        assert self.work.admit(stream, 99)
+        self.work.add(stream)
+        return stream
+
+    def to_the_end(self) -> None:
+        while self.work.has_work:
+            self.work.step()
+        self.work._scheduler.check_integrity()
+
+    async def told(self, id: int) -> list[Any]:
+        """All that the reader of `id` was told: tokens, and how it ended."""
+        self.work._outbox.flush()
+        await asyncio.sleep(0)
+        said: list[Any] = []
+        queue = self.streams[id].items
+        while not queue.empty():
+            item = queue.get_nowait()
+            if isinstance(item, Delta):
+                said.extend(item.tokens)
+                if item.finish is not None:
+                    said.append(item.finish)
+            elif item is not None:
+                said.append(type(item))
+        return said
