@@ -1,0 +1,73 @@
+"""`router estimate` of a model that no accelerator holds, on cards that a fake driver tells of."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fake_nvml
+from tests.fake_nvml import Card, Driver
+
+pytestmark = pytest.mark.slow
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Card(uuid="GPU-bbcc3333", total=16 * GIB, used=0, name="NVIDIA Fake C")
+LARGE = Card(uuid="GPU-bbbb2222", total=24 * GIB, used=0, name="NVIDIA Fake B")
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 5120, "num_hidden_layers": 40,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 13824, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+"""12 billion parameters: 23 GiB."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_nvml.build(tmp_path_factory.mktemp("nvml"))
+
+
+def asked(library: Path, folder: Path, cards: list[Card], *words: str) -> str:
+    """What `router estimate` says."""
+    snapshot = folder / "model"
+    snapshot.mkdir(exist_ok=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "ROUTER", "HF_"))}
+    env = {**own, **Driver(library, folder / "cards", cards).environment(), "XDG_STATE_HOME": str(folder / "state")}
+    argv = [sys.executable, "-m", "router", "estimate", str(snapshot), "--load-format", "dummy"]
+    done = subprocess.run([*argv, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def document(*args: Any) -> Any:
+    return json.loads(asked(*args, "--json"))
+
+
+def test_what_lies_where_is_shown_device_by_device(library: Path, tmp_path: Path) -> None:
+    found, text = document(library, tmp_path, [SMALL, LARGE]), asked(library, tmp_path, [SMALL, LARGE])
+    assert found["fits"]
+    assert sum(found["layers"]) == 40
+    small, large, main = found["devices"]
+    assert (small["device"], large["device"], main["device"]) == ("cuda:0", "cuda:1", "cpu")
+    assert small["needs"] < large["needs"] <= large["usable_when_empty"]
+    assert small["needs"] <= small["usable_when_empty"]
+    first, second = found["layers"]
+    assert f"layers 0 to {first - 1}: " in text
+    assert f"layers {first} to 39: " in text
+    assert second > first, "the larger card has more of them"
+    assert "over 2 devices; no CUDA graphs" in text
+
+
+def test_where_one_card_has_room_nothing_is_split_and_where_all_have_not_each_says_what_is_missing(
+    library: Path, tmp_path: Path
+) -> None:
+    whole = document(library, tmp_path, [SMALL, Card(uuid="GPU-dddd4444", total=80 * GIB, used=0)])
+    assert (whole["fits"], whole["layers"]) == (True, [])
+    none = document(library, tmp_path, [SMALL, SMALL], "--split-mode", "none")
+    assert (none["fits"], none["layers"]) == (False, [])
+    text = asked(library, tmp_path, [SMALL, LARGE], "--models-memory-margin", "8192")
+    assert text.count("does not fit: ") == 2
