@@ -59,6 +59,22 @@ async def test_greedy_text_equals_generate_on_the_device(family: str, enforce_ea
     assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mamba"])
+async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) -> None:
+    """Where there is one, both parts lie on it; only with two is it proved that all moves that has to."""
+    folder = tiny.make(family, tmp_path)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    prompts = [tuple(3 + (seed * 131 + index * 37) % 480 for index in range(60)) for seed in range(3)]
+    devices = (DEVICE, "cuda:1" if torch.cuda.device_count() > 1 else DEVICE)
+    layers = ("1", str(model.config.num_hidden_layers - 1))
+    engine = load(folder, devices=devices, layers=layers, dtype="float32", ctx_size=160, parallel=3, prefill_chunk=16)
+    async with serving(engine):
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+    assert [each.tokens for each in told] == [generated(model, prompt) for prompt in prompts]
+    assert set(devices) <= engine.measured.keys()
+
+
 def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=5)
     attention.register()
