@@ -264,6 +264,7 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
         runner, capacity = make_runner(model, config, options, ctx_size, parts=parts)
         split.place(model, parts)
         weights = _bytes_by_device(model, dtype)
+        _shorten_parts(model, parts)
         peaks = dict.fromkeys(devices, 0)
         for step in generation_steps(runner, capacity, options, ctx_size):
             for device, peak in live_bytes(step).peaks.items():
@@ -274,6 +275,18 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
         Shard(weights[device], pool, peaks[device], repeated) for device, pool in zip(devices, context, strict=True)
     ]
     return shards, any(each != dtype for each, _ in stored if each.is_floating_point)
+
+
+def _shorten_parts(model: Any, parts: split.Split) -> None:
+    """Two layers on each device show what all would, as for `shorten`, where they are of one kind; else all stay."""
+    parent, stack = split.stack_of(model)
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""]
+    if len(set(types)) > 1 or len({_parts(layer) for layer in stack}) > 1:
+        return
+    name = next(name for name, child in parent.named_children() if child is stack)
+    each = zip(parts.starts, parts.layers, strict=True)
+    kept = [layer for start, count in each for layer in stack[start : start + min(count, 2)]]
+    setattr(parent, name, torch.nn.ModuleList(kept))
 
 
 def _bytes_by_device(model: Any, dtype: torch.dtype) -> dict[torch.device, int]:

@@ -95,7 +95,7 @@ def place(model: Any, split: Split) -> None:
 
     Raises StartError if its layers cannot be told from the rest.
     """
-    parent, stack = _stack(model)
+    parent, stack = stack_of(model)
     first, last, tail = split.devices[0], split.devices[-1], tail_of(model, split)
     head = model.get_output_embeddings()
     homes: dict[nn.Module, torch.device] = dict(zip(stack, split.by_layer, strict=True))
@@ -110,8 +110,8 @@ def place(model: Any, split: Split) -> None:
     parent.register_forward_hook(visit.end(tail))
 
 
-def _stack(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The layers, and what calls them."""
+def stack_of(model: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """What calls the layers, and the layers. Raises StartError if they cannot be told from the rest."""
     count = _count(model.config)
     found = [
         (parent, child)
