@@ -324,7 +324,7 @@ def test_an_option_that_means_nothing_is_named(folder: Path, changes: dict[str, 
 
 def test_devices_that_are_not_here_are_named(folder: Path) -> None:
     assert "cuda:7" in str(refused(folder, devices=("cuda:7",)))
-    assert "cuda:0, cuda:1" in str(refused(folder, devices=("cuda:0", "cuda:1")))
+    assert "of 2 devices has" in str(refused(folder, devices=("cpu", "cpu")))
 
 
 def _without_config(folder: Path) -> None:

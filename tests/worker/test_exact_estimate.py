@@ -269,7 +269,7 @@ def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_
     [
         ({"model_type": "bert"}, {}, Exit.UNUSABLE, "is an encoder"),
         ({"model_type": "nobody-knows"}, {}, Exit.UNUSABLE, "unknown to transformers"),
-        (None, {"devices": ("cuda:0", "cuda:1")}, Exit.UNUSABLE, "2 devices"),
+        (None, {"devices": ("cuda:0", "cuda:1")}, Exit.USAGE, "2 devices"),
         (None, {"dtype": "int4"}, Exit.USAGE, "none of auto, float32"),
     ],
 )
