@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import os
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -741,7 +741,7 @@ def peek(body: bytes) -> Peek:
 
 def _request_id(headers: Mapping[str, str]) -> str:
     asked = headers.get("x-request-id", "")
-    return asked if REQUEST_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+    return asked if REQUEST_ID.fullmatch(asked) else f"req_{os.urandom(12).hex()}"
 
 
 def _own_headers(id: str) -> dict[str, str]:

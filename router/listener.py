@@ -83,9 +83,7 @@ class Asked:
 
     async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """All of an answer. Returns once it is on its way; raises ConnectionResetError if the client is gone."""
-        head = self._head(status, headers, b"" if status == 204 else b"Content-Length: %d\r\n" % len(body))
-        self.said_all = True
-        await self._send(head + body)
+        await self._send(self._whole(status, headers, body))
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
         """The head of an answer, and what is known of its body; `headers` have its length if it is known at all."""
@@ -100,16 +98,18 @@ class Asked:
 
     def put(self, data: bytes) -> bool:
         """Some more of the body, if it can be written without waiting; whether it was."""
-        connection = self._connection
-        transport = connection.transport
-        if (
-            transport is None
-            or connection.full is not None
-            or transport.is_closing()
-            or transport.get_write_buffer_size() + len(data) >= ROOM
-        ):
+        transport = self._connection.transport
+        if transport is None or transport.is_closing() or not self.has_room(len(data)):
             return False
         transport.write(self._framed(data))
+        return True
+
+    def put_all(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
+        """As `say`, if it can be written without waiting; whether it was."""
+        transport = self._connection.transport
+        if transport is None or transport.is_closing() or not self.has_room(len(body)):
+            return False
+        transport.write(self._whole(status, headers, body))
         return True
 
     async def end(self) -> None:
@@ -117,6 +117,11 @@ class Asked:
         self.said_all = True
         if self._chunked:
             await self._send(b"0\r\n\r\n")
+
+    def _whole(self, status: int, headers: Mapping[str, str], body: bytes) -> bytes:
+        head = self._head(status, headers, b"" if status == 204 else b"Content-Length: %d\r\n" % len(body))
+        self.said_all = True
+        return head + body
 
     def _framed(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data

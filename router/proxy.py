@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
@@ -131,6 +132,9 @@ class Outlet(Protocol):
 
     def put(self, data: bytes) -> bool:
         """Likewise, if it can be written without waiting; whether it was."""
+
+    def put_all(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
+        """As `say`, if it can be written without waiting; whether it was."""
 
     async def end(self) -> None:
         """There is no more."""
@@ -427,6 +431,8 @@ class Proxy:
         headers = _onward_headers(answer, process.token)
         exchange = process.wire.begin(route.method, route.upstream or route.path, headers, answer.call.body)
         lease.on_abort = exchange.close
+        if not answer.call.stream:
+            exchange.on_end = partial(_say_at_once, exchange, answer)
         try:
             await self._head(exchange, lease, answer)
             await self._relay(exchange, answer)
@@ -440,7 +446,7 @@ class Proxy:
                 return
             raise await _fate(lease) from None
         finally:
-            lease.on_abort = None
+            lease.on_abort = exchange.on_end = None
             exchange.close()
 
     async def _head(self, exchange: Exchange, lease: Lease, answer: Answer) -> None:
@@ -474,9 +480,10 @@ class Proxy:
                 wait = pause
 
     async def _relay(self, exchange: Exchange, answer: Answer) -> None:
-        theirs = exchange.headers
-        headers = {name: theirs[lower] for name, lower in _PASSED if lower in theirs and _is_fit(theirs[lower])}
-        if theirs.get("content-type", "").startswith(answer.form.headers["Content-Type"]):
+        if answer.committed and not answer.call.stream:
+            return  # it was said at once
+        headers = _passed(exchange)
+        if exchange.headers.get("content-type", "").startswith(answer.form.headers["Content-Type"]):
             await self._relay_events(exchange, answer, {**headers, **answer.form.headers})
             return
         body = await _read_up_to(exchange, BUFFERED)
@@ -546,6 +553,27 @@ class Proxy:
 
 _PASSED = tuple((name, name.lower()) for name in RESPONSE_HEADERS)
 _ONWARD = tuple((name, name.lower()) for name in REQUEST_HEADERS)
+
+
+def _passed(exchange: Exchange) -> dict[str, str]:
+    """What of the headers of a worker's answer is handed on."""
+    theirs = exchange.headers
+    return {name: theirs[lower] for name, lower in _PASSED if lower in theirs and _is_fit(theirs[lower])}
+
+
+def _say_at_once(exchange: Exchange, answer: Answer) -> None:
+    """Hand on an answer whose last byte has just come, before anything else happens, if the client takes it."""
+    type_ = exchange.headers.get("content-type", "")
+    if exchange.piled > BUFFERED or answer.committed or type_.startswith(answer.form.headers["Content-Type"]):
+        return
+    if not answer.outlet.has_room(exchange.piled):
+        return
+    headers, body = _passed(exchange), exchange.take_all()
+    headers.pop("Content-Length", None)  # it is that of the body
+    if answer.outlet.put_all(exchange.status, {**answer.headers, **headers}, body):
+        answer.status, answer.first_byte = exchange.status, time.monotonic()
+    else:
+        exchange.take(body)  # as if it were still to be read
 
 
 def status_comment(fleet: Fleet, lease: Lease) -> str:

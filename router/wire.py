@@ -61,6 +61,8 @@ class Exchange:
         self.sink: Callable[[bytes], bool] | None = None
         """Gets what comes at once, in the place of whoever awaits `read`, until it does not take it: that, and what
         comes then, is to be read. It raises nothing."""
+        self.on_end: Callable[[], None] | None = None
+        """Called as soon as everything has come, before whoever awaits it goes on. It raises nothing."""
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._piled = 0
@@ -94,12 +96,22 @@ class Exchange:
             if self._error is not None:
                 raise self._error
             await self._more()
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        self._piled = 0
+        data = self.take_all()
         if self.connection is not None:
             self.connection.go_on()
         return data
+
+    def take_all(self) -> bytes:
+        """What has come since it was last taken; perhaps nothing."""
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._piled = 0
+        return data
+
+    @property
+    def piled(self) -> int:
+        """Bytes that have come and were not taken yet."""
+        return self._piled
 
     def close(self) -> None:
         """Nobody wants more of it: whoever waits gets Broken, and the worker sees the connection end."""
@@ -146,6 +158,8 @@ class Exchange:
     def end(self) -> None:
         self._ended = True
         self.connection = None
+        if self.on_end is not None:
+            self.on_end()
         self._wake()
 
     def fail(self, error: WireError) -> None:
