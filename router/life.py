@@ -884,6 +884,8 @@ def _listener(worker: Worker, world: World) -> Listen:
                 worker.stages.hear(event.stage, event.done, event.total, world.now())
                 if _is_news(worker, event, world.now()):
                     told = {**worker.stages.told(), **({"beside": True} if worker.beside else {})}
+                    if event.files:
+                        told["files"] = event.files
                     world.events.append("progress", worker.preset.id, worker=worker.id, **told)
                 worker.progress = event
             case contract.Pulse():

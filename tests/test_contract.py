@@ -43,6 +43,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(TEXT),
     list[list[int]]: st.lists(st.lists(st.integers(0, 2**62))),
     dict[str, int]: st.dictionaries(TEXT, st.integers(0, 2**62)),
+    dict[str, list[int]]: st.dictionaries(TEXT, st.lists(st.integers(0, 2**62))),
     dict[str, float]: st.dictionaries(TEXT, st.floats(allow_nan=False, allow_infinity=False)),
 }
 

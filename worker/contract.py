@@ -302,6 +302,8 @@ class Progress:
     stage: str
     done: int = 0
     total: int = 0
+    files: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """Of a download, `[done, total]` by the URL of each file, or of the largest if there are many."""
 
 
 @dataclass(frozen=True, kw_only=True)

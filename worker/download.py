@@ -64,6 +64,8 @@ _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+FILES_NAMED = 64
+"""Files of a download whose progress is told one by one."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -179,7 +181,7 @@ def _fetch(cache: "RepoCache", command: contract.Download, say: Say, token: str 
     else:
         shards = [listed[WEIGHTS]]
     files = [*small, *shards]
-    fetch.progress = _Progress(say, total=sum(file.size for file in files))
+    fetch.progress = _Progress(say, {fetch.url(file): file.size for file in files})
     cache.check_room([file for file in files if not cache.has(file)], command.repo)
     try:
         fetch.get_all(small)
@@ -399,7 +401,10 @@ class _Fetch:
         self._headers = build_hf_headers(token=token, library_name="fleet-router")
         self._headers["Accept-Encoding"] = "identity"  # or a range would count compressed bytes
         self._failed = threading.Event()
-        self.progress = _Progress(lambda event: None)
+        self.progress = _Progress(lambda event: None, {})
+
+    def url(self, file: RemoteFile) -> str:
+        return hf_hub_url(self._repo, file.path, revision=self._commit)
 
     def get_all(self, files: Sequence[RemoteFile]) -> None:
         """Returns once all are in place; the first failure is raised, and the others end soon after, by themselves."""
@@ -421,18 +426,18 @@ class _Fetch:
     def get(self, file: RemoteFile) -> None:
         """Fetch one file unless its content is there, and link it into the snapshot."""
         if self._cache.has(file):
-            self.progress.add(file.size)
+            self.progress.add(self.url(file), file.size)
         else:
             self._cache.blob(file).parent.mkdir(parents=True, exist_ok=True)
-            with self._alone(self._cache.partial(file)) as descriptor:
+            with self._alone(self._cache.partial(file), self.url(file)) as descriptor:
                 if self._cache.has(file):  # another process brought it while this one waited
-                    self.progress.add(file.size)
+                    self.progress.add(self.url(file), file.size)
                 else:
                     self._transfer(file, descriptor)
         self._cache.link(file, self._commit)
 
     @contextlib.contextmanager
-    def _alone(self, partial: Path) -> Iterator[int]:
+    def _alone(self, partial: Path, url: str) -> Iterator[int]:
         """Yields a descriptor of the partial file that no other process writes to; waits for one that does."""
         seen = 0
         while True:
@@ -442,7 +447,7 @@ class _Fetch:
             except BlockingIOError:
                 # The other's bytes count as ours, or a router would take the wait for a stall.
                 size = os.fstat(descriptor).st_size
-                self.progress.add(size - seen)
+                self.progress.add(url, size - seen)
                 seen = size
                 os.close(descriptor)
                 if self._failed.wait(LOCK_INTERVAL):
@@ -452,7 +457,7 @@ class _Fetch:
             if _is_named(descriptor, partial):
                 break
             os.close(descriptor)
-        self.progress.add(-seen)
+        self.progress.add(url, -seen)
         try:
             yield descriptor
         finally:
@@ -461,10 +466,10 @@ class _Fetch:
             os.close(descriptor)
 
     def _transfer(self, file: RemoteFile, descriptor: int) -> None:
-        url = hf_hub_url(self._repo, file.path, revision=self._commit)
+        url = self.url(file)
         partial = self._cache.partial(file)
         content = _Content(file, descriptor)
-        self.progress.add(content.size)
+        self.progress.add(url, content.size)
         while content.size < file.size:
             begun = content.size
             try:
@@ -498,7 +503,7 @@ class _Fetch:
                 return
             hf_raise_for_status(response)
             if response.status_code == 200 and content.size:  # the range was ignored
-                self.progress.add(-content.size)
+                self.progress.add(url, -content.size)
                 content.restart()
             for chunk in response.iter_bytes():  # as they come: a chunk size would hold back what a broken line brought
                 if self._failed.is_set():
@@ -506,7 +511,7 @@ class _Fetch:
                 if content.size > file.size:
                     return
                 content.append(chunk)
-                self.progress.add(len(chunk))
+                self.progress.add(url, len(chunk))
 
 
 class _Content:
@@ -546,24 +551,29 @@ class _Content:
 
 
 class _Progress:
-    """Bytes done; any thread may add, one tells."""
+    """Bytes done, by file; any thread may add, one tells. `sizes`: of all files, by URL."""
 
-    def __init__(self, say: Say, total: int = 0):
+    def __init__(self, say: Say, sizes: Mapping[str, int]):
         self._say = say
-        self.total = total
-        self._done = 0
+        self._sizes = sizes
+        self._total = sum(sizes.values())
+        self._done = dict.fromkeys(sizes, 0)
+        self._named = sorted(sizes, key=lambda url: -sizes[url])[:FILES_NAMED]
         self._told: int | None = None
         self._lock = threading.Lock()
 
-    def add(self, count: int) -> None:
+    def add(self, url: str, count: int) -> None:
         with self._lock:
-            self._done += count
+            self._done[url] = self._done.get(url, 0) + count
 
     def tell(self) -> None:
         """Say how far things are, unless that was said last."""
-        if self._told != self._done:
-            self._told = self._done
-            self._say(contract.Progress(stage="download", done=self._told, total=self.total))
+        with self._lock:
+            files = {url: [self._done[url], self._sizes[url]] for url in self._named}
+            done = sum(self._done.values())
+        if self._told != done:
+            self._told = done
+            self._say(contract.Progress(stage="download", done=done, total=self._total, files=files))
 
 
 def _hub_cause(error: Exception, command: contract.Download) -> StartError:

@@ -147,8 +147,14 @@ def memory_of(workers: Sequence[Worker]) -> dict[str, dict[str, int | None]]:
 
 def fetched(worker: Worker) -> dict[str, Any]:
     """Bytes of a download, by where they come from."""
-    source, told = worker.preset.repo or worker.preset.id, worker.progress
-    return {source: {"done": told.done, "total": told.total}} if told is not None else {}
+    told = worker.progress
+    return _by_source(worker.preset.repo or worker.preset.id, told.done, told.total, told.files) if told else {}
+
+
+def _by_source(name: str, done: int, total: int, files: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """By URL where single files are known, else all in all."""
+    known = {url: {"done": pair[0], "total": pair[1]} for url, pair in files.items() if len(pair) == 2}
+    return known or {name: {"done": done, "total": total}}
 
 
 def progress(worker: Worker) -> dict[str, Any]:
@@ -508,7 +514,7 @@ async def render(site: Site, event: Event) -> list[bytes]:
             return [frame(event.id, event.model, "model_remove", {})]
         case "progress" if data["stage"] == "download":
             name = site.fleet.models[event.model].preset.repo if event.model in site.fleet.models else ""
-            told = {"progress": {name or event.model: {"done": data["done"], "total": data["total"]}}}
+            told = {"progress": _by_source(name or event.model, data["done"], data["total"], data.get("files", {}))}
             return [frame(event.id, event.model, "download_progress", told)]
         case "progress" if not data.get("beside"):
             share = data["done"] / data["total"] if data["total"] else 0.0

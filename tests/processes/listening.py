@@ -48,7 +48,7 @@ class Events:
         await self.until_one(
             lambda each: (
                 each["event"] == "download_progress"
-                and all(progress["done"] >= count for progress in each["data"]["progress"].values())
+                and sum(progress["done"] for progress in each["data"]["progress"].values()) >= count
             )
         )
 

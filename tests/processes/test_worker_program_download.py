@@ -124,7 +124,10 @@ def test_a_model_is_fetched_verified_and_named(hub: Hub, tmp_path: Path) -> None
     assert (tmp_path / "models--org--plain" / "refs" / "main").read_text() == snapshot.name
     total = sum(len(MODEL[name]) for name in NEEDED)
     progress = [event for event in events if isinstance(event, contract.Progress)]
-    assert progress[-1] == contract.Progress(stage="download", done=total, total=total)
+    assert (progress[-1].done, progress[-1].total) == (total, total)
+    assert {url.rpartition("/")[2]: part for url, part in progress[-1].files.items()} == {
+        name.rpartition("/")[2]: [len(MODEL[name])] * 2 for name in NEEDED
+    }
     assert all(event.total == total for event in progress)
     assert [event.done for event in progress] == sorted(event.done for event in progress)
 
