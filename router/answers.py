@@ -193,6 +193,7 @@ _PULSE = shape(
         "cache": shape({"used": COUNT, "reusable": COUNT, "total": COUNT}),
     }
 )
+_LINE = shape({"id": COUNT, "time": NUMBER, "level": TEXT, "logger": TEXT, "message": TEXT})
 _SPOKEN: Mapping[str, Schema] = {"type": TEXT, "text": TEXT}
 
 COMPONENTS: Mapping[str, Schema] = {
@@ -810,14 +811,10 @@ ANSWERS: Mapping[str, Answer] = {
         about="Every setting of a model, and where it comes from.",
     ),
     "logs": Answer(
-        body=shape(
-            {
-                "schema": const(1),
-                "lines": several(shape({"id": COUNT, "time": NUMBER, "level": TEXT, "logger": TEXT, "message": TEXT})),
-            }
-        ),
+        body=shape({"schema": const(1), "lines": several(_LINE)}),
         about="The newest log lines.",
     ),
+    "logs_sse": Answer(frame=_LINE, about="The newest log lines, and then each as it comes, with an id."),
     "requests": Answer(
         body=shape({"schema": const(1), "running": several(_REQUEST), "ended": several(_REQUEST)}),
         about="Requests for workers: those that run, and the last 1000 that ended.",

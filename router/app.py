@@ -133,6 +133,7 @@ class App:
             "pin": self._pin,
             "config": self._config,
             "logs": self._logs,
+            "logs_sse": self._logs_sse,
             "requests": self._list_requests,
             "cancel": self._cancel,
             "index": self._index,
@@ -595,6 +596,9 @@ class App:
 
     async def _logs(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(admin.logs(self._site, key, _asked(request)))
+
+    async def _logs_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return await self._stream(request, admin.follow_logs(self._site, key, _asked(request), _last_event_id(request)))
 
     async def _list_requests(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(admin.requests(self._site, self._requests, key, _asked(request)))

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -156,21 +156,42 @@ def size(count: int | None) -> str:
 class Ring(logging.Handler):
     """The newest lines, for people who look from elsewhere."""
 
-    def __init__(self, size: int = KEPT):
+    def __init__(self, size: int = KEPT, *, first: int = 1):
+        """`first`: id of the first line; see `EventLog`."""
         super().__init__()
         self.lines: deque[Line] = deque(maxlen=size)
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(first)
+        self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage().translate(CONTROL)[:LONGEST]
         except (TypeError, ValueError):
             return  # whoever wrote it hears so from the other handler
-        self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
+        self._add(record.created, record.levelname.lower(), record.name, text)
 
     def take(self, now: float, name: str, message: str) -> None:
         """A line of level info, that was said by the logger `name` at `now` in seconds since 1970."""
-        self.lines.append(Line(next(self._ids), now, "info", name, _shown(message)[:LONGEST]))
+        self._add(now, "info", name, _shown(message)[:LONGEST])
+
+    def _add(self, now: float, level: str, name: str, text: str) -> None:
+        self.lines.append(Line(next(self._ids), now, level, name, text))
+        for news, loop in tuple(self._followers.items()):
+            loop.call_soon_threadsafe(news.set)  # lines come from any thread
+
+    async def follow(self, after: int) -> AsyncIterator[Line]:
+        """Every line after that of this id, as they come, for ever. A follower too slow for the ring misses some."""
+        news = asyncio.Event()
+        self._followers[news] = asyncio.get_running_loop()
+        try:
+            while True:
+                news.clear()
+                for line in [line for line in tuple(self.lines) if line.id > after]:
+                    after = line.id
+                    yield line
+                await news.wait()
+        finally:
+            del self._followers[news]
 
 
 class Spool(logging.Handler):

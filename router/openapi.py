@@ -74,6 +74,7 @@ _OWN: Mapping[str, tuple[int, ...]] = {
     "pin": (404,),
     "config": (404,),
     "logs": (404,),
+    "logs_sse": (404,),
     "requests": (404,),
     "cancel": (404,),
     "lmi_register": (409, 429, 501, 502, 503, 504, 507),

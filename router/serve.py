@@ -167,7 +167,7 @@ async def _router(
     sockets = _bind(settings)
     port = _port(sockets[0])
     runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / _run_name(sockets[0])
-    logs = log_lines.Ring()
+    logs = log_lines.Ring(first=time.time_ns() // 1_000_000)
     logging.getLogger().addHandler(logs)
     events = EventLog(first=time.time_ns() // 1_000_000)  # in a millisecond there is no second event on average
     log_lines.follow(events)

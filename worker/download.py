@@ -152,7 +152,7 @@ def _fetch_adapter(cache: "RepoCache", command: contract.Download, say: Say, tok
             f"{command.repo} has no {lacking.args[0]}; it is no LoRA adapter as PEFT writes them"
         ) from None
     fetch = _Fetch(cache, command, commit, token)
-    fetch.progress = _Progress(say, total=sum(file.size for file in files))
+    fetch.progress = _Progress(say, {fetch.url(file): file.size for file in files})
     cache.check_room([file for file in files if not cache.has(file)], command.repo)
     fetch.get_all(files)
     snapshot = cache.snapshot(commit)

@@ -188,6 +188,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/router/pin", _A, "pin", False, Plane.ADMIN),
     Route("GET", "/router/config", _A, "config", False, Plane.ADMIN),
     Route("GET", "/router/logs", _A, "logs", False, Plane.ADMIN),
+    Route("GET", "/router/logs/sse", _A, "logs_sse", False, Plane.ADMIN),
     Route("GET", "/router/requests", _A, "requests", False, Plane.ADMIN),
     Route("DELETE", "/router/requests/{request}", _A, "cancel", False, Plane.ADMIN),
     Route("GET", "/", _A, "index", False, Plane.PUBLIC),
@@ -266,6 +267,7 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "plan": _CHOSEN,
     "config": _CHOSEN,
     "logs": ("model", "level", "lines"),
+    "logs_sse": ("model", "level", "lines"),
     "requests": ("model",),
     "lmi_list": ("limit", "next_page_token"),
     "lmi_register": (

@@ -2,21 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from router import __version__
 from router.errors import BadRequest
-from router.events import Event
 from router.faces.llama_server import KEEP_ALIVE, pulse, status
 from router.lifecycle import State
-from router.log import KEPT
+from router.log import KEPT, Line
 from router.presets import effective
 from router.requests import Requests
 from router.settings import Key
 from router.site import Site
 
+T = TypeVar("T")
 LEVELS = {name: rank for rank, name in enumerate(("debug", "info", "warning", "error"))}
 
 
@@ -101,18 +102,36 @@ def config(site: Site, id: str) -> dict[str, Any]:
 
 def logs(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
     """GET /router/logs: the newest lines, the oldest of them first. Raises BadRequest, ModelNotFound."""
+    wanted, count = _wanted(site, key, query)
+    shown = [line for line in site.logs.lines if wanted(line)]
+    return {"schema": 1, "lines": [asdict(line) for line in shown[-count:]]}
+
+
+def follow_logs(site: Site, key: Key, query: Mapping[str, str], last_id: int | None) -> AsyncIterator[bytes]:
+    """The newest lines, or those after `last_id`, and then each as it comes. Raises BadRequest, ModelNotFound."""
+    wanted, count = _wanted(site, key, query)
+    shown = [line.id for line in site.logs.lines if wanted(line)][-count:]
+    after = shown[0] - 1 if shown else max((line.id for line in site.logs.lines), default=0)
+    if last_id is not None and any(line.id == last_id for line in site.logs.lines):
+        after = last_id
+    return _with_pings(
+        site.logs.follow(after), lambda line: _frame(line.id, "line", asdict(line)) if wanted(line) else b""
+    )
+
+
+def _wanted(site: Site, key: Key, query: Mapping[str, str]) -> tuple[Callable[[Line], bool], int]:
+    """Which lines a query asks for, and how many at most. Raises BadRequest, ModelNotFound."""
     level, text = query.get("level", "debug").casefold(), query.get("lines", "200")
     if level not in LEVELS:
         raise BadRequest(f"level must be one of {', '.join(LEVELS)}", param="level")
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= KEPT):
         raise BadRequest(f"lines must be a number from 1 to {KEPT}", param="lines")
     model = site.model(key, query["model"]).preset.id if query.get("model") else None
-    shown = [
-        line
-        for line in site.logs.lines
-        if LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (model is None or line.is_about(model))
-    ]
-    return {"schema": 1, "lines": [asdict(line) for line in shown[-int(text) :]]}
+
+    def wanted(line: Line) -> bool:
+        return LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (model is None or line.is_about(model))
+
+    return wanted, int(text)
 
 
 def requests(site: Site, known: Requests, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
@@ -128,8 +147,18 @@ async def events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
         after = last_id
     else:
         yield _frame(after, "snapshot", state(site))
-    following = site.events.follow(after).__aiter__()
-    pending: asyncio.Future[Event] | None = None
+    told = _with_pings(
+        site.events.follow(after),
+        lambda event: _frame(event.id, event.kind, {"model": event.model, "time": event.time, **event.data}),
+    )
+    async with aclosing(told):
+        async for frame in told:
+            yield frame
+
+
+async def _with_pings(following: AsyncIterator[T], frame: Callable[[T], bytes]) -> AsyncGenerator[bytes]:
+    """What comes, framed, and a comment when nothing has come for a while."""
+    pending: asyncio.Future[T] | None = None
     try:
         while True:
             pending = pending or asyncio.ensure_future(anext(following))
@@ -137,8 +166,9 @@ async def events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
             if not done:
                 yield b": ping\n\n"
                 continue
-            event, pending = pending.result(), None
-            yield _frame(event.id, event.kind, {"model": event.model, "time": event.time, **event.data})
+            told, pending = frame(pending.result()), None
+            if told:
+                yield told
     finally:
         if pending is not None:
             pending.cancel()

@@ -1,6 +1,7 @@
 """The router's own plane: pins, settings, log lines, requests and their end, over a real router and fake workers."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,37 @@ async def test_log_lines_can_be_read_by_model_level_and_number(tmp_path: Path) -
         for query in ({"level": "loud"}, {"lines": "0"}, {"lines": "x"}):
             assert error_of(await up.client.get("/router/logs", params=query)) == (400, "invalid_value")
         assert error_of(await up.client.get("/router/logs", params={"model": "x"})) == (404, "model_not_found")
+
+
+async def test_log_lines_can_be_followed_from_where_one_left(tmp_path: Path) -> None:
+    async def until(text: str, after: int | None = None, **query: str) -> list[tuple[int, str]]:
+        headers = {} if after is None else {"Last-Event-ID": str(after)}
+        found: list[tuple[int, str]] = []
+        async with up.client.stream("GET", "/router/logs/sse", params=query, headers=headers) as response:
+            assert response.headers["content-type"] == "text/event-stream"
+            async for line in response.aiter_lines():
+                if line == ": open" and text == "POST":  # what is said while somebody listens
+                    await up.client.post("/v1/chat/completions", json=chat("a"))
+                if line.startswith("data: "):
+                    told = json.loads(line.removeprefix("data: "))
+                    found.append((told["id"], told["message"]))
+                    if text in told["message"]:
+                        break
+        return found
+
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        await up.client.get("/health")
+        first = await until("GET /health")
+        asked = await until("POST")
+        assert [id for id, _ in asked] == sorted({id for id, _ in asked})
+        missed = await until("POST", after=first[-1][0])
+        assert missed[0][0] == first[-1][0] + 1
+        assert {id for id, _ in missed} <= {id for id, _ in asked} | {missed[-1][0]}
+        about_a = [message for _, message in await until("starting→ready", model="a")]
+        assert all("a#1" in message or "model=a " in message for message in about_a)
+        response = await up.client.get("/router/logs/sse", params={"level": "loud"})
+        assert error_of(response) == (400, "invalid_value")
 
 
 async def read(response: httpx.Response, lines: list[str]) -> None:
