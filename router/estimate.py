@@ -134,6 +134,16 @@ AUTO_CTX = 8192
 ON_LOAD: Mapping[str, int] = {"bnb-8bit": 8, "bnb-4bit": 4}
 """Bits of an element, where a checkpoint that is not quantised is packed while it is loaded."""
 
+OUTLIERS = 8
+"""One in so many inputs of a layer of 8 bits may stand out: bitsandbytes multiplies it in full (worker/estimate.py)."""
+
+PACKED_ROW_BYTES = 19
+"""Of each element of the widest row that a layer of 8 bits reads or gives: four tensors of 32 bits, one of 16, one of
+8. Measured with bitsandbytes 0.50."""
+
+PACKING_BYTES = 7
+"""Of each element of a matrix of 4 bits, while main memory's kernels have it put into their order. Likewise."""
+
 UNPACKED_ON_HOST: Mapping[str, int] = {"fp8": 1, "mxfp4": 2}
 """Parameters of one stored element, of methods whose kernels main memory has not: transformers unpacks them while it
 loads (transformers 5.23, quantizer_finegrained_fp8.py and quantizer_mxfp4.py)."""
@@ -505,6 +515,8 @@ def _kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -
     kept += KERNEL_BYTES if itemsize == 2 or facts.largest >= KERNELS_FROM else 0
     if not is_mapped(facts, preset):
         kept = max(kept, facts.largest - context)  # while weights are converted
+    if on_load(facts, preset):  # all are there until the last is packed
+        kept = max(kept, sum(tally.elements for tally in facts.tensors.values()) * itemsize - context)
     stacking = facts.stacked * itemsize
     if stacking and not facts.quantization:
         # each is here twice until all are put together, and those of one layer once more
@@ -594,6 +606,11 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
 def on_load(facts: Checkpoint, preset: Preset) -> int:
     """Bits to which linear layers are packed while the model is loaded; 0: they are not."""
     return 0 if facts.quantization else ON_LOAD.get(preset.quantization, 0)
+
+
+def packed_bits(facts: Checkpoint, preset: Preset) -> int:
+    """Bits of linear layers that bitsandbytes packs, or has packed; 0: it does not."""
+    return on_load(facts, preset) or ON_LOAD.get(facts.quantization, 0)
 
 
 def check_quantization(facts: Checkpoint, preset: Preset) -> None:
@@ -699,8 +716,15 @@ def compute_bytes(
         mlp = (5 if facts.activation in STEPWISE else 4) * facts.intermediate * each
     layer = packed * (passing + max(norm, attention + making_masks, mlp))
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
-    if on_load(facts, preset) == 4:  # a step of many tokens unpacks one matrix at a time
-        layer += facts.linears.largest * each
+    bits, matrix = packed_bits(facts, preset), facts.linears.largest
+    if bits and not on_load(facts, preset):  # of packed matrices only the bytes are stated
+        matrix = facts.hidden * max(facts.intermediate, queries)
+    if bits == 4:  # a step of many tokens unpacks one matrix at a time
+        layer += matrix * each
+    if bits == 8:
+        # inputs by way of float16, sums and scales in 32 bits; the part of a matrix that inputs which stand out meet
+        widest = max(facts.intermediate, queries)
+        layer += packed * PACKED_ROW_BYTES * widest + -(-matrix // OUTLIERS) * (5 + each)
     if is_embedder:
         return layer
     if facts.aligned:
@@ -715,6 +739,8 @@ def compute_bytes(
     logits = wanted * facts.vocab_size * (4 if each == 4 else each + 4)  # the sampler wants them in float32
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * LIKELIHOOD_BYTES)
     largest = max(layer, packed * passing + logits + sampler)
+    if on_host and bits == 4:
+        largest = max(largest, PACKING_BYTES * matrix)
     if on_host:
         return max(largest, _reordered_bytes(facts, preset, each))
     if preset.enforce_eager or facts.aligned or part == "head":
@@ -725,9 +751,10 @@ def compute_bytes(
 
 def _reordered_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
     """Linear layers are reordered between steps; a head that is the embedding, and packed layers, are not."""
-    if preset.enforce_eager or facts.quantization or on_load(facts, preset):
+    if preset.enforce_eager:
         return 0
-    most = max(facts.linears.largest, 0 if facts.tied else facts.vocab_size * facts.hidden) * each
+    layers = 0 if facts.quantization or on_load(facts, preset) else facts.linears.largest
+    most = max(layers, 0 if facts.tied else facts.vocab_size * facts.hidden) * each
     return min(most, SLICE_BYTES) if each == 2 or most >= KERNELS_FROM else 0
 
 

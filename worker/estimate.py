@@ -6,11 +6,12 @@ dispatch mode sees every storage come and go, so the largest sum alive at once i
 What a process takes beside that is measured on this one, which has imported and loaded what a serving one does.
 """
 
+import importlib
 import itertools
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,12 @@ KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 COSTLIEST = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
 """With this a request takes every step of the sampler, and the most memory."""
+OUTLIERS = 8
+"""One in so many inputs of a linear layer may stand out, so that bitsandbytes multiplies it in full. Published models
+have less than one in a hundred (Dettmers et al. 2022, section 4)."""
+PACKING_BYTES = 7
+"""Of each element of one matrix of 4 bits, while it is put into the order that the CPU's kernels want. Measured with
+bitsandbytes 0.50."""
 _UNPACKED_ON_CPU = {"fp8": 1, "mxfp4": 2}
 """Parameters of one stored element, of methods for which transformers has no kernels on the CPU: it unpacks them while
 it loads (transformers 5.23, quantizer_finegrained_fp8.py and quantizer_mxfp4.py)."""
@@ -131,6 +138,8 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = loader.load_config(options)
+    if loader.quantization(options, config).startswith("bitsandbytes"):  # it refuses what could not be loaded
+        importlib.import_module("bitsandbytes")  # part of what a process takes
     tokenizer = loader.load_tokenizer(options)
     device = _device(options)
     runtime = _resident_bytes(_dtype(options, config, _stored(options), device))
@@ -188,12 +197,19 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weights += head_bytes(encoder)
+            packing = _pack(options, config, model)
             shorten(model)
-            steps = encoding_steps(model, encoder, options, ctx_size)
+            if device.type == "cpu" and not options.enforce_eager:
+                layers = linears.Linears(model)
+                lengths = layers.costliest(ctx_size)
+            else:
+                lengths = {ctx_size: 0}
+            steps = encoding_steps(model, encoder, options, lengths)
         else:
             tower = Tower(model, seeing.token, CPU) if seeing is not None else None
             runner, capacity = make_runner(model, config, options, ctx_size, tower)
             context = runner.bytes
+            packing = _pack(options, config, model)
             adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
             weights += adapters.bytes if adapters is not None else 0
             if device.type == "cpu" and not options.enforce_eager:
@@ -204,6 +220,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             if isinstance(runner, PackedRunner) and device.type == "cpu":
                 heads = config.get_text_config(decoder=True).num_attention_heads
                 steps = itertools.chain(steps, spread_steps(runner, capacity, options, ctx_size, heads, use))
+            if device.type == "cpu" and not options.enforce_eager:
+                reordering = reordered_peak(model, runner, capacity, options, ctx_size, use, steps, least=reordering)
+                steps = iter(())
             if seeing is not None:
                 with unset_fake_temporarily():
                     shown = seeing.largest(dtype, ctx_size)
@@ -211,14 +230,14 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
                 steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, shown))
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
-        compute = max(reordering, *(peak_bytes(step) for step in steps))
-        if options.quantization == "bnb-4bit" and not getattr(config, "quantization_config", None):
-            largest = max((layer.weight.numel() for layer in _packed_layers(model)), default=0)
-            compute += largest * dtype.itemsize  # a step of many tokens unpacks one matrix at a time
+        compute = max(reordering, *(peak_bytes(step) for step in steps), 0)
     gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
+    if _bits(options, config) and not getattr(config, "quantization_config", None):
+        loading = sum(count for _, count in stored) * dtype.itemsize  # all of it, until the last is packed
+    loading = max(loading, packing)
     return Traced(
         weights,
         context,
@@ -487,6 +506,69 @@ def _saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
     return saved
 
 
+def _pack(options: contract.ModelOptions, config: Any, model: Any) -> int:
+    """Have the layers that bitsandbytes packs take in a step what they will, and return what packing one takes."""
+    bits = _bits(options, config)
+    layers = set(_packed_layers(model)) if bits else set()
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if layer in layers:
+                setattr(parent, name, _Packed(layer, bits))
+    largest = max((int(layer.weight.numel()) for layer in layers), default=0)
+    return PACKING_BYTES * largest if bits == 4 and _device(options).type == "cpu" else 0
+
+
+class _Packed(torch.nn.Linear):
+    """What a step has alive of a linear layer that bitsandbytes has packed (0.50: autograd/_functions.py, and
+    backends/default/ops.py); only sizes matter.
+
+    4 bits are unpacked into a matrix of the inputs' type, where there is no kernel that does without. With 8 bits the
+    inputs are quantised row by row, by way of float16; inputs that stand out are multiplied as they are, with the
+    weights that they meet unpacked.
+    """
+
+    def __init__(self, layer: Any, bits: int):
+        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, device="meta")
+        self.weight, self.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
+        self._bits = bits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = self.out_features, self.in_features
+        if self._bits == 4:
+            return F.linear(x, torch.empty(outputs, inputs, dtype=x.dtype), self.bias)
+        rows = x.reshape(-1, inputs)
+        half = rows.to(torch.float16)
+        stands_out = half.abs() >= 0
+        scales = half.abs().amax(dim=1, keepdim=True).float()
+        packed = torch.round(half * (127.0 / scales)).to(torch.int8)
+        del half, stands_out
+        few = -(-inputs // OUTLIERS)
+        met = torch.empty(outputs, few, dtype=torch.int8)
+        unpacked = met.float().to(x.dtype)
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            sums = torch.empty(len(rows), outputs, dtype=torch.int32)
+        else:  # without kernels for bytes both are unpacked
+            sums = F.linear(packed.float(), torch.empty(outputs, inputs)).to(torch.int32)
+        out = sums.float() * (scales * torch.empty(1, outputs))  # on the CPU whole numbers are converted by a copy
+        if self.bias is not None:
+            out += self.bias
+        out = out.to(x.dtype).addmm(rows[:, :few], unpacked.t())
+        return out.view(*x.shape[:-1], outputs)
+
+
+def _bits(options: contract.ModelOptions, config: Any) -> int:
+    """Bits to which bitsandbytes packs linear layers, or has packed them; 0: it does not."""
+    said = getattr(config, "quantization_config", None)
+    if not said:
+        return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
+    stated = said if isinstance(said, dict) else said.to_dict()
+    if not str(stated.get("quant_method", "")).startswith("bitsandbytes"):
+        return 0
+    return 4 if stated.get("load_in_4bit") or stated.get("_load_in_4bit") else 8
+
+
 def tensor_bytes(model: torch.nn.Module) -> int:
     """Bytes of all parameters and buffers, each storage once: a tied head is its embedding."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -544,6 +626,28 @@ def spread_steps(
     if short:
         part = _segment(capacity, rows - 1, ctx_size - chunk, chunk, use=use)
         yield partial(_generate, runner, (*_decodes(capacity, rows - 1, ctx_size=short, use=use), part))
+
+
+def costly_steps(
+    runner: PackedRunner | AlignedRunner,
+    capacity: Capacity,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    layers: linears.Linears,
+    use: Use | None = None,
+) -> Iterator[tuple[int, Step]]:
+    """Chunks at the far end of the context, of as many tokens as cost the linear `layers` the most memory, with the
+    bytes at most that this is; an encoder reads no chunks, but prompts as a whole."""
+    rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
+    crosses = isinstance(runner, AlignedRunner) and runner.crosses
+    beside = rows - 1 if isinstance(runner, PackedRunner) else 0  # tokens in the same forward
+    for count, extra in layers.costliest(ctx_size if crosses else beside + chunk).items():
+        end = count if crosses else ctx_size
+        length = min(chunk, end) if crosses else count - beside
+        if length > 0:
+            last = _segment(capacity, rows - 1, end - length, length, use=use)
+            decodes = _decodes(capacity, rows - 1, ctx_size=ctx_size, use=use)
+            yield extra, partial(_generate, runner, (*decodes, last))
 
 
 def seeing_steps(
@@ -644,15 +748,19 @@ def head_bytes(encoder: Encoder) -> int:
     return tensor_bytes(encoder.head) if isinstance(encoder, Embedder) else 0
 
 
-def encoding_steps(model: Any, encoder: Encoder, options: contract.ModelOptions, ctx_size: int) -> Iterator[Step]:
-    """The largest steps of an encoder: one text as long as may be, and two with padding, as long as two may be. More
-    and shorter ones have as many tokens and smaller masks."""
+def encoding_steps(
+    model: Any, encoder: Encoder, options: contract.ModelOptions, lengths: Iterable[int]
+) -> Iterator[Step]:
+    """The largest steps of an encoder: one text of each of `lengths`, which are as long as may be, and those that cost
+    its linear layers the most memory; and two with padding, as long as two may be. More and shorter ones have as many
+    tokens and smaller masks."""
     usual = model.config._attn_implementation
     # A single text has no padding, so transformers builds no mask; it cannot see that in a fake tensor, and has to be
     # told: for attention of an unknown name it builds none.
     ALL_ATTENTION_FUNCTIONS.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
-    yield partial(_encode, model, encoder, UNMASKED if usual == "sdpa" else usual, [[0] * ctx_size])
-    longest = min(options.prefill_chunk // 2, ctx_size)
+    for length in lengths:
+        yield partial(_encode, model, encoder, UNMASKED if usual == "sdpa" else usual, [[0] * length])
+    longest = min(options.prefill_chunk // 2, max(lengths))
     if longest > 1:
         yield partial(_encode, model, encoder, usual, [[0] * longest, [0] * (longest - 1)])
 
@@ -677,6 +785,31 @@ def live_bytes(step: Step) -> "LiveBytes":
     with live, suppress(DataDependentOutputException):
         step()
     return live
+
+
+def reordered_peak(
+    model: Any,
+    runner: PackedRunner | AlignedRunner,
+    capacity: Capacity,
+    options: contract.ModelOptions,
+    ctx_size: int,
+    use: Use | None,
+    steps: Iterator[Step],
+    *,
+    least: int,
+) -> int:
+    """The most bytes that are alive at once in any of `steps` (the first of them `generation_steps`'), or with other
+    numbers of tokens, before and after the linear layers of `model` are reordered. That takes `least`, so that smaller
+    steps need not be looked at."""
+    layers = linears.Linears(model)
+    peaks = [peak_bytes(step) for step in steps]
+    most = max(least, *peaks)
+    for _ in range(2):
+        for extra, step in costly_steps(runner, capacity, options, ctx_size, layers, use):
+            if peaks[0] + extra > most:
+                most = max(most, peak_bytes(step))
+        layers.pretend()
+    return most
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

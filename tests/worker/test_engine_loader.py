@@ -18,7 +18,7 @@ from tests import tiny
 from tests.worker.loaded import generated, load, options, say, serving
 from worker.contract import Exit
 from worker.engine import architectures, attention, loader, weights
-from worker.engine.kv_cache import pool_blocks, pool_bytes
+from worker.engine.kv_cache import BLOCK_TOKENS, pool_blocks
 from worker.engine.loader import load_config, load_model
 from worker.errors import StartError
 from worker.generation import Text
@@ -207,7 +207,12 @@ def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    assert pool.bytes == pool_bytes(3, 2, 16, 15, 2), "40 tokens take three blocks"
+    # keys and values of 3 layers, 2 heads of 16, 2 bytes each: 40 tokens take three blocks of each of 5 rows
+    assert pool.bytes == 2 * 3 * 2 * 16 * 2 * 15 * BLOCK_TOKENS
+    llama = transformers.LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    published = 128 << 10  # Llama 3 8B in bfloat16: of a token
+    said = architectures.CacheShape.of(llama)
+    assert 2 * said.layers * said.kv_heads * said.head_dim * 2 == published
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4)
     assert architectures.CacheShape.of(gpt2) == architectures.CacheShape(layers=2, kv_heads=4, head_dim=16)
 

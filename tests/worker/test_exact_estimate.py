@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
         found = None if scores else layout.read(folder)
         encoder, _ = encoders.make(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
         whole = estimate.peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
-        steps = estimate.encoding_steps(loaded.model, encoder, chosen, ctx_size)
+        steps = estimate.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
     runner, capacity = estimate.make_runner(loaded.model, config, chosen, ctx_size)
     return weights, runner.bytes, largest(estimate.generation_steps(runner, capacity, chosen, ctx_size))
@@ -271,6 +272,8 @@ def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_
         ({"model_type": "nobody-knows"}, {}, Exit.UNUSABLE, "unknown to transformers"),
         (None, {"devices": ("cuda:0", "cuda:1")}, Exit.USAGE, "2 devices"),
         (None, {"dtype": "int4"}, Exit.USAGE, "none of auto, float32"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, {}, Exit.UNUSABLE, "needs the library aqlm: pip install"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantization": "awq"}, Exit.UNUSABLE, "gptq"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
@@ -309,3 +312,23 @@ def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_pat
     compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
     eager = Preset(id="m", parallel=1, ctx_size=16, enforce_eager=True)
     assert (compute > compute_bytes(checkpoint.read(snapshot), eager, 16, on_host=True)) != is_tied
+
+
+def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None:
+    """Most lengths have to be padded by the linear layers, or are computed in parts (linears.py)."""
+    sizes = {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 512, "vocab_size": 500}
+    chosen = options(tiny.make("gpt_bigcode", tmp_path / "m", **sizes), prefill_chunk=128, parallel=2)
+    config = loader.load_config(chosen)
+    plain = estimate.trace(dataclasses.replace(chosen, enforce_eager=True), config).compute
+    said = estimate.trace(chosen, config).compute
+    loaded = loader.load_model(chosen, config, None, lambda progress: None)
+    runner, capacity = estimate.make_runner(loaded.model, config, chosen, 512)
+    layers = linears.Linears(loaded.model, let_go=loaded.let_go)
+    peaks = []
+    for _ in range(2):
+        for length in (65, 95, 96, 97, 111, 112, 126, 127, 128):
+            chunk = estimate._segment(capacity, 1, 512 - length, length)
+            batch = (*estimate._decodes(capacity, 1, ctx_size=512), chunk)
+            peaks.append(estimate.peak_bytes(partial(estimate._generate, runner, batch)))
+        layers.pretend()
+    assert plain < max(peaks) <= said <= max(peaks) * 1.01

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.kv_cache import BLOCK_TOKENS, Rows, pool_blocks, pool_bytes
+from worker.engine.kv_cache import BLOCK_TOKENS, Rows, pool_blocks
 from worker.engine.sequence import Sequence
 
 
@@ -35,8 +35,8 @@ def test_giving_back_a_row_that_nobody_has_is_a_fault() -> None:
         Rows(2).give_back(1)
 
 
-def test_the_pool_of_a_known_model_has_the_bytes_that_are_published() -> None:
-    # Llama 3 8B: 32 layers, 8 key-value heads of 128, bfloat16: 128 KiB a token
-    assert pool_bytes(32, 8, 128, 1, 2) == BLOCK_TOKENS * (128 << 10)
-    assert pool_bytes(32, 8, 128, pool_blocks(4, 8192), 2) == 4 << 30
-    assert pool_bytes(32, 8, 128, pool_blocks(4, 8192, kv_tokens=8192), 2) == 1 << 30
+def test_a_pool_has_room_for_all_rows_or_for_as_many_tokens_as_are_asked_for() -> None:
+    assert pool_blocks(4, 8192) == 4 * 8192 // BLOCK_TOKENS
+    assert pool_blocks(3, 40) == 3 * 3, "40 tokens take three blocks"
+    assert pool_blocks(4, 8192, kv_tokens=8192) == 8192 // BLOCK_TOKENS
+    assert pool_blocks(4, 8192, kv_tokens=8193) == 8192 // BLOCK_TOKENS + 1

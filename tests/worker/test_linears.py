@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.worker.loaded import generated, load, reference, say, serving
 from tests.worker.test_engine_equality import FAMILIES
 from worker.engine import linears, weights
 from worker.engine.linears import PLAIN, REORDERED, Linears, pieces
+from worker.estimate import peak_bytes
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
@@ -50,6 +52,36 @@ def test_no_padded_size_alone_is_cheaper(rows: int, is_reordered: bool) -> None:
     costs = REORDERED if is_reordered else PLAIN
     padded = min(size for size in costs if size >= rows)
     assert sum(costs[size] for size in pieces(rows, is_reordered)) <= costs[padded]
+
+
+@pytest.mark.parametrize("inputs", [40, 400])
+@pytest.mark.parametrize("is_reordered", [False, True])
+def test_what_a_number_of_rows_takes_beside_itself_is_known(is_reordered: bool, inputs: int) -> None:
+    layer = made(nn.Linear(inputs, 200))
+    ours = Linears(Pair(layer), least_bytes=0)
+    if is_reordered:
+        ours.pretend()
+    (mine,) = ours._all
+    for rows in (1, 2, 3, 16, 17, 61, 100, 243, 255, 256, 259, 511, 700):
+        x = torch.randn(rows, inputs)
+        with torch.inference_mode():
+            alive = peak_bytes(partial(layer, x)) // 4
+        assert rows * 200 + mine.beside(rows) <= alive <= 1.02 * (rows * 200 + mine.beside(rows)) + 64 * inputs, rows
+
+
+def test_the_costliest_numbers_of_rows_leave_out_none_that_costs_more() -> None:
+    layer = made(nn.Linear(300, 200))
+    ours = Linears(Pair(layer), least_bytes=0)
+    (mine,) = ours._all
+
+    def cost(rows: int) -> int:
+        return rows * 500 + mine.beside(rows)
+
+    for most in (1, 7, 64, 255, 259, 1000):
+        found = ours.costliest(most)
+        assert most in found
+        assert max(map(cost, range(1, most + 1))) == max(map(cost, found))
+        assert all(extra == 4 * mine.beside(rows) for rows, extra in found.items())
 
 
 class Pair(nn.Module):

@@ -26,14 +26,6 @@ BLOCK_TOKENS = 16
 """Small, so that little is computed again behind a prefix that was found; runs make the size irrelevant for speed."""
 
 
-def pool_bytes(layers: int, kv_heads: int, head_dim: int, blocks: int, dtype_bytes: int) -> int:
-    """Bytes of the whole pool: keys and values of so many blocks, in every layer.
-
-    A layer with a sliding window holds its full length, too.
-    """
-    return 2 * layers * kv_heads * head_dim * blocks * BLOCK_TOKENS * dtype_bytes
-
-
 def pool_blocks(rows: int, ctx_size: int, kv_tokens: int = 0) -> int:
     """Blocks of a pool for `kv_tokens` tokens; 0: for the whole context in each of `rows` rows, so that nobody is ever
     put back for want of room."""

@@ -128,15 +128,36 @@ class _Linear:
             first += size
         return out
 
+    def beside(self, rows: int) -> int:
+        """Elements that are alive at once beside `rows` and what becomes of them: rows that are padded, and what comes
+        of some at a time, until it stands with the rest."""
+        outputs, inputs = self.weight.shape
+        way = pieces(rows, bool(self.slices))
+        if way == (rows,):
+            return 0
+        padded = way[-1] * inputs if sum(way) > rows else 0
+        return max(max(way) * outputs, way[-1] * outputs + padded)
+
+    def pretend(self, slice_bytes: int) -> None:
+        """Compute as if all were reordered, with weights as they lie."""
+        while self.begin < len(self.weight):
+            end = self._end(slice_bytes)
+            self.slices.append((self.begin, self.weight[self.begin : end]))
+            self.begin = end
+
+    def _end(self, slice_bytes: int) -> int:
+        """Of the slice that is the next to be reordered."""
+        outputs, inputs = self.weight.shape
+        if not self.weight.is_contiguous():
+            return outputs
+        fits = slice_bytes // (inputs * self.weight.itemsize)
+        return min(self.begin + max(fits // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT), outputs)
+
     def reorder_some(self, slice_bytes: int, let_go: Callable[[torch.Tensor], bool]) -> bool:
         """Reorder the next slice; the weights it was made of are needed no more. False if nothing is left to do: all
         is reordered, or a slice alone frees nothing, as the weights lie in no file."""
-        outputs, inputs = self.weight.shape
-        step = outputs
-        if self.weight.is_contiguous():
-            fits = slice_bytes // (inputs * self.weight.itemsize)
-            step = max(fits // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
-        end = min(self.begin + step, outputs)
+        outputs = len(self.weight)
+        end = self._end(slice_bytes)
         some = self.weight[self.begin : end]
         self.slices.append((self.begin, torch.ops.mkldnn._reorder_linear_weight(some, _ROWS_TO_EXPECT)))
         self.begin = end
@@ -173,13 +194,15 @@ class Linears:
         `let_go` frees the memory of weights that lie in a mapped file, and says whether they do.
         """
         self._let_go, self._slice_bytes = let_go, slice_bytes
+        self._all: list[_Linear] = []
         self._left: list[_Linear] = []
         users = Counter(_addresses(model))
         for module, weight in _candidates(model, least_bytes):
             lies_across = type(module) is Conv1D  # [inputs, outputs]
             mine = _Linear(module, weight.t() if lies_across else weight, cast(torch.Tensor | None, module.bias))
             module.forward = mine
-            if users[weight.data_ptr()] == 1 and not (lies_across and weight.nbytes > slice_bytes):
+            self._all.append(mine)
+            if users[_address(weight)] == 1 and not (lies_across and weight.nbytes > slice_bytes):
                 self._left.append(mine)
         self._left.reverse()
 
@@ -196,6 +219,25 @@ class Linears:
                 self._left.pop()
             if time.monotonic() >= deadline:
                 return
+
+    def pretend(self) -> None:
+        """Compute as if all that will be reordered were so, by weights as they lie: for tensors without content, of
+        which only the sizes matter."""
+        while self._left:
+            self._left.pop().pretend(self._slice_bytes)
+
+    def costliest(self, most: int) -> dict[int, int]:
+        """Of numbers of rows up to `most` those that may take the most memory at once: that one, and some that are not
+        much fewer and have to be padded or computed in parts; with the bytes at most that this takes."""
+        found = {most: 0}
+        for layer in {(each.weight.shape, bool(each.slices)): each for each in self._all}.values():
+            width, highest = sum(layer.weight.shape), 0
+            for rows in range(most, 0, -1):
+                beside = layer.beside(rows)
+                if rows * width + beside > highest:
+                    highest = rows * width + beside
+                    found[rows] = max(found.get(rows, 0), beside * layer.weight.itemsize)
+        return found
 
 
 def look_at(model: nn.Module) -> None:
@@ -237,6 +279,11 @@ def is_read(module: str, name: str) -> bool:
     return bool(re.search(rf"(?<!\bmodule)\.{name}\.weight\b(?!\.dtype|\.device|, torch\.Tensor)", source))
 
 
-def _addresses(model: nn.Module) -> Iterable[int]:
+def _addresses(model: nn.Module) -> Iterable[tuple[int, int]]:
     """Where each parameter of each module lies: those that several share more than once."""
-    return (own.data_ptr() for module in model.modules() for own in module.parameters(recurse=False))
+    return (_address(own) for module in model.modules() for own in module.parameters(recurse=False))
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of tensors without content, too."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

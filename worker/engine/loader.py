@@ -7,6 +7,7 @@ in the way is a StartError that names it and the way out.
 import importlib.util
 import json
 import logging
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -553,38 +554,75 @@ def _quantized(
     cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, report: Report
 ) -> tuple[Any, torch.dtype]:
     """As transformers loads it, with the library of its method. Raises StartError naming a library that is missing."""
+    method = quantization(options, config)
+    on_load = None
+    if not getattr(config, "quantization_config", None):
+        asked = options.quantization
+        on_load = {"load_in_8bit": asked == "bnb-8bit", "load_in_4bit": asked == "bnb-4bit"}
+    if method.startswith("bitsandbytes"):  # it would tell of each layer in each step that numbers are converted
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    files = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
+    total = sum(file.size for file in files)
+    report(contract.Progress(stage="weights", done=0, total=total))
+    dtype = _dtype(options, config, files, device)
+    bits: Any = transformers.BitsAndBytesConfig
+    given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+    if on_load:
+        # of our own mapping: pages that are packed can be let go, where transformers would keep all of them
+        given = {"state_dict": _tensors(files, dtype), "quantization_config": bits(**on_load)}
+    try:
+        model = cls.from_pretrained(
+            None if on_load else options.snapshot, config=config, dtype=dtype, device_map={"": device}, **given
+        )
+    except (ImportError, ValueError) as error:
+        raise StartError(f"transformers cannot load this {method} checkpoint here: {memory.one_line(error)}") from error
+    given.clear()
+    _let_go_of_others(files, model)
+    if device.type == "cpu":
+        _arrange(model, dtype)
+        for parameter in model.parameters():  # what lies in the files has not been read yet
+            parameter.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
+    memory.give_back()
+    report(contract.Progress(stage="weights", done=total, total=total))
+    return model, dtype
+
+
+def _tensors(files: Sequence[weights.WeightFile], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors by name, floating point in `dtype`; views where they are so in the files."""
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found.update(file.converted(dtype, lambda read: None) if file.converts_to(dtype) else file.tensors())
+    return found
+
+
+def _arrange(model: Any, dtype: torch.dtype) -> None:
+    """Have bitsandbytes put what it has packed into the order that the CPU's kernels want: else the first request
+    would, and take the memory for it then."""
+    with torch.inference_mode():
+        for module in model.modules():
+            if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
+                module(torch.zeros(1, 1, module.in_features, dtype=dtype))
+
+
+def quantization(options: contract.ModelOptions, config: Any) -> str:
+    """The method by which the model's weights are packed, or will be; "": they are not.
+
+    Raises StartError if the preset wants another than the checkpoint has, or if its library is not here.
+    """
     stored = getattr(config, "quantization_config", None) or {}
     method = str((stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method", ""))
     asked = options.quantization
-    on_load = None
-    if asked in ("bnb-8bit", "bnb-4bit") and not method:
+    if not method and asked in ("auto", "none"):
+        return ""
+    if not method and asked in ("bnb-8bit", "bnb-4bit"):
         method = "bitsandbytes"
-        on_load = {"load_in_8bit": asked == "bnb-8bit", "load_in_4bit": asked == "bnb-4bit"}
     elif asked != "auto" and not method.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
         fact = f"quantised with {method}" if method else "not quantised"
         raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
     needs = _LIBRARIES.get("bitsandbytes" if method.startswith("bitsandbytes") else method)
     if needs is not None and not _is_installed(needs[0]):
         raise StartError(f"a checkpoint quantised with {method} needs the library {needs[0]}: {needs[1]}")
-    paths = weights.files(Path(options.snapshot))
-    total = sum(path.stat().st_size for path in paths)
-    report(contract.Progress(stage="weights", done=0, total=total))
-    dtype = resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
-    bits: Any = transformers.BitsAndBytesConfig
-    try:
-        model = cls.from_pretrained(
-            options.snapshot,
-            config=config,
-            dtype=dtype,
-            device_map={"": device},
-            use_safetensors=True,
-            local_files_only=True,
-            quantization_config=bits(**on_load) if on_load else None,
-        )
-    except (ImportError, ValueError) as error:
-        raise StartError(f"transformers cannot load this {method} checkpoint here: {memory.one_line(error)}") from error
-    report(contract.Progress(stage="weights", done=total, total=total))
-    return model, dtype
+    return method
 
 
 def _is_installed(module: str) -> bool:

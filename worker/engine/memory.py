@@ -152,6 +152,13 @@ def keep_small() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BLOCK)
 
 
+def give_back() -> None:
+    """Let go of what was freed and lies in malloc's arenas: after a load that copied, far more than steps will need.
+    Only glibc has this; elsewhere nothing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def cap(devices: Sequence[str], reserved: str) -> None:
     """Hold the CUDA allocator to what the router reserved, so that a wrong estimate hurts only this worker.
 
