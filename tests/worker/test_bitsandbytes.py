@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of the library's own
 ]
 METHODS = ["bnb-8bit", "bnb-4bit"]
-SIZES = {"hidden_size": 256, "intermediate_size": 768, "initializer_range": 0.02, "vocab_size": 512}
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "initializer_range": 0.02, "vocab_size": 512}
 PROMPT = [5, 9, 17, 40, 33, 21, 60, 8, 11]
 
 
@@ -58,7 +58,7 @@ async def test_a_packed_model_says_what_it_says_in_transformers(tmp_path: Path, 
             (stored / file.name).write_bytes(file.read_bytes())
         folder, model = stored, as_transformers_loads_it(stored, method)
     expected = generated(model, PROMPT, 8)
-    asked = {} if is_packed else {"quantization": method}
+    asked: dict[str, Any] = {} if is_packed else {"quantization": method}
     async with serving(load(folder, parallel=2, ctx_size=64, **asked)) as engine:
         told = await say(engine, PROMPT, max_tokens=8)
     assert told.tokens == expected
