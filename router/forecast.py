@@ -22,6 +22,7 @@ from router.launchers.devices import Devices
 from router.ledger import HOST, DeviceId, Reading
 from router.presets import Loaded, Preset
 from router.settings import Settings
+from router.snapshots import Snapshots
 from worker import contract
 
 EXACT_TIMEOUT = 120.0
@@ -110,8 +111,11 @@ def forecast(
     known = Calibration(state / "estimates.json") if (state / "estimates.json").is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
         folder, files = _files(preset, settings, environ, Path(spare))
-        facts = _facts(preset, folder)
         is_here = files == str(folder)
+        if is_here:  # what a load takes, which may have been converted
+            snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
+            folder = Path(snapshots.loads_from(preset, files))
+        facts = _facts(preset, folder)
         if exact and not is_here:
             raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
         room = {each.id: _capacity(each, margins.get(each.id, margin), limits.get(each.id)) for each in readings}

@@ -16,7 +16,9 @@ from router import checkpoint, remote
 from router.cli import main
 from router.estimate import RUNTIME_FORKED, RUNTIME_HOST
 from router.remote import RemoteError
+from router.snapshots import Snapshots
 from tests.children import Child
+from worker import contract
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -102,6 +104,23 @@ def test_a_folder_is_weighed_and_the_segments_sum_to_the_total(
     assert parts == said["total"]
     [room] = said["devices"]
     assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
+
+
+def test_a_converted_snapshot_is_weighed_where_loads_take_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, state = write(tmp_path / "m"), tmp_path / "own"
+    target = Snapshots(cache="", state=state, offline=True).conversions.target(str(folder))
+    assert target is not None
+    write(target, padding=100_000)
+    facts = (target / "model.safetensors").stat()
+    manifest = contract.Manifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
+    (target / contract.MANIFEST).write_bytes(contract.encode_manifest(manifest))
+    found = [
+        estimate(capsys, str(folder), "--ctx-size", "256", "--state-dir", str(state), *words)[1]["weights"]
+        for words in ((), ("--no-prepare",))
+    ]
+    assert found[0] > found[1] + 90_000
 
 
 def test_what_if_flags_change_what_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
