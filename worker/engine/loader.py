@@ -453,7 +453,7 @@ def _stored(
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
-    if device.type != "cpu" and not converts:
+    if device.type != "cpu" and parts is None and not converts:
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         model = build_around(cls, config, views, dtype, embeds)
         over("build")
