@@ -634,8 +634,12 @@ async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEn
     prompt = [20 + index for index in range(40)]
     said = await say(engine, prompt, max_tokens=2, progress=True)
     known = [each.progress for each in said.deltas]
-    assert known[:3] == [Prefill(done=done, total=40, cached=0) for done in (16, 32, 40)]
-    assert known[3:] == [None] * len(known[3:]), "then the answer begins"
+    assert known[:4] == [Prefill(done=done, total=40, cached=0) for done in (0, 16, 32, 40)]
+    assert known[4:] == [None] * len(known[4:]), "then the answer begins"
+    again = await say(engine, prompt, max_tokens=2, progress=True)
+    first, *_, last = [each.progress for each in again.deltas if each.progress]
+    assert first.done == first.cached == last.cached > 0, "what was found of it comes first"
+    assert last.done == 40
     assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
 
 

@@ -78,8 +78,8 @@ class Choice:
     """Logprobs of the prompt's tokens as far as they are known, the first one (which has none) included; empty once
     they are said, or if nobody asked."""
     tells_progress: bool = False
-    told: int = 0
-    """Tokens of the prompt that the reader was told are computed."""
+    told: int = -1
+    """Tokens of the prompt that the reader was told are computed; -1: nothing yet."""
     wants_timings: bool = False
     """On every delta."""
 
@@ -214,7 +214,10 @@ class Generating:
         begin = time.monotonic()
         for segment in batch:
             choice = self._choices[segment.sequence.id]
-            choice.started = choice.started or begin
+            if not choice.started:
+                choice.started = begin
+                if choice.tells_progress:
+                    self._tell_progress(choice, begin)
         return Flight(batch, self._compute(batch), begin)
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -393,7 +396,8 @@ class Generating:
             self._fail(choice.sequence, SequenceFailed(f"this request cannot go on: {why}"), is_spoiled=True)
 
     def _tell_progress(self, choice: Choice, now: float) -> None:
-        """How far its prompt is. Once only as far as that: a preempted sequence begins again without a word."""
+        """How far its prompt is, beginning with what was found of it. Once only as far as that: a preempted sequence
+        begins again without a word."""
         done = min(choice.sequence.computed, choice.sequence.prompt_tokens)
         if done > choice.told:
             choice.told = done
