@@ -150,7 +150,8 @@ def _pairs(folder: str, config: Mapping[str, Any], tensors: Mapping[str, torch.T
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            what = "embeddings" if "lora_embedding" in key else "no LoRA weights of linear layers"
+            has_embeddings = any("lora_embedding" in each for each in tensors)
+            what = "embeddings" if has_embeddings else "no LoRA weights of linear layers"
             raise UnusableAdapter(f"{folder}: {key[:120]} are {what}, which is not supported; {_OUT}")
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
