@@ -1,9 +1,14 @@
 """Promises of `worker.engine.kernels`: the formula of attention, by whatever calls it is computed."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 import torch
 
 from router.estimate import SPREAD_SCORE_BYTES, SPREAD_SCORES
+from tests import tiny
+from tests.worker.loaded import load, say
 from worker import estimate
 from worker.engine import attention, kernels, kv_cache
 from worker.engine.kv_cache import BLOCK_TOKENS
@@ -26,13 +31,14 @@ def formula(
 @pytest.mark.parametrize("window", [0, 9])
 def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, window: int) -> None:
     torch.manual_seed(0)
-    rows, stride, kv_heads, dim = 7, 3 * BLOCK_TOKENS, 2, 8
+    rows, stride, kv_heads, dim = 40, 3 * BLOCK_TOKENS, 2, 8
     pool = attention.Pool(
         layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
     )
     pool.keys[0].normal_()
     pool.values[0].fill_(float("nan"))
-    ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # two rows are nobody's
+    ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # three rows are nobody's
+    ends |= {row: 20 + row % 28 for row in range(8, rows)}
     decodes = []
     for row, end in ends.items():
         table = kv_cache.Table()
@@ -55,7 +61,7 @@ def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, win
 
 def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() -> None:
     torch.manual_seed(0)
-    rows, kv_heads, dim = 6, 2, 8
+    rows, kv_heads, dim = 34, 2, 8
     pool = attention.Pool(
         layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
     )
@@ -66,7 +72,7 @@ def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() 
         table = kv_cache.Table()
         for block in (0, 1, 3 * row, 3 * row + 1):
             table.append(block)
-        decodes.append((table, 2 * BLOCK_TOKENS + 5 * row))
+        decodes.append((table, 2 * BLOCK_TOKENS + 5 * (row % 6 + 1)))
     packed = attention.Packed(pool, torch.zeros(rows - 1, dtype=torch.int64), tuple(decodes), ())
     plan = packed.plan(0, kv_heads, torch.float32, can_merge=True)
     assert plan.merges
@@ -133,3 +139,14 @@ def test_what_is_alive_at_once_is_as_estimated() -> None:
     )
     scores = rows * heads * tokens
     assert 3 * 4 * scores < peak <= 4 * kernels.SCORES_ALIVE * scores
+
+
+async def test_many_rows_at_once_say_what_each_says_alone(tmp_path: Path) -> None:
+    prompts = [tuple(5 + (7 * row + 3 * place) % 200 for place in range(4 + row % 9)) for row in range(40)]
+    engine = load(tiny.make("llama", tmp_path), ctx_size=64, parallel=40)
+    try:
+        alone = [(await say(engine, prompt, max_tokens=10)).tokens for prompt in prompts]
+        together = await asyncio.gather(*(say(engine, prompt, max_tokens=10) for prompt in prompts))
+        assert [each.tokens for each in together] == alone
+    finally:
+        await engine.close()
