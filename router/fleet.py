@@ -184,8 +184,6 @@ class Fleet:
         self.limits = limits
         self.models: dict[str, Model] = {}
         self.devices: list[Device] = []
-        self.planned_on: list[Device] = []
-        """The devices as the last plan took them: what standbys may still take counts as used."""
         self.closing = False
         self.broken = asyncio.Event()
         """Plans keep failing: nobody will start any more."""
@@ -762,9 +760,7 @@ class Fleet:
         if readings is not self._readings:
             self._readings = readings
             self.breaches.update(d.id for d in self.devices if d.id.index != SLOTS and d.total - d.used < d.margin)
-        standings = [worker.standing for worker in workers if worker.state is State.QUEUED]
-        unseen = sum(each.held for each in standings if not each.is_prepared)
-        devices = self.planned_on = standby.cautious(self.devices, unseen)
+        devices = self.cautious_devices()
         by_id = {worker.id: worker for worker in workers}
         waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
         refining = [worker.demand() for worker in queued if worker.refine.is_set()]
@@ -786,6 +782,11 @@ class Fleet:
         self._put_to_sleep(standby.spare(plan, waiting + refining, residents, devices) - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
+
+    def cautious_devices(self) -> list[Device]:
+        """The devices as they were read for the last plan, as if nothing of what standbys may still take were used."""
+        standings = [worker.standing for worker in self.workers() if worker.state is State.QUEUED]
+        return standby.cautious(self.devices, sum(each.held for each in standings if not each.is_prepared))
 
     def _look(self) -> None:
         """Read the devices, then plan again: nobody starts in memory that another program has taken by now."""
@@ -825,7 +826,7 @@ class Fleet:
             by_id[id].refine.set()
         for id, eviction in plan.evict.items():
             if (holding := self._holdings.get(id)) is not None:
-                holding.release(eviction.reason)
+                self._release(holding, eviction.reason)
             else:
                 self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
@@ -867,7 +868,7 @@ class Fleet:
             if gone is None:
                 continue
             for holding in gone:
-                holding.release("evicted")
+                self._release(holding, "evicted")
             spare -= wish.size
             self._begin_holding(model, wish)
 
@@ -893,11 +894,18 @@ class Fleet:
     def _let_go(self, model: Model, reason: str) -> None:
         model.wish = None
         if model.holding is not None:
-            model.holding.release(reason)
+            self._release(model.holding, reason)
+
+    def _release(self, holding: Holding, reason: str) -> None:
+        """Let it go: like a worker that is retired, it is in nobody's way from now on."""
+        if not holding.released.is_set():
+            holding.release(reason)
+            self.changed()
 
     def _stand_by(self, decision: standby.Decision, by_id: Mapping[int, Worker]) -> None:
         for id in decision.end:
             by_id[id].standing.dismissed.set()
+            self.changed()  # whoever waits for its end can have others leave meanwhile
         for id, held in decision.begin.items():
             worker = by_id[id]
             if worker.retired.is_set():

@@ -194,7 +194,7 @@ class Exploration:
             return
         queued = [w for w in fleet.workers() if w.state is State.QUEUED and not (w.room.done() or w.retired.is_set())]
         waiting = [worker.demand() for worker in queued if worker.costs]
-        question = Question(waiting, fleet._residents(), fleet.planned_on, fleet.now(), fleet.limits.patience)
+        question = Question(waiting, fleet._residents(), fleet.cautious_devices(), fleet.now(), fleet.limits.patience)
         try:
             for model in fleet.models.values():
                 ours = model.all_open

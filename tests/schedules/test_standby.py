@@ -167,6 +167,26 @@ async def test_a_standby_makes_way_for_whoever_comes_before_it() -> None:
 
 
 @virtual
+async def test_whoever_is_to_leave_with_a_standby_does_not_wait_for_its_end() -> None:
+    """`first` needs the room of `idle` and that of b's standby: both stop at once, and not one behind the other."""
+    sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
+    models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
+    keys = {name: {"min_residency": 0.0} for name in sizes} | {"first": {"priority": 1}}
+    world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, limits=Limits(patience=0.0))
+    await world.ask("a")
+    await world.ask("idle")
+    behind = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1.0)
+    assert "prepared b" in told(world)
+    world.launcher.reading_lag = 1.5
+    arrived = world.now
+    await world.ask("first")
+    assert at(world, "stop idle") == arrived
+    await behind
+    await world.stop()
+
+
+@virtual
 async def test_a_newcomer_on_an_accelerator_is_prepared_in_main_memory_alone() -> None:
     models = {name: FakeModel(shards=(6 * GIB,), host=GIB, stop_seconds=3.0, prepared=HELD) for name in "ab"}
     keys = {name: {"min_residency": 0.0, "required_memory": {"": 6 * GIB, "cpu": GIB}} for name in "ab"}
