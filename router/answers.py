@@ -89,6 +89,10 @@ _LEGACY_LOGPROBS = maybe(
         }
     )
 )
+_PROMPT_LOGPROBS = several(
+    maybe(by_name(shape({"logprob": maybe(NUMBER), "rank": maybe(COUNT), "decoded_token": TEXT})))
+)
+_IDS = several(COUNT)
 _PROMPT_PROGRESS = shape({"total": COUNT, "cache": COUNT, "processed": COUNT, "time_ms": NUMBER})
 _FUNCTION = shape({"name": TEXT, "arguments": TEXT})
 _CALL = shape({"id": TEXT, "type": const("function"), "function": _FUNCTION})
@@ -232,12 +236,14 @@ COMPONENTS: Mapping[str, Schema] = {
                         ),
                         "logprobs": _LOGPROBS,
                         "finish_reason": _FINISH,
-                    }
+                    },
+                    {"token_ids": _IDS},
                 )
             ),
             "usage": ref("Usage"),
             "timings": ref("Timings"),
-        }
+        },
+        {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _IDS},
     ),
     "ChatCompletionChunk": shape(
         {
@@ -267,11 +273,17 @@ COMPONENTS: Mapping[str, Schema] = {
                         ),
                         "logprobs": _LOGPROBS,
                         "finish_reason": maybe(_FINISH),
-                    }
+                    },
+                    {"token_ids": _IDS},
                 )
             ),
         },
-        {"usage": maybe(ref("Usage")), "timings": ref("Timings"), "prompt_progress": _PROMPT_PROGRESS},
+        {
+            "usage": maybe(ref("Usage")),
+            "timings": ref("Timings"),
+            "prompt_progress": _PROMPT_PROGRESS,
+            "prompt_token_ids": _IDS,
+        },
     ),
     "Completion": shape(
         {
@@ -284,7 +296,8 @@ COMPONENTS: Mapping[str, Schema] = {
                         "text": TEXT,
                         "logprobs": _LEGACY_LOGPROBS,
                         "finish_reason": maybe(enum("stop", "length")),
-                    }
+                    },
+                    {"token_ids": _IDS, "prompt_token_ids": _IDS, "prompt_logprobs": _PROMPT_LOGPROBS},
                 )
             ),
         },

@@ -3,16 +3,27 @@
 The readers in `worker.fields` take their types and ranges from here and know no field that is not, and the description
 of the API is written from the same tables: neither can say what the other does not.
 
-Law: standard library only; the router reads this through `worker.routes`. A field whose schema has no null must be
-there; everywhere else null is as good as absent.
+Law: standard library only; the router reads this through `worker.routes`.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
-Schema = Mapping[str, Any]
-Body = Mapping[str, Schema]
-"""Fields by name."""
+from worker.schemas import (
+    ANYTHING,
+    Body,
+    Schema,
+    array,
+    choice,
+    described,
+    flag,
+    integer,
+    number,
+    one_of,
+    or_null,
+    record,
+    required,
+    text,
+)
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -33,129 +44,14 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 VERBOSITIES = ("low", "medium", "high")
 FORMATS = ("text", "json_object", "json_schema")
 
-ANYTHING: Schema = {}
-
-
-def _or_null(schema: Schema) -> Schema:
-    if "type" in schema:
-        kinds = [schema["type"]] if isinstance(schema["type"], str) else list(schema["type"])
-        return {**schema, "type": [*kinds, "null"]}
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def integer(low: int | None = None, high: int | None = None, about: str = "") -> Schema:
-    return _or_null({"type": "integer", **_bounds(low, high), **_about(about)})
-
-
-def number(low: float, high: float, about: str = "") -> Schema:
-    return _or_null({"type": "number", **_bounds(low, high), **_about(about)})
-
-
-def flag(about: str = "") -> Schema:
-    return _or_null({"type": "boolean", **_about(about)})
-
-
-def text(about: str = "") -> Schema:
-    return _or_null({"type": "string", **_about(about)})
-
-
-def choice(values: Collection[str], about: str = "") -> Schema:
-    return {"enum": [*values, None], "type": ["string", "null"], **_about(about)}
-
-
-def array(items: Schema, *, most: int | None = None, least: int | None = None, about: str = "") -> Schema:
-    return _or_null({"type": "array", "items": items, **_sizes(least, most), **_about(about)})
-
-
-def record(
-    fields: Body,
-    about: str = "",
-) -> Schema:
-    """An object; the fields that must be there are those whose schema has no null."""
-    return _or_null({**described(fields), **_about(about)})
-
-
-def one_of(values: Collection[Any], about: str = "") -> Schema:
-    """Exactly these values, or nothing: a field that means something nobody here can do."""
-    return {"enum": [None, *values], **_about(about)}
-
-
-def required(schema: Schema) -> Schema:
-    """The same, which must be there."""
-    kinds = [kind for kind in schema["type"] if kind != "null"]
-    values = {"enum": [value for value in schema["enum"] if value is not None]} if "enum" in schema else {}
-    return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds, **values}
-
-
-def described(fields: Body) -> Schema:
-    """The JSON Schema of an object with these fields; what else it holds is anybody's."""
-    needed = [name for name, schema in fields.items() if not allows_null(schema)]
-    return {"type": "object", "properties": dict(fields), **({"required": needed} if needed else {})}
-
-
-def allows_null(schema: Schema) -> bool:
-    if "anyOf" in schema:
-        return any(map(allows_null, schema["anyOf"]))
-    if "enum" in schema:
-        return None in schema["enum"]
-    if "not" in schema and not schema["not"]:
-        return True  # nothing may stand there, so it may be left out
-    return "type" not in schema or "null" in schema["type"]
-
-
-def allows(schema: Schema, value: Any) -> bool:
-    """Whether `value` is one that a schema of `NEUTRAL` or of `one_of` takes: booleans are no numbers."""
-    if "enum" in schema:
-        return any(_same(value, each) for each in schema["enum"])
-    if "maximum" in schema:
-        return type(value) in (int, float) and bool(value <= schema["maximum"])
-    return True
-
-
-def kinds(schema: Schema) -> set[str]:
-    """The types of the values that it takes, as far as it names them."""
-    named = schema.get("type", ())
-    own = {named} if isinstance(named, str) else set(named)
-    return own.union(*(kinds(each) for each in schema.get("anyOf", ())))
-
-
-def bounds(schema: Schema) -> tuple[float | None, float | None]:
-    """The least and the largest number that it takes; None: no bound."""
-    if "anyOf" not in schema:
-        numbers = [value for value in (schema.get("const"), *schema.get("enum", ())) if type(value) in (int, float)]
-        return (min(numbers), max(numbers)) if numbers else (schema.get("minimum"), schema.get("maximum"))
-    each = [bounds(one) for one in schema["anyOf"] if one.get("type") != "null"]
-    lows, highs = [low for low, _ in each if low is not None], [high for _, high in each]
-    return min(lows, default=None), None if None in highs else max(high for high in highs if high is not None)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) in (int, float) and type(other) in (int, float):
-        return bool(one == other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _bounds(low: float | None, high: float | None) -> dict[str, float]:
-    stated = {"minimum": low, "maximum": high}
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def _sizes(least: int | None, most: int | None) -> dict[str, int]:
-    stated = {"minItems": least, "maxItems": most}
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def _about(text: str) -> dict[str, str]:
-    return {"description": text} if text else {}
-
-
 # Fields of all calls
 
 NO_OPS: Body = {
     name: {"description": "Makes no difference here."}
     for name in (
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "moderation", "id_slot", "cache_prompt", "n_keep",
+        "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling",
+        "guided_decoding_backend", "spaces_between_special_tokens",
     )
 }  # fmt: skip
 """Nothing here depends on them, so any value is as good as none."""
@@ -185,8 +81,40 @@ NEUTRAL: Body = {
     "typical_p": one_of([1], _OFF),
     "typ_p": one_of([1], _OFF),
     "top_n_sigma": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "adaptive_target": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "adaptive_decay": {"description": _TUNES},
+    "tfs_z": one_of([1], _OFF),
+    "min_keep": one_of([0, 1], _OFF),
     "samplers": one_of([[], ""], _OFF),
     "t_max_predict_ms": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "grammar_lazy": one_of([False], _OFF),
+    "grammar_triggers": one_of([[]], _OFF),
+    "preserved_tokens": one_of([[]], _OFF),
+    "parse_tool_calls": one_of([True], _OFF),
+    "thinking_forced_open": one_of([False], _OFF),
+    "reasoning_budget": one_of([-1], _OFF),
+    "reasoning_budget_tokens": one_of([-1], _OFF),
+    "thinking_budget_tokens": one_of([-1], _OFF),
+    "thinking_token_budget": one_of([-1], _OFF),
+    "include_reasoning": one_of([True], _OFF),
+    "chat_template": one_of([""], "Not supported in a request: a model's preset states it."),
+    "use_beam_search": one_of([False], _OFF),
+    "length_penalty": {"description": _TUNES},
+    "early_stopping": {"description": _TUNES},
+    "best_of": one_of([1], _OFF),
+    "echo": one_of([False], _OFF),
+    "priority": one_of([0], "Not supported in a request: a model's preset states it."),
+    "allowed_token_ids": one_of([[]], _OFF),
+    "bad_words": one_of([[]], _OFF),
+    "logits_processors": one_of([[]], _OFF),
+    "logprob_token_ids": one_of([[]], _OFF),
+    "guided_whitespace_pattern": one_of([""], _OFF),
+    "structural_tag": one_of([""], _OFF),
+    "repetition_detection": one_of([{}], _OFF),
+    "kv_transfer_params": one_of([{}], _OFF),
+    "vllm_xargs": one_of([{}], _OFF),
+    "mm_processor_kwargs": one_of([{}], _OFF),
+    "media_io_kwargs": one_of([{}], _OFF),
 }
 """Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""
 
@@ -272,7 +200,7 @@ STRUCTURED: Body = {
     "disable_additional_properties": one_of([False]),
 }
 GRAMMAR: Body = {
-    "response_format": _or_null(
+    "response_format": or_null(
         {
             "anyOf": [
                 {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
@@ -296,7 +224,10 @@ GRAMMAR: Body = {
 
 # OpenAI
 
-STREAM_OPTIONS: Body = {"include_usage": flag()}
+STREAM_OPTIONS: Body = {
+    "include_usage": flag(),
+    "continuous_usage_stats": flag("With include_usage: every chunk has the usage so far."),
+}
 PING: Schema = {
     "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 86400}, {"const": -1}, {"type": "null"}],
     "description": "Seconds of silence in a stream before a comment; -1 is never.",
@@ -343,15 +274,32 @@ _TEXTS: Schema = {
     ],
     "description": "A text, several, token ids, or several arrays of them; texts may stand between token ids.",
 }
+MAX_ENDS = 128
+TELLING: Body = {
+    "prompt_logprobs": integer(0, None, "At most the model's max-logprobs; not in streams."),
+    "return_token_ids": flag("Prompt and answer come as token ids, too."),
+    "return_tokens_as_token_ids": flag("Logprobs name tokens as token_id:N."),
+}
+"""What vLLM's clients ask an answer to tell of its tokens."""
 COMMON: Body = {
     "model": MODEL,
     **SAMPLING,
     **GRAMMAR,
     "max_tokens": MAX_TOKENS,
     "max_completion_tokens": MAX_TOKENS,
+    "n_predict": MAX_TOKENS,
     "n": integer(1, MAX_CHOICES),
     "stream": flag(),
-    "stream_options": record(STREAM_OPTIONS),
+    "stream_options": record(STREAM_OPTIONS, "Only with stream: true."),
+    **TELLING,
+    "stop_token_ids": array({"type": "integer", "minimum": 0}, most=MAX_ENDS, about="Tokens at which the text ends."),
+    "include_stop_str_in_output": flag("What ends the text is part of it."),
+    "skip_special_tokens": flag("true unless stated."),
+    "truncate_prompt_tokens": {
+        "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
+        "description": "Of a longer prompt so many tokens, the last; -1 is all that fit.",
+    },
+    "cache_salt": text("What is cached of a prompt serves only requests with the same salt."),
     "return_progress": flag("Chunks tell how far the prompt is."),
     "timings_per_token": flag("Every chunk has timings."),
     "sse_ping_interval": PING,
@@ -443,7 +391,8 @@ MESSAGES: Schema = required(array(MESSAGE, least=1))
 CONVERSATION: Body = {
     "messages": MESSAGES,
     "tools": TOOLS,
-    "chat_template_kwargs": _or_null({"type": "object", "description": "Variables of the chat template."}),
+    "documents": array({"type": "object"}, about="For chat templates that have a place for them."),
+    "chat_template_kwargs": or_null({"type": "object", "description": "Variables of the chat template."}),
     "reasoning_effort": choice(EFFORTS, "none: the model does not think, where its template has a switch."),
     "verbosity": choice(VERBOSITIES),
     "add_generation_prompt": flag(),
@@ -458,6 +407,7 @@ CHAT: Body = {
     "logprobs": flag(),
     "top_logprobs": integer(0, None, "At most the model's max-logprobs."),
     "reasoning_format": choice(("none", "auto", "deepseek")),
+    "add_special_tokens": one_of([False], "Not supported: the chat template writes them."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
@@ -477,6 +427,8 @@ COMPLETIONS: Body = {
     **TEXT,
     "max_tokens": _ZERO_TOO,
     "max_completion_tokens": _ZERO_TOO,
+    "n_predict": _ZERO_TOO,
+    "add_special_tokens": flag("Whether the prompt gets what the tokenizer puts around texts; true unless stated."),
     "suffix": text("What follows the gap, for models that can fill one in."),
     "echo": flag(),
     "best_of": integer(1, MAX_CHOICES),
@@ -585,7 +537,7 @@ _ITEM: Schema = {
     ]
 }
 REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
-RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": _or_null({"type": "object"})}
+RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": or_null({"type": "object"})}
 RESPONSES: Body = {
     "model": MODEL,
     "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]},
@@ -613,10 +565,10 @@ RESPONSES: Body = {
     "text": record(RESPONSE_TEXT),
     "reasoning": record(REASONING),
     "stream": flag(),
-    "stream_options": _or_null({"type": "object"}),
+    "stream_options": or_null({"type": "object"}),
     "sse_ping_interval": PING,
     "include": array({"const": "reasoning.encrypted_content"}),
-    "metadata": _or_null({"type": "object"}),
+    "metadata": or_null({"type": "object"}),
     "previous_response_id": one_of([""], _STATELESS),
     "conversation": one_of([], _STATELESS),
     "store": one_of([False], _STATELESS),
@@ -702,7 +654,7 @@ _FORMAT: Schema = {
 }
 OUTPUT: Body = {
     "effort": choice(("low", "medium", "high", "xhigh", "max")),
-    "format": _or_null(_FORMAT),
+    "format": or_null(_FORMAT),
 }
 PROMPT_OF_MESSAGES: Body = {
     "model": MODEL,
@@ -734,7 +686,7 @@ PROMPT_OF_MESSAGES: Body = {
     "tool_choice": record(TOOL_CHOICE_OF_MESSAGES),
     "thinking": record(THINKING),
     "output_config": record(OUTPUT),
-    "output_format": _or_null(_FORMAT),
+    "output_format": or_null(_FORMAT),
     "mcp_servers": one_of([[], {}, ""]),
     "container": one_of([[], {}, ""]),
     "context_management": one_of([[], {}, ""]),
@@ -771,7 +723,7 @@ OPTIONS: Body = {
     "seed": SAMPLING["seed"],
     "stop": _STOP,
     **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
-    "tfs_z": one_of([1]),
+    "tfs_z": NEUTRAL["tfs_z"],
     "num_predict": {"anyOf": [{"type": "integer", "minimum": 1}, {"enum": [-1, -2, None]}]},
     "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
     **{name: {"description": "Presets state this; it is reported as ignored."} for name in OF_LOADS},
@@ -943,7 +895,7 @@ FASTCHAT: Body = {
     "max_new_tokens": integer(1, None, "256 unless stated."),
     "echo": flag("Whether the text begins with the prompt; true unless stated."),
     "stop": _STOP,
-    "stop_token_ids": array({"type": "integer"}, about="Of the model's own end of text only."),
+    "stop_token_ids": COMMON["stop_token_ids"],
     "logprobs": integer(0, None, "At most the model's max-logprobs."),
     "seed": SAMPLING["seed"],
     "stream": flag("Makes no difference: the path says it."),

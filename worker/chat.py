@@ -40,6 +40,7 @@ class Conversation:
     messages: Sequence[Json]
     variables: Mapping[str, Any]
     tools: Sequence[Json] = ()
+    documents: Sequence[Json] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -113,6 +114,7 @@ class Template:
             prompt = self._tokenizer.apply_chat_template(
                 messages,
                 tools=list(conversation.tools) or None,
+                documents=list(conversation.documents) or None,
                 chat_template=self._text,
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,
@@ -195,6 +197,7 @@ def read(fields: Fields, template: Template, *, blind: str = TEXT_ONLY) -> Conve
         messages=messages,
         variables=_variables(fields, template),
         tools=read_tools(fields),
+        documents=_documents(fields, template),
         add_generation_prompt=not is_continued if adds_prompt is None else adds_prompt,
         continue_final_message=is_continued,
     )
@@ -205,6 +208,15 @@ def _required(fields: Fields) -> list[Any]:
     if not messages:
         raise InvalidValue("messages must be an array of at least one message", param="messages")
     return messages
+
+
+def _documents(fields: Fields, template: Template) -> list[Json]:
+    documents = fields.sequence("documents") or []
+    if not all(isinstance(each, dict) for each in documents):
+        raise InvalidValue("documents must be an array of objects", param="documents")
+    if documents and not template.mentions("documents"):
+        fields.mark_unused("documents")
+    return documents
 
 
 def _variables(fields: Fields, template: Template) -> Json:

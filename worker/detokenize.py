@@ -111,9 +111,13 @@ class Piece:
 class Answer:
     """The visible text of one answer. Text that may turn out to be the beginning of a stop string is held back."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = ()):
+    def __init__(
+        self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = (), *, shows_stop: bool = False
+    ):
+        """`shows_stop`: the stop string that ends the text is its end, and not left out."""
         self._detokenizer = Detokenizer(decode, context)
         self._stops = tuple(stops)
+        self._shows_stop = shows_stop
         self._held = ""
         self._shown = 0
         self._tokens: deque[tuple[int, int]] = deque()  # first and last offset in the text of each token not shown yet
@@ -146,13 +150,14 @@ class Answer:
         return Piece(text, tokens)
 
     def _cut(self) -> Piece | None:
-        """The text before the first stop string in what is held; tokens that begin behind it belong to nothing."""
+        """The text up to the first stop string in what is held; tokens that begin behind it belong to nothing."""
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if not found:
             return None
         at, stop = min(found, key=lambda pair: pair[0])
-        tokens = sum(start < self._shown + at for start, _ in self._tokens)
-        return Piece(self._held[:at], tokens, stop)
+        end = at + len(stop) if self._shows_stop else at
+        tokens = sum(start < self._shown + end for start, _ in self._tokens)
+        return Piece(self._held[:end], tokens, stop)
 
     def _suspicious(self) -> int:
         """Length of the longest end of what is held that begins a stop string."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import NEUTRAL, NO_OPS, Body, Schema, allows, bounds, kinds
+from worker.bodies import NEUTRAL, NO_OPS
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
+from worker.schemas import Body, Schema, allows, bounds, kinds
 
 Json = dict[str, Any]
 

@@ -42,6 +42,7 @@ class Sampling:
     min_tokens: int = 0
     """No end of sequence before so many new tokens."""
     ignore_eos: bool = False
+    """The model's own ends never come."""
     logprobs: int | None = None
     """How many alternatives to report beside each chosen token (0: none); None: no logprobs at all. They are of the
     unmodified distribution: softmax of the raw logits."""
@@ -127,6 +128,10 @@ class Generation:
     """New tokens at most; None: to the end of the context. An engine caps it to the room left."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; they are not part of it."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the answer beside the model's own."""
+    shows_end: bool = False
+    """What ended the answer, a token or a stop string, is part of it after all."""
     n: int = 1
     """Choices; choice i > 0 of a seeded request uses seed + i."""
     sampling: Sampling = Sampling()
@@ -134,6 +139,8 @@ class Generation:
     """The answer is a text of this language, whole unless something else ends it; its end ends the answer."""
     shown: frozenset[int] = frozenset()
     """Special tokens whose text is part of the answer's text; that of all others is left out."""
+    salt: str = ""
+    """What is cached of a prompt serves only requests with the same salt."""
     prompt_logprobs: bool = False
     """Report the logprobs of the prompt's own tokens as well (the first one has none)."""
     timings: bool = False
@@ -167,6 +174,8 @@ class Delta:
     """Set on the last delta of this choice."""
     stop: str | None = None
     """The stop string that ended it."""
+    unshown: tuple[int, ...] = ()
+    """On the last delta: the tokens behind those that are shown, of a stop string or the one that ended the answer."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """On the first delta, if asked for: one for each prompt token."""
     timings: "Timings | None" = None

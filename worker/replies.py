@@ -5,7 +5,7 @@ Both ways give the same text: deltas concatenate to it.
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -14,8 +14,27 @@ import orjson
 from worker.fields import Json
 from worker.generation import Delta, Finish, Generation, Prefill, Timings, TokenLogprob
 from worker.parts import Manner, Part, Reading
+from worker.telling import Telling
 
 _DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """What the chunks of a stream have beside the text."""
+
+    has_usage: bool = False
+    """A last one has the usage of all."""
+    counts: bool = False
+    """Each has the usage so far."""
+    has_progress: bool = False
+    """They tell how far the prompt is."""
+    has_timings: bool = False
+    """Each has the timings so far, not the last one only."""
+
+    def usage(self, totals: "Totals") -> Json:
+        """What a chunk that is not that last one says of it."""
+        return {"usage": totals.usage() if self.counts else None} if self.has_usage else {}
 
 
 class Totals:
@@ -106,13 +125,16 @@ def _rate(count: int, seconds: float) -> float:
 class _Choice:
     """One choice, as far as it has come."""
 
-    text: list[str]
-    logprobs: list[TokenLogprob]
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """All that were computed, in the end those too that are not shown."""
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        self.tokens.extend((*delta.tokens, *delta.unshown))
         self.finish = delta.finish or self.finish
 
     def mean_logprob(self) -> float:
@@ -168,32 +190,34 @@ class ChatReply:
         head: Json,
         generations: Sequence[Generation],
         *,
-        include_usage: bool,
-        has_progress: bool = False,
+        shape: Chunks,
+        telling: Telling,
         manner: Manner | None = None,
     ):
-        """`has_progress`: chunks tell how far the prompt is; `manner`: how the parts of an answer are told apart.
-        Where the generation has timings on every delta, every chunk has them."""
+        """`manner`: how the parts of an answer are told apart."""
         [self._generation] = generations
+        self._shape, self._telling = shape, telling
         self._manner = manner or Manner(family=None)
         self._head = head
         self._totals = Totals(generations)
-        self._include_usage = include_usage
-        self._has_progress = has_progress
         self._begun: set[int] = set()
-        self._held: dict[int, list[TokenLogprob]] = {}
+        self._held: dict[int, _Choice] = {}
+        """Tokens that no chunk has told of yet, by choice."""
         self._answers = [_ChatAnswer(self._manner) for _ in range(self._generation.n)]
 
     @property
     def _has_logprobs(self) -> bool:
-        return self._generation.sampling.logprobs is not None
+        return self._telling.logprobs is not None
 
     def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
-        choices = [_Choice([], []) for _ in range(self._generation.n)]
+        choices = [_Choice() for _ in range(self._generation.n)]
+        prompt: Sequence[TokenLogprob] = ()
         for number, delta in deltas:
             self._totals.add(number, delta)
-            choices[delta.index].add(delta)
+            choices[delta.index].add(self._telling.cut(delta))
             self._totals.add_reasoning(self._answers[delta.index].add(delta)[1])
+            prompt = delta.prompt_logprobs or prompt
+        of_prompt = self._telling.of_prompt(prompt)
         return {
             **self._head,
             "object": "chat.completion",
@@ -203,9 +227,12 @@ class ChatReply:
                     "message": answer.message(),
                     "logprobs": self._logprobs(choice.logprobs) if self._has_logprobs else None,
                     "finish_reason": answer.finish_reason(choice.finish),
+                    **({"token_ids": choice.tokens} if self._telling.has_ids else {}),
                 }
                 for index, (choice, answer) in enumerate(zip(choices, self._answers, strict=True))
             ],
+            **({} if of_prompt is None else {"prompt_logprobs": of_prompt}),
+            **self._prompt_ids(),
             "usage": self._totals.usage(),
             "timings": self._totals.timings(),
         }
@@ -215,52 +242,57 @@ class ChatReply:
         answer = self._answers[delta.index]
         parts, reasoning_tokens = answer.add(delta)
         self._totals.add_reasoning(reasoning_tokens)
-        if delta.progress is not None and not self._has_progress:
+        if delta.progress is not None and not self._shape.has_progress:
             return b""
         frames = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            frames.append(self._chunk(delta.index, {"role": "assistant", "content": None}))
+            first = {"role": "assistant", "content": None}
+            frames.append(self._chunk(delta.index, first, _Choice(), **self._prompt_ids()))
         if delta.progress is not None:
-            frames.append(self._chunk(delta.index, {}, **progress_of(delta.progress)))
-        held = self._held.setdefault(delta.index, [])
-        held.extend(delta.logprobs)
+            frames.append(self._chunk(delta.index, {}, _Choice(), **progress_of(delta.progress)))
+        held = self._held.setdefault(delta.index, _Choice())
+        held.add(self._telling.cut(delta))
         for part in parts:
-            timings = self._totals.so_far() if self._generation.timings else {}
+            timings = self._totals.so_far() if self._shape.has_timings else {}
             frames.append(self._chunk(delta.index, part, held, **timings))
-            held.clear()
+            held = self._held[delta.index] = _Choice()
         if delta.finish is not None:
             timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
             frames.append(self._chunk(delta.index, {}, held, answer.finish_reason(delta.finish), **timings))
         return b"".join(frames)
 
     def closing(self) -> bytes:
-        return _closing({**self._head, "object": "chat.completion.chunk"}, self._totals, self._include_usage)
+        return _closing({**self._head, "object": "chat.completion.chunk"}, self._totals, self._shape)
+
+    def _prompt_ids(self) -> Json:
+        return {"prompt_token_ids": list(self._generation.prompt)} if self._telling.has_ids else {}
 
     def _chunk(
         self,
         index: int,
         delta: Json,
-        logprobs: Sequence[TokenLogprob] = (),
+        held: _Choice,
         finish: str | None = None,
         **further: Any,
     ) -> bytes:
+        """`held`: the tokens that no chunk has told of yet."""
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs(logprobs) if logprobs else None,
+            "logprobs": self._logprobs(held.logprobs) if held.logprobs else None,
             "finish_reason": finish,
+            **({"token_ids": held.tokens} if self._telling.has_ids else {}),
         }
-        usage = {"usage": None} if self._include_usage else {}
+        usage = self._shape.usage(self._totals)
         return _frame({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **further})
 
-    @staticmethod
-    def _logprobs(entries: Sequence[TokenLogprob]) -> Json:
-        return {
-            "content": [
-                {**described(entry), "top_logprobs": [described(top) for top in entry.top]} for entry in entries
-            ]
-        }
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
+        def told(entry: TokenLogprob) -> Json:
+            body = described(entry)
+            return {**body, "token": self._telling.spelt(entry, body["token"])}
+
+        return {"content": [{**told(entry), "top_logprobs": [told(top) for top in entry.top]} for entry in entries]}
 
 
 def described(entry: TokenLogprob) -> Json:
@@ -285,28 +317,27 @@ class TextReply:
         generations: Sequence[Generation],
         *,
         n: int,
-        include_usage: bool,
-        has_progress: bool = False,
-        has_logprobs: bool,
-        echoes: Sequence[str],
+        shape: Chunks,
+        telling: Telling,
+        echoes: Sequence[str] | None,
         is_only_echo: bool,
         special_ids: frozenset[int],
     ):
+        """`echoes`: the prompts as texts, to stand before each answer; None: they do not."""
         self._head = {**head, "object": "text_completion"}
         self._generations = generations
         self._n = n
-        self._include_usage = include_usage
-        self._has_progress = has_progress
-        self._has_logprobs = has_logprobs
-        self._echoes = echoes
+        self._shape, self._telling = shape, telling
+        self._has_echo = echoes is not None
+        self._echoes = [""] * len(generations) if echoes is None else echoes
         self._is_only_echo = is_only_echo
         self._special_ids = special_ids
         self._totals = Totals(generations)
         self._streams: dict[tuple[int, int], LegacyLogprobs] = {}
-        self._held: dict[tuple[int, int], list[TokenLogprob]] = {}
+        self._held: dict[tuple[int, int], _Choice] = {}
 
     def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
-        made = [[_Choice([], []) for _ in range(generation.n)] for generation in self._generations]
+        made = [[_Choice() for _ in range(generation.n)] for generation in self._generations]
         prompts: dict[int, Sequence[TokenLogprob]] = {}
         for number, delta in deltas:
             delta = self._count(number, delta)
@@ -317,69 +348,88 @@ class TextReply:
         for number, candidates in enumerate(made):
             best = sorted(candidates, key=_Choice.mean_logprob, reverse=True)[: self._n]
             for choice in best if len(candidates) > self._n else candidates:
-                legacy = LegacyLogprobs(self._special_ids, self._echoes[number])
-                logprobs = legacy.arrays(prompts.get(number, ()), choice.logprobs) if self._has_logprobs else None
+                prompt = prompts.get(number, ())
+                logprobs = self._legacy(number).arrays(self._echoed(prompt), choice.logprobs)
                 text = self._echoes[number] + "".join(choice.text)
-                choices.append(self._choice(len(choices), text, logprobs, choice.finish))
+                told = self._choice(len(choices), text, logprobs if self._has_logprobs else None, choice.finish)
+                of_prompt = self._telling.of_prompt(prompt)
+                told |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
+                choices.append(told | self._ids(choice) | self._prompt_ids(number))
         return {**self._head, "choices": choices, "usage": self._totals.usage(), "timings": self._totals.timings()}
 
     def frames(self, number: int, delta: Delta) -> bytes:
         delta = self._count(number, delta)
         key, index = (number, delta.index), number * self._n + delta.index
         if delta.progress is not None:
-            return self._chunk(index, "", None, **progress_of(delta.progress)) if self._has_progress else b""
-        text = delta.text
+            told = self._choice(index, "", None, None)
+            return self._chunk(told, **progress_of(delta.progress)) if self._shape.has_progress else b""
+        text, prompt_ids = delta.text, {}
         if key not in self._streams:
-            self._streams[key] = LegacyLogprobs(self._special_ids, self._echoes[number])
-            self._held[key] = []
-            text = self._echoes[number] + text
+            self._streams[key] = self._legacy(number)
+            self._held[key] = _Choice()
+            text, prompt_ids = self._echoes[number] + text, self._prompt_ids(number)
         held = self._held[key]
-        held.extend(delta.logprobs)
+        held.add(delta)
         frames = []
-        if text or delta.prompt_logprobs:
-            timings = self._totals.so_far() if self._generations[number].timings else {}
-            frames.append(self._chunk(index, text, self._arrays(key, delta.prompt_logprobs, held), **timings))
-            held.clear()
+        if text or delta.prompt_logprobs or prompt_ids:
+            timings = self._totals.so_far() if self._shape.has_timings else {}
+            told = self._choice(index, text, self._arrays(key, delta.prompt_logprobs, held), None)
+            frames.append(self._chunk(told | self._ids(held) | prompt_ids, **timings))
+            held = self._held[key] = _Choice()
         if delta.finish is not None:
             timings = {"timings": self._totals.timings()} if self._totals.is_complete else {}
-            frames.append(self._chunk(index, "", self._arrays(key, (), held), delta.finish, **timings))
+            told = self._choice(index, "", self._arrays(key, (), held), delta.finish)
+            frames.append(self._chunk(told | self._ids(held), **timings))
         return b"".join(frames)
 
     def closing(self) -> bytes:
-        return _closing(self._head, self._totals, self._include_usage)
+        return _closing(self._head, self._totals, self._shape)
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return self._telling.logprobs is not None
+
+    def _legacy(self, number: int) -> "LegacyLogprobs":
+        return LegacyLogprobs(self._special_ids, self._echoes[number], self._telling)
+
+    def _echoed(self, prompt: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+        """Those of the prompt that stand among the answer's: where it is repeated."""
+        return [replace(each, top=each.top[: self._telling.logprobs]) for each in prompt if self._has_echo]
+
+    def _ids(self, choice: _Choice) -> Json:
+        return {"token_ids": choice.tokens} if self._telling.has_ids else {}
+
+    def _prompt_ids(self, number: int) -> Json:
+        return {"prompt_token_ids": list(self._generations[number].prompt)} if self._telling.has_ids else {}
 
     def _count(self, number: int, delta: Delta) -> Delta:
         """The delta as it is shown: of an echo alone, nothing that was generated."""
         self._totals.add(number, delta)
         if not self._is_only_echo:
-            return delta
+            return self._telling.cut(delta)
         self._totals.without_completion()
-        return replace(delta, text="", tokens=(), logprobs=(), finish=delta.finish and "length")
+        return replace(delta, text="", tokens=(), unshown=(), logprobs=(), finish=delta.finish and "length")
 
-    def _arrays(
-        self, key: tuple[int, int], prompt: Sequence[TokenLogprob], entries: Sequence[TokenLogprob]
-    ) -> Json | None:
-        if not self._has_logprobs or not (prompt or entries):
+    def _arrays(self, key: tuple[int, int], prompt: Sequence[TokenLogprob], held: _Choice) -> Json | None:
+        if not self._has_logprobs or not (prompt or held.logprobs):
             return None
-        return self._streams[key].arrays(prompt, entries)
+        return self._streams[key].arrays(prompt, held.logprobs)
 
     @staticmethod
     def _choice(index: int, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _chunk(
-        self, index: int, text: str, logprobs: Json | None, finish: Finish | None = None, **further: Any
-    ) -> bytes:
-        usage = {"usage": None} if self._include_usage else {}
-        return _frame({**self._head, "choices": [self._choice(index, text, logprobs, finish)], **usage, **further})
+    def _chunk(self, choice: Json, **further: Any) -> bytes:
+        return _frame({**self._head, "choices": [choice], **self._shape.usage(self._totals), **further})
 
 
 class LegacyLogprobs:
     """The four arrays of one choice; offsets count characters of its text, an echoed prompt included."""
 
-    def __init__(self, special_ids: frozenset[int], echo: str):
+    def __init__(self, special_ids: frozenset[int], echo: str, telling: Telling):
         self._special_ids = special_ids
         self._echo = echo
+        self._telling = telling
         self._offset = 0
         self._decode: Callable[[bytes], str] = codecs.getincrementaldecoder("utf-8")("replace").decode
 
@@ -390,9 +440,9 @@ class LegacyLogprobs:
         offsets += [self._advance(entry, "") for entry in entries]
         every = [*prompt, *entries]
         return {
-            "tokens": [_legacy_token(entry) for entry in every],
+            "tokens": [self._spelt(entry) for entry in every],
             "token_logprobs": [finite(entry.logprob) for entry in every],
-            "top_logprobs": [None if entry.logprob is None else _alternatives(entry) for entry in every],
+            "top_logprobs": [None if entry.logprob is None else self._alternatives(entry) for entry in every],
             "text_offset": offsets,
         }
 
@@ -404,10 +454,12 @@ class LegacyLogprobs:
             self._offset += len(characters)
         return begin
 
+    def _alternatives(self, entry: TokenLogprob) -> Json:
+        """Logprobs by token, the chosen one included, as at OpenAI."""
+        return {self._spelt(each): finite(each.logprob) for each in (*entry.top, entry)}
 
-def _alternatives(entry: TokenLogprob) -> Json:
-    """Logprobs by token, the chosen one included, as at OpenAI."""
-    return {_legacy_token(each): finite(each.logprob) for each in (*entry.top, entry)}
+    def _spelt(self, entry: TokenLogprob) -> str:
+        return self._telling.spelt(entry, _legacy_token(entry))
 
 
 def _legacy_token(entry: TokenLogprob) -> str:
@@ -422,8 +474,6 @@ def _frame(body: Json) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def _closing(head: Json, totals: Totals, include_usage: bool) -> bytes:
-    usage = (
-        _frame({**head, "choices": [], "usage": totals.usage(), "timings": totals.timings()}) if include_usage else b""
-    )
-    return usage + _DONE
+def _closing(head: Json, totals: Totals, shape: Chunks) -> bytes:
+    usage = {**head, "choices": [], "usage": totals.usage(), "timings": totals.timings()}
+    return (_frame(usage) if shape.has_usage else b"") + _DONE

@@ -12,7 +12,8 @@ from enum import Enum
 from typing import Any
 
 from worker import bodies
-from worker.bodies import NEUTRAL, NO_OPS, Body, described
+from worker.bodies import NEUTRAL, NO_OPS
+from worker.schemas import Body, described
 
 
 class Face(Enum):

@@ -209,7 +209,9 @@ class _Choice:
         room = engine.ctx_size - len(request.prompt)
         self._limit = min(room, request.max_tokens or room)
         self._answer = detokenize.Answer(
-            lambda ids: str(engine.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)), request.stop
+            lambda ids: str(engine.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
+            request.stop,
+            shows_stop=request.shows_end,
         )
         self.said = 0
         self.finish: Finish | None = None
@@ -219,16 +221,26 @@ class _Choice:
         if token is None:
             return self._end("stop", self._answer.finish().text)
         self.said += 1
+        if token in self._request.ends:
+            return self._end("stop", self._answer.finish().text, unshown=(token,))
         piece = self._answer.push(token)
         if piece.stop is not None:
-            return self._end("stop", piece.text, None, piece.stop)  # computed, not shown
+            return self._end("stop", piece.text, None, piece.stop, unshown=(token,))
         if self.said == self._limit:
             return self._end("length", piece.text + self._answer.finish().text, token)
         return self._delta(piece.text, token, timings=self._timings() if self._request.timings else None)
 
-    def _end(self, finish: Finish, text: str, token: int | None = None, stop: str | None = None) -> Delta:
+    def _end(
+        self,
+        finish: Finish,
+        text: str,
+        token: int | None = None,
+        stop: str | None = None,
+        *,
+        unshown: tuple[int, ...] = (),
+    ) -> Delta:
         self.finish = finish
-        return self._delta(text, token, finish=finish, stop=stop, timings=self._timings())
+        return self._delta(text, token, finish=finish, stop=stop, unshown=unshown, timings=self._timings())
 
     def _timings(self) -> Timings:
         return Timings(

@@ -80,9 +80,7 @@ async def test_a_prompt_over_the_context_is_fastchats_40303() -> None:
         assert json.loads(data[:-1]) == answer
 
 
-@pytest.mark.parametrize(
-    "field", [{"images": ["x"]}, {"best_of": 2}, {"use_beam_search": True}, {"stop_token_ids": [5, 6]}]
-)
+@pytest.mark.parametrize("field", [{"images": ["x"]}, {"best_of": 2}, {"use_beam_search": True}])
 async def test_what_fastchats_calls_cannot_do_is_refused_in_its_shape(field: dict[str, Any]) -> None:
     async with serving() as world:
         status, _, answer = await world.post("/worker_generate", {"prompt": "hi", **field})
@@ -90,11 +88,12 @@ async def test_what_fastchats_calls_cannot_do_is_refused_in_its_shape(field: dic
         assert next(iter(field)) in answer["text"]
 
 
-async def test_the_end_of_text_may_be_named_to_fastchats_calls() -> None:
+async def test_fastchats_calls_name_further_tokens_that_end_an_answer() -> None:
     async with serving() as world:
-        ends = [world.engine.tokenizer.eos_token_id]
-        status, _, _ = await world.post("/worker_generate", {"prompt": "hi", "stop_token_ids": ends})
-        assert status == 200
+        [space] = world.engine.tokenizer.encode(" ", add_special_tokens=False)
+        body = {"prompt": "hi", "echo": False, "stop_token_ids": [space]}
+        status, _, answer = await world.post("/worker_generate", body)
+        assert (status, answer["text"], answer["finish_reason"]) == (200, "0 Grüße,", "stop")
 
 
 async def test_a_fastchat_stream_that_breaks_off_says_so_in_its_last_frame() -> None:

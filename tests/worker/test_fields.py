@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from worker import bodies, fields
+from worker import bodies, fields, schemas
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.fields import Fields
 
@@ -90,7 +90,7 @@ def test_null_is_absent(body: dict[str, Any]) -> None:
     assert read.choice("x", ["a"]) is None
     assert read.mapping("x") is None
     assert read.sequence("x") is None
-    Fields(body, {"x": bodies.one_of([])}).refuse("x", "never")
+    Fields(body, {"x": schemas.one_of([])}).refuse("x", "never")
 
 
 def test_a_choice_names_what_is_allowed_and_not_what_was_sent() -> None:
@@ -117,7 +117,7 @@ def test_what_nobody_knows_is_reported_in_the_order_of_the_body() -> None:
 
 
 def test_a_range_is_the_tables() -> None:
-    table: bodies.Body = {"x": bodies.integer(1, 10), "y": bodies.number(0, 2), "z": bodies.choice(["a"])}
+    table: schemas.Body = {"x": schemas.integer(1, 10), "y": schemas.number(0, 2), "z": schemas.choice(["a"])}
     assert Fields({"x": 10, "y": 2, "z": "a"}, table).integer("x") == 10
     for name, reader, value in (("x", "integer", 11), ("y", "number", 2.1), ("z", "choice", "b")):
         with pytest.raises(InvalidValue) as caught:
@@ -127,17 +127,17 @@ def test_a_range_is_the_tables() -> None:
 
 def test_a_field_that_is_in_no_table_cannot_be_read() -> None:
     with pytest.raises(AssertionError, match="odd"):
-        Fields({"odd": 1}, {"x": bodies.flag()}).take("odd")
+        Fields({"odd": 1}, {"x": schemas.flag()}).take("odd")
 
 
 def test_a_field_of_the_table_that_nobody_reads_is_found() -> None:
     with pytest.raises(AssertionError, match="x"):
-        Fields({}, {"x": bodies.flag()}).settle(strict=False)
+        Fields({}, {"x": schemas.flag()}).settle(strict=False)
 
 
 def test_a_field_is_read_as_what_the_table_says_it_is() -> None:
     with pytest.raises(AssertionError, match="boolean"):
-        Fields({"x": 1}, {"x": bodies.flag()}).integer("x", 1)
+        Fields({"x": 1}, {"x": schemas.flag()}).integer("x", 1)
 
 
 def test_what_was_read_without_effect_is_reported_too() -> None:

@@ -34,10 +34,10 @@ def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
 
 def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -> None:
     patient = sequence(min_tokens=1)
-    assert not patient.may_end(patient.answered)
+    assert patient.barred(patient.answered) == patient.ends
     patient.append(5)
-    assert patient.may_end(patient.answered)
-    assert not sequence(ignore_eos=True).may_end(9)
+    assert not patient.barred(patient.answered)
+    assert sequence(ignore_eos=True).barred(9) == sequence().ends
 
 
 def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:

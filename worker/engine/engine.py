@@ -396,9 +396,10 @@ class TransformersEngine:
             if request.n > 1:
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
             decode = partial(self._decode_with, request.shown) if request.shown else self._decode
-            choice = Choice(
-                index, sequence, stream, Answer(decode, request.stop, () if self._reads_first else prompt), now
-            )
+            context = () if self._reads_first else prompt
+            answer = Answer(decode, request.stop, context, shows_stop=request.shows_end)
+            choice = Choice(index, sequence, stream, answer, now)
+            choice.shows_end = request.shows_end
             choice.matcher = matcher and matcher.copy()
             choice.tells_progress = request.progress
             choice.wants_timings = request.timings
@@ -430,6 +431,10 @@ class TransformersEngine:
             raise InvalidValue("a stop string is empty", param="stop")
         if request.prompt_logprobs and self._reads_first:
             raise UnsupportedByModel("this model's encoder reads the prompt: there are no logprobs of it")
+        if not all(0 <= token < self._vocab_size for token in request.ends):
+            raise InvalidValue(
+                f"stop_token_ids must be tokens of this model, from 0 to {self._vocab_size - 1}", param="stop_token_ids"
+            )
         self._check_sampling(request)
         return prompt
 

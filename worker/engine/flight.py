@@ -156,7 +156,7 @@ def _pick(chooser: Chooser, segment: Segment) -> Pick:
         sequence.sampling,
         uniform=uniform(sequence.seed, answered) if sequence.sampling.temperature > 0.0 else 0.0,
         repeats=chooser.repeats,
-        forbidden=() if sequence.may_end(answered) else tuple(sequence.ends),
+        forbidden=tuple(sequence.barred(answered)),
     )
 
 

@@ -74,9 +74,13 @@ class Choice:
     answered: float = 0.0
     unsaid: list[TokenLogprob | int] = field(default_factory=list)
     """Tokens whose text is held back; with their logprobs if asked for."""
+    said: int = 0
+    """Tokens that the reader has."""
     prompt: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the prompt's tokens as far as they are known, the first one (which has none) included; empty once
     they are said, or if nobody asked."""
+    shows_end: bool = False
+    """The token that ends it is part of it."""
     tells_progress: bool = False
     told: int = -1
     """Tokens of the prompt that the reader was told are computed; -1: nothing yet."""
@@ -412,7 +416,7 @@ class Generating:
     def _say(self, choice: Choice, sampled: Sampled, is_over: bool, finish: Finish | None, now: float) -> None:
         """Tell the reader of a token; `is_over`: its text is complete with it."""
         piece = Piece()
-        if finish != "stop":
+        if finish != "stop" or choice.shows_end:
             likelihood = sampled.likelihood
             choice.unsaid.append(sampled.token if likelihood is None else self._logprob(likelihood))
             piece = choice.answer.push(sampled.token)
@@ -433,7 +437,9 @@ class Generating:
 
     def _send(self, choice: Choice, piece: Piece, finish: Finish | None, timings: Timings | None) -> None:
         said, choice.unsaid = choice.unsaid[: piece.tokens], choice.unsaid[piece.tokens :]
+        choice.said += len(said)
         prompt, choice.prompt = tuple(choice.prompt), []
+        sequence = choice.sequence
         delta = Delta(
             index=choice.index,
             text=piece.text,
@@ -441,6 +447,7 @@ class Generating:
             logprobs=tuple(each for each in said if isinstance(each, TokenLogprob)),
             finish=finish,
             stop=piece.stop,
+            unshown=() if finish is None else tuple(sequence.tokens[sequence.prompt_tokens + choice.said :]),
             prompt_logprobs=prompt,
             timings=timings,
         )

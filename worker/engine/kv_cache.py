@@ -476,8 +476,10 @@ def block_key(before: bytes, tokens: Tokens[int]) -> bytes:
 
 
 def _root(sequence: Sequence) -> bytes:
-    """What stands before the first block: under another adapter the same tokens have other keys and values."""
-    return sequence.adapter.salt if sequence.adapter is not None else b""
+    """What stands before the first block: under another adapter the same tokens have other keys and values, and a
+    request's own salt says who may share them."""
+    adapter = sequence.adapter.salt if sequence.adapter is not None else b""
+    return adapter + b"\0" + sequence.salt if sequence.salt else adapter
 
 
 def _part(tokens: list[int], index: int) -> list[int]:

@@ -32,6 +32,8 @@ class Sequence:
     """New tokens at most."""
     ends: frozenset[int]
     """Tokens that end the answer."""
+    stated: frozenset[int] = frozenset()
+    """Those of them that the request states itself."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     prompt_logprobs: bool = False
@@ -40,6 +42,8 @@ class Sequence:
     """The images that some tokens of its prompt stand for."""
     adapter: Use | None = None
     """None: the model as it is."""
+    salt: bytes = b""
+    """What is cached of its tokens serves only sequences with the same salt."""
     group: int | None = None
     """Those who share it are choices of one request, with the same prompt: one computes it for all."""
     computed: int = 0
@@ -70,12 +74,14 @@ class Sequence:
             prompt_tokens=len(tokens),
             tokens=tokens,
             limit=limit,
-            ends=frozenset(ends),
+            ends=frozenset(ends) | request.ends,
+            stated=request.ends,
             sampling=request.sampling,
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
             pictures=request.pictures,
             adapter=adapter,
+            salt=request.salt.encode(),
         )
 
     @property
@@ -93,9 +99,11 @@ class Sequence:
         """Exactly the newest token of an answer is left to compute."""
         return self.answered > 0 and self.pending == 1
 
-    def may_end(self, answered: int) -> bool:
-        """Whether the token behind so many of the answer may be one of `ends`."""
-        return not self.sampling.ignore_eos and answered >= self.sampling.min_tokens
+    def barred(self, answered: int) -> frozenset[int]:
+        """Those of `ends` that the token behind so many of the answer must not be."""
+        if answered < self.sampling.min_tokens:
+            return self.ends
+        return self.ends - self.stated if self.sampling.ignore_eos else frozenset()
 
     def append(self, token: int) -> Finish | None:
         """Take the next token of the answer; says why the answer is over, if it is."""

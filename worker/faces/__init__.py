@@ -270,12 +270,19 @@ class Result:
 
 
 async def read_texts(
-    fields: Fields, name: str, model: Model, *, prefix: str = "", longest: int | None = None
+    fields: Fields,
+    name: str,
+    model: Model,
+    *,
+    prefix: str = "",
+    longest: int | None = None,
+    add_special: bool = True,
 ) -> tuple[list[list[int]], list[str | None]]:
     """Token ids of each text in field `name`, and the texts, where they were texts.
 
     The field holds a text, or several; each is a string, token ids, or pieces of both, one behind another. `prefix`
-    stands before each string, but not before token ids. Raises InvalidValue naming the field, and ContextExceeded for
+    stands before each string, but not before token ids; `add_special`: with what the tokenizer puts around a text.
+    Raises InvalidValue naming the field, and ContextExceeded for
     more than `longest` (None: the context) token ids.
     """
     value = fields.take(name)
@@ -288,17 +295,22 @@ async def read_texts(
         if isinstance(item, list) and len(item) > (longest or model.engine.ctx_size):  # before each is looked at
             raise ContextExceeded(len(item), model.engine.ctx_size, param=name)
     strings = [item for item in items if isinstance(item, str)]
-    encoded = iter(await model.encode([prefix + text for text in strings] if prefix else strings))
-    prompts = [next(encoded) if isinstance(item, str) else await _ids(item, name, model) for item in items]
+    encoded = iter(
+        await model.encode([prefix + text for text in strings] if prefix else strings, add_special=add_special)
+    )
+    prompts = [
+        next(encoded) if isinstance(item, str) else await _ids(item, name, model, add_special=add_special)
+        for item in items
+    ]
     if not all(prompts):
         prompts = [prompt or model.start_of_text(name) for prompt in prompts]
     return prompts, [item if isinstance(item, str) else None for item in items]
 
 
-async def _ids(pieces: list[Any], name: str, model: Model) -> list[int]:
+async def _ids(pieces: list[Any], name: str, model: Model, *, add_special: bool) -> list[int]:
     if all(type(piece) is int and 0 <= piece < model.vocab_size for piece in pieces):
         return pieces
-    return await model.encode_pieces(pieces, param=name)
+    return await model.encode_pieces(pieces, param=name, add_special=add_special)
 
 
 def read_ping_interval(fields: Fields) -> float | None:

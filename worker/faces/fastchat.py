@@ -9,18 +9,19 @@ import orjson
 
 from worker.bodies import FASTCHAT, FASTCHAT_CONV, FASTCHAT_COUNT, FASTCHAT_EMBED
 from worker.chat import Conversation
-from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result
 from worker.faces import embeddings as vectors
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta
 from worker.replies import LegacyLogprobs
+from worker.telling import Telling
 
 _NEW_TOKENS = 256
 """Where a request does not say how many."""
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-_SAME = (*_DEFAULTS, "presence_penalty", "frequency_penalty", "stop", "logprobs", "seed", "model")
+_SAME = (*_DEFAULTS, "presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "logprobs", "seed", "model")
 _GREEDY = 1e-5
 """A temperature below it is none, and so is, at a thousandth of it, top_p (FastChat's fastchat/serve/inference.py)."""
 _NO_COLON_TWO = 5
@@ -43,15 +44,6 @@ async def _generate(body: Json, model: Model, *, streams: bool) -> Call:
     for name in ("images", "best_of", "use_beam_search"):
         fields.refuse(name, f"{name} is not supported; leave it out")
     fields.flag("stream")  # the path says it
-    ends = fields.sequence("stop_token_ids") or []
-    if not {end for end in ends if isinstance(end, int)} <= {model.tokenizer.eos_token_id} or not all(
-        isinstance(end, int) for end in ends
-    ):
-        raise UnsupportedField(
-            "stop_token_ids may hold the model's own end of text only, which ends every answer; name others as texts,"
-            " with stop",
-            param="stop_token_ids",
-        )
     asked: Json = {name: fields.take(name) for name in _SAME}
     asked |= {name: value for name, value in _DEFAULTS.items() if asked[name] is None}
     new_tokens = fields.integer("max_new_tokens")
@@ -182,7 +174,7 @@ class _Reply:
         self._text = begin
         self._prompt_tokens = len(chat.generations[0].prompt)
         self._tokens = 0
-        self._arrays = LegacyLogprobs(model.special_ids, "") if has_logprobs else None
+        self._arrays = LegacyLogprobs(model.special_ids, "", Telling()) if has_logprobs else None
         self._begin = len(begin)
         self._logprobs: Json | None = None
         self._finish: str | None = None

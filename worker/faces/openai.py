@@ -5,16 +5,16 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from worker import adapting, constraints, sampling, tools
+from worker import adapting, constraints, sampling, telling, tools
 from worker import chat as chats
-from worker.bodies import CHAT, CHAT_TOKENS, COMPLETIONS, STREAM_OPTIONS, TEXT
-from worker.errors import InvalidValue
+from worker.bodies import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
+from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family
-from worker.fields import Fields, Json
+from worker.fields import Fields, Json, to_integer
 from worker.generation import Generation, Grammar, Pictures, Sampling
 from worker.parts import Manner, Reading, shown, written
-from worker.replies import ChatReply, TextReply
+from worker.replies import ChatReply, Chunks, TextReply
 
 
 async def chat(body: Json, model: Model) -> Call:
@@ -27,8 +27,8 @@ async def chat(body: Json, model: Model) -> Call:
         reply=ChatReply(
             common.head(id, model),
             read.generations,
-            include_usage=common.include_usage,
-            has_progress=common.has_progress,
+            shape=common.shape,
+            telling=common.telling,
             manner=read.manner,
         ),
         stream=common.stream,
@@ -60,10 +60,17 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
     top = fields.integer("top_logprobs", high=model.options.max_logprobs)
     if top and not has_logprobs:
         raise InvalidValue("top_logprobs needs logprobs: true", param="top_logprobs")
+    fields.refuse("add_special_tokens", "add_special_tokens must be false: the chat template writes special tokens")
     common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
     ignored = fields.settle(strict=model.options.strict_fields)
     prompt, tokens, pictures = await _tokens(conversation, tooling, model)
+    if common.truncates is not None and pictures is not None:
+        raise UnsupportedField(
+            "truncate_prompt_tokens is not supported for prompts with images; leave it out",
+            param="truncate_prompt_tokens",
+        )
+    tokens = common.cut(tokens)
     model.check_prompt(tokens, param="messages")
     manner = Manner(
         family=model.family,
@@ -140,11 +147,13 @@ async def completions(body: Json, model: Model) -> Call:
     if not is_only_echo:
         common.check_max_tokens()
     best_of = _best_of(fields, common)
-    prompts, texts = await read_texts(fields, "prompt", model)
+    add_special = fields.flag("add_special_tokens") is not False
+    prompts, texts = await read_texts(fields, "prompt", model, add_special=add_special)
     adapters = adapting.read(fields, "adapters", "lora", prompts=len(prompts))
     if suffix:
         prompts = await model.encode_around(prompts, texts, suffix)
     ignored = fields.settle(strict=model.options.strict_fields)
+    whole, prompts = prompts, [common.cut(prompt) for prompt in prompts]
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
     id = f"cmpl-{uuid.uuid4().hex}"
@@ -153,18 +162,22 @@ async def completions(body: Json, model: Model) -> Call:
         n=best_of,
         max_tokens=1 if is_only_echo else common.max_tokens,
         # the best is the likeliest, so the choice among them needs to know
-        sampling=replace(common.sampling, logprobs=logprobs or 0) if best_of > common.n else common.sampling,
+        sampling=replace(common.sampling, logprobs=common.telling.wanted or 0)
+        if best_of > common.n
+        else common.sampling,
     )
     generations = wanted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None, adapters=adapters)
-    echoes = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
+    echoes = [
+        model.decode(prompt) if text is None or len(prompt) < len(all_of_it) else text
+        for prompt, text, all_of_it in zip(prompts, texts, whole, strict=True)
+    ]
     reply = TextReply(
         common.head(id, model),
         generations,
         n=common.n,
-        include_usage=common.include_usage,
-        has_progress=common.has_progress,
-        has_logprobs=logprobs is not None,
-        echoes=echoes if echo else [""] * len(prompts),
+        shape=common.shape,
+        telling=common.telling,
+        echoes=echoes if echo else None,
         is_only_echo=is_only_echo,
         special_ids=model.special_ids,
     )
@@ -191,11 +204,15 @@ class _Common:
     stop: tuple[str, ...]
     n: int
     stream: bool
-    include_usage: bool
-    has_progress: bool
-    """Chunks of a stream tell how far the prompt is."""
-    has_timings: bool
-    """Each chunk of a stream has the timings so far, not the last one only."""
+    shape: Chunks
+    telling: telling.Telling
+    ends: frozenset[int]
+    shows_end: bool
+    shown: frozenset[int]
+    """Special tokens that the answer's text has, whatever its model."""
+    truncates: int | None
+    """Of a longer prompt so many tokens, the last; None: a longer one is refused."""
+    salt: str
     ping_interval: float | None
 
     def check_max_tokens(self) -> None:
@@ -203,6 +220,10 @@ class _Common:
             raise InvalidValue("max_tokens must be at least 1, or -1 for all that fits", param="max_tokens")
         if self.max_tokens is not None and self.sampling.min_tokens > self.max_tokens:
             raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
+
+    def cut(self, prompt: list[int]) -> list[int]:
+        """What of `prompt` is to be computed."""
+        return prompt if self.truncates is None else prompt[-self.truncates :]
 
     def generations(
         self,
@@ -226,10 +247,13 @@ class _Common:
                 n=self.n,
                 sampling=self.sampling,
                 grammar=self.grammar,
-                shown=shown,
-                prompt_logprobs=prompt_logprobs,
+                ends=self.ends,
+                shows_end=self.shows_end,
+                shown=shown | self.shown,
+                salt=self.salt,
+                prompt_logprobs=prompt_logprobs or self.telling.prompt_logprobs is not None,
                 progress=self.stream,  # comments tell it, where chunks do not
-                timings=self.has_timings,
+                timings=self.shape.has_timings or self.shape.counts,
             )
             for number, prompt in enumerate(prompts)
         )
@@ -247,16 +271,17 @@ class _Common:
 
 def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Common:
     options = model.options
+    stream = fields.flag("stream") or False
+    told = telling.read(fields, logprobs=logprobs, most=options.max_logprobs, stream=stream)
     picked, stop = sampling.read(
         fields,
         model.defaults,
         vocab_size=model.vocab_size,
-        logprobs=logprobs,
+        logprobs=told.wanted,
         seed=options.seed if options.seed >= 0 else None,
         encode=model.encode_piece,
     )
-    stream = fields.flag("stream") or False
-    stream_options = fields.within("stream_options", STREAM_OPTIONS)
+    shows_special = fields.flag("skip_special_tokens") is False
     return _Common(
         model=fields.text("model") or options.name,
         max_tokens=_max_tokens(fields, options.n_predict),
@@ -265,11 +290,46 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         stop=stop,
         n=fields.integer("n") or 1,
         stream=stream,
-        include_usage=stream_options.flag("include_usage") or False,
-        has_progress=_only_streamed(fields, "return_progress", stream),
-        has_timings=_only_streamed(fields, "timings_per_token", stream),
+        shape=_chunks(fields, stream),
+        telling=told,
+        ends=_stop_token_ids(fields, model),
+        shows_end=fields.flag("include_stop_str_in_output") or False,
+        shown=model.special_ids | frozenset(model.special.values()) if shows_special else frozenset(),
+        truncates=_truncates(fields, model),
+        salt=fields.text("cache_salt") or "",
         ping_interval=read_ping_interval(fields),
     )
+
+
+def _chunks(fields: Fields, stream: bool) -> Chunks:
+    if fields.mapping("stream_options") and not stream:
+        raise InvalidValue("stream_options may be stated with stream: true only", param="stream_options")
+    options = fields.within("stream_options", STREAM_OPTIONS)
+    has_usage = options.flag("include_usage") or False
+    return Chunks(
+        has_usage=has_usage,
+        counts=(options.flag("continuous_usage_stats") or False) and has_usage,
+        has_progress=_only_streamed(fields, "return_progress", stream),
+        has_timings=_only_streamed(fields, "timings_per_token", stream),
+    )
+
+
+def _stop_token_ids(fields: Fields, model: Model) -> frozenset[int]:
+    stated = fields.sequence("stop_token_ids") or []
+    tokens = [to_integer(each) for each in stated]
+    if len(tokens) > MAX_ENDS or not all(token is not None and 0 <= token < model.vocab_size for token in tokens):
+        raise InvalidValue(
+            f"stop_token_ids must be at most {MAX_ENDS} token ids between 0 and {model.vocab_size - 1}",
+            param="stop_token_ids",
+        )
+    return frozenset(token for token in tokens if token is not None)
+
+
+def _truncates(fields: Fields, model: Model) -> int | None:
+    tokens = fields.integer("truncate_prompt_tokens")
+    if tokens == 0:
+        raise InvalidValue("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+    return model.max_prompt if tokens == -1 else tokens
 
 
 def _only_streamed(fields: Fields, name: str, stream: bool) -> bool:
@@ -291,15 +351,13 @@ def _best_of(fields: Fields, common: _Common) -> int:
 
 def _max_tokens(fields: Fields, default: int) -> int | None:
     """New tokens at most; None for -1, llama-server's word for all that fits."""
-    stated = fields.integer("max_tokens")
-    newer = fields.integer("max_completion_tokens")
-    if stated is not None and newer is not None and stated != newer:
-        raise InvalidValue(
-            "max_tokens and max_completion_tokens mean the same but differ; state one", param="max_completion_tokens"
-        )
-    if newer is None and stated is None:
+    names = ("max_tokens", "max_completion_tokens", "n_predict")
+    stated = {name: tokens for name in names if (tokens := fields.integer(name)) is not None}
+    if len(set(stated.values())) > 1:
+        raise InvalidValue(f"{' and '.join(stated)} mean the same but differ; state one", param=list(stated)[-1])
+    if not stated:
         return default if default > 0 else None
-    tokens = stated if newer is None else newer
+    tokens = next(iter(stated.values()))
     return None if tokens == -1 else tokens
 
 
