@@ -1,0 +1,73 @@
+"""Who waits in line at a real router: what it hears meanwhile, and when it is told to come back."""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.model import SECONDS
+from tests.processes.routers import Router, chat, error_of, presets, router
+
+PATH = "/v1/chat/completions"
+ONE_PLACE = ("--models-max", "1", "--models-memory-margin", "64", "--queue-timeout", "2")
+SOON = ("--stream-commit-seconds", "0.05", "--sse-ping-interval", "0.1")
+
+
+async def lines_of(up: Router, model: str) -> AsyncGenerator[str, None]:
+    """Of a stream, those that have something in them, up to its orderly end or the broken one behind an error."""
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        async with up.client.stream("POST", PATH, json=chat(model, stream=True)) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line:
+                    yield line
+
+
+def heard(comment: str) -> tuple[int, str, int]:
+    """(position, cause, expected seconds) of a comment in a stream that waits."""
+    found = re.fullmatch(r": queued position=(\d+) waiting_for=(\w+) eta_s=(\d+)", comment)
+    assert found is not None, comment
+    return int(found[1]), found[2], int(found[3])
+
+
+def told(refused: httpx.Response) -> tuple[int, str, int]:
+    """(status, reason, Retry-After) of a refusal."""
+    return *error_of(refused), int(refused.headers["retry-after"])
+
+
+@pytest.mark.slow
+async def test_who_waits_hears_its_place_and_why_and_who_is_refused_when_to_come_back(tmp_path: Path) -> None:
+    """`b` has been loaded before and `c` never; `a` has the one place and is in use until `go`."""
+    go = tmp_path / "go"
+    sizes = {name: {"ctx-size": 32 * number} for number, name in enumerate("abc", 1)}  # or they are one and the same
+    file = presets(tmp_path, sizes | {"c": {"queue-size": 1, **sizes["c"]}})
+    async with router("--models-preset", str(file), *ONE_PLACE, *SOON) as up:
+        assert (await up.client.post("/models/load?wait=1", json={"model": "b"})).status_code == 200
+        found = re.search(r"load_seconds=([0-9.]+)", await up.says("starting→ready"))
+        assert found is not None
+        load = float(found[1])
+        assert (await up.client.post("/models/unload?wait=1", json={"model": "b"})).status_code == 200
+        using = asyncio.create_task(up.client.post(PATH, json=chat("a", fake={"hold": str(go)})))
+        await up.becomes("a", "loaded")
+
+        own, behind = pytest.approx(max(1.0, load), abs=1), pytest.approx(load + SECONDS, abs=1)
+        async with aclosing(lines_of(up, "b")) as first, aclosing(lines_of(up, "c")) as second:
+            assert heard(await anext(first)) == (1, "turn", own)
+            assert heard(await anext(second)) == (2, "slots", behind)
+            assert told(await up.client.post(PATH, json=chat("c"))) == (429, "queue_full", behind)
+            refused = told(await up.client.post(PATH, json=chat("b")))
+            assert refused == (503, "queue_timeout", own)
+            for stream in (first, second):
+                assert '"queue_timeout"' in [line async for line in stream][-1]
+
+        go.touch()
+        assert (await using).status_code == 200
+        began = time.monotonic()
+        assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
+        assert time.monotonic() - began < refused[2] + 2, "its load, and the end of the one in its way"
