@@ -22,8 +22,9 @@ from router.errors import (
 from router.fleet import IDLE_LOOK, Limits
 from router.launchers import WorkerLost
 from router.lifecycle import State
-from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, virtual
+from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
+from worker import contract
 
 
 def crash(message: str = "died") -> WorkerLost:
@@ -421,6 +422,27 @@ async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_e
     assert costs is not None
     assert costs.estimate.source == "learned"
     await world.stop()
+
+
+@virtual
+async def test_a_load_that_runs_out_of_memory_sends_one_more_away_and_is_tried_once_more() -> None:
+    """It was said to need less than it does: beside `b` there is room for the one figure and not for the other."""
+    sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
+    said = contract.Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
+    models = {"a": FakeModel(shards=(33 * GIB,), estimated=said)}
+    keys = {"a": {"required_memory": {}}}
+    world = Schedule(sizes, totals={CPU: 80 * GIB + 300 * MIB}, models=models, keys=keys)
+    for name in ("c", "b"):
+        await world.ask(name)
+    await asyncio.sleep(60)
+    await world.ask("a")
+    assert world.journal == ["start c", "start b", "estimate a", "stop c", "start a", "stop b", "start a"]
+    assert world.fleet.models["a"].failure is None
+    with world.fleet.lease("a") as lease:
+        assert lease.worker.costs is not None
+        assert lease.worker.costs.estimate.source == "learned"
+        assert sum(lease.worker.costs.estimate.shards) >= 33 * GIB
+    await world.fleet.close()
 
 
 @virtual
