@@ -430,7 +430,7 @@ async def test_a_load_that_runs_out_of_memory_sends_one_more_away_and_is_tried_o
     sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
     said = contract.Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
     models = {"a": FakeModel(shards=(33 * GIB,), estimated=said)}
-    keys = {"a": {"required_memory": {}}}
+    keys: dict[str, dict[str, Any]] = {"a": {"required_memory": {}}}
     world = Schedule(sizes, totals={CPU: 80 * GIB + 300 * MIB}, models=models, keys=keys)
     for name in ("c", "b"):
         await world.ask(name)
