@@ -44,6 +44,7 @@ ROUTER = [
 ]
 WORKER = [
     "worker.__main__",
+    "worker.divided",
     "worker.estimate",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
@@ -51,6 +52,7 @@ WORKER = [
     "worker.faces.*  worker.engine.engine",
     "worker.native  worker.engine.conversion  worker.engine.shelf",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
+    "worker.engine.lockstep",
     "worker.engine.backends",
     "worker.engine.trial",
     "worker.engine.aligned",
@@ -58,8 +60,9 @@ WORKER = [
     "worker.engine.forward  worker.engine.aligned_cache",
     "worker.engine.kept",
     "worker.engine.graphs  worker.engine.flight",
-    "worker.engine.runner  worker.engine.loader  worker.engine.grammar  worker.engine.sampler"
+    "worker.engine.runner  worker.engine.loader  worker.engine.peers  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
+    "worker.engine.slices",
     "worker.engine.split",
     "worker.engine.adapters  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
@@ -74,7 +77,7 @@ WORKER = [
     "worker.detokenize  worker.sampling  worker.constraints  worker.families  worker.adapting  worker.telling",
     "worker.fields  worker.deltas",
     "worker.generation",
-    "worker.images",
+    "worker.images  worker.ranks",
     "worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
     "worker  worker.engine",
 ]
@@ -94,7 +97,7 @@ PURE = [
     "worker.engine.sequence", "worker.engine.slots",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}
-WITH_TORCH = ["worker.engine.*", "worker.estimate", "worker.nursery"]
+WITH_TORCH = ["worker.engine.*", "worker.divided", "worker.estimate", "worker.nursery"]
 
 
 def modules() -> dict[str, Path]:

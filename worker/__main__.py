@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,6 +18,7 @@ from worker import leash
 
 if TYPE_CHECKING:
     from worker import contract
+    from worker.ranks import Link, Ranks
 
 CRASHED = 1
 """Exit code of what nobody expected; to the router a crash, as any code that it does not know."""
@@ -61,30 +63,80 @@ def run(words: list[str]) -> int:
     if not words:
         print("worker: say what to do: download, convert, estimate or serve; see worker --help", file=sys.stderr)
         return 2
-    leashed, spawner = "--leashed" in words, _spawner(words)
+    leashed, spawner = "--leashed" in words, _number(words, "--spawner")
     if leashed and not spawner:
         print("worker: --leashed needs --spawner=PID, the process id of whoever starts this one", file=sys.stderr)
         return 2
     if words[0] == "nursery":
         return _nurse(words)
+    ranks, unforked = None, None
+    try:
+        ranks = _fork_ranks(words)
+    except OSError as error:
+        unforked = error
     tied = leash.take(leashed=leashed, spawner=spawner)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))  # asked to stop; nothing is half-done that needs an end
     try:
-        _dispatch(words, tied)
+        if unforked is not None:
+            raise unforked
+        _dispatch(words, tied, ranks)
     except BaseException as error:  # noqa: BLE001 - the end of the program: whatever it is becomes words and a code
         return _report(error, tied)
     return 0
 
 
-def _spawner(words: list[str]) -> int:
-    """The number after `--spawner`; 0: none. Looked up by hand, since parsing has to wait until the leash is taken."""
+def _number(words: list[str], option: str) -> int:
+    """The number after `option`; 0: none. Looked up by hand, since parsing has to wait until the leash is taken."""
     for number, word in enumerate(words):
         name, _, value = word.partition("=")
         value = value or "".join(words[number + 1 : number + 2])
-        if name == "--spawner" and value.isdecimal():
+        if name == option and value.isdecimal():
             return int(value)
     return 0
+
+
+def _fork_ranks(words: list[str]) -> "Ranks | None":
+    """The processes that follow this one, of a model that is divided: now, as there is only one thread here yet."""
+    count = _number(words, "--tensor-parallel") if words[0] == "serve" else 0
+    if count < 2:
+        return None
+    from worker.ranks import Ranks
+
+    return Ranks.fork(count, partial(_follow, words))
+
+
+def _follow(words: list[str], link: "Link") -> int:
+    """What a follower does, from its birth on; returns its exit code, which the leader has been told with the cause."""
+    import traceback
+
+    from worker import contract
+
+    try:
+        command = contract.from_argv(words)
+        assert isinstance(command, contract.Serve), "only those have ranks"
+        _log()
+        os.environ.update(_QUIET)
+        os.environ.pop("HF_TOKEN", None)
+        _prepare(command.threads)
+        from worker.engine import lockstep
+
+        lockstep.follow(command, link)
+    except BaseException as error:  # noqa: BLE001 - whatever it is becomes words and a code
+        code, message = diagnose(error)
+        if code == CRASHED:
+            traceback.print_exception(error)
+        link.fail(code, message)
+        return code
+    return 0
+
+
+def _log() -> None:
+    import logging
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request
 
 
 def _nurse(words: list[str]) -> int:
@@ -109,16 +161,13 @@ def _begin_forked(words: list[str]) -> NoReturn:
     main(words)
 
 
-def _dispatch(words: list[str], tied: leash.Leash) -> None:
+def _dispatch(words: list[str], tied: leash.Leash, ranks: "Ranks | None") -> None:
     began = time.monotonic()
-    import logging
 
     from worker import contract
     from worker.errors import StartError
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request
+    _log()
     try:
         command = contract.from_argv(words)
     except ValueError as error:
@@ -133,7 +182,11 @@ def _dispatch(words: list[str], tied: leash.Leash) -> None:
         return
     assert not isinstance(command, contract.Nursery), "it never takes this leash"
     _prepare(command.threads)
-    if isinstance(command, contract.Estimate):
+    if isinstance(command, contract.Estimate) and command.tensor_parallel > 1:
+        from worker import divided
+
+        tied.say(divided.divided_estimate(command))
+    elif isinstance(command, contract.Estimate):
         from worker import estimate
 
         tied.say(estimate.estimate(command))
@@ -143,7 +196,7 @@ def _dispatch(words: list[str], tied: leash.Leash) -> None:
         conversion.be_modest()
         tied.say(conversion.convert(command, tied.say))
     else:
-        _serve(command, tied, began)
+        _serve(command, tied, began, ranks)
 
 
 def _prepare(threads: int) -> None:
@@ -155,7 +208,7 @@ def _prepare(threads: int) -> None:
         os.environ[f"{library}_NUM_THREADS"] = str(threads)
 
 
-def _serve(command: "contract.Serve", tied: leash.Leash, began: float) -> None:
+def _serve(command: "contract.Serve", tied: leash.Leash, began: float, ranks: "Ranks | None") -> None:
     """Returns once the worker has been asked to stop and its running answers have ended. `began`: when its work did."""
     import asyncio
 
@@ -164,7 +217,11 @@ def _serve(command: "contract.Serve", tied: leash.Leash, began: float) -> None:
 
     if tied.leashed and not tied.token:
         raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
-    asyncio.run(_serve_until_told(command, tied, began))
+    try:
+        asyncio.run(_serve_until_told(command, tied, began, ranks))
+    finally:
+        if ranks is not None:
+            ranks.end()
 
 
 class Laps:
@@ -182,7 +239,7 @@ class Laps:
         self._at = now
 
 
-async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began: float) -> None:
+async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began: float, ranks: "Ranks | None") -> None:
     import asyncio
     import logging
 
@@ -204,7 +261,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         laps.over("standby")
     # By hand a line each second would only hide the others.
     pulse: Callable[[contract.Pulse], None] = tied.say if tied.leashed else lambda _: None
-    engine = TransformersEngine.load(command, prepared, progress=tied.say, pulse=pulse, over=laps.over)
+    engine = TransformersEngine.load(command, prepared, progress=tied.say, pulse=pulse, over=laps.over, ranks=ranks)
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
     laps.over("server")

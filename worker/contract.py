@@ -90,6 +90,8 @@ class ModelOptions:
     """By shard, in the worker's own numbering: `cpu`, `cuda:0`. The router hides all other devices."""
     layers: tuple[str, ...] = ()
     """How many layers each of several devices has, in their order; none: one device has them all."""
+    tensor_parallel: int = 1
+    """Processes (ranks) among which each matrix is divided: one for each device, or all of them on the CPU."""
     dtype: str = "auto"
     """auto, float32, float16, bfloat16. auto: the checkpoint's; float16 becomes float32 on the CPU."""
     quantization: str = "auto"
@@ -117,7 +119,7 @@ class ModelOptions:
     limit_images: int = 8
     """Images of one prompt at most, of a model that takes images; 0: none."""
     threads: int = 1
-    """torch threads of this process."""
+    """torch threads of this process, or of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

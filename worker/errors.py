@@ -15,6 +15,7 @@ WorkerError
 │   ├── SequenceFailed      500 internal               (one sequence; its neighbours go on)
 │   ├── UnsupportedByModel  501 unsupported_by_model
 │   └── Draining            503 draining
+├── RankLost                ends the process as a crash does
 └── StartError              ends the process with an exit code of `contract.Exit`
 """
 
@@ -102,6 +103,10 @@ class UnsupportedByModel(RequestError):
 
 class Draining(RequestError):
     status, type, reason = 503, "unavailable_error", "draining"
+
+
+class RankLost(WorkerError):
+    """One of the processes among which a model is divided has ended, or is out of step with the others."""
 
 
 class StartError(WorkerError):

@@ -142,7 +142,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         importlib.import_module("bitsandbytes")  # part of what a process takes
     tokenizer = loader.load_tokenizer(options)
     device = _device(options)
-    runtime = _resident_bytes(_dtype(options, config, _stored(options), device))
+    runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
     inherited = memory.inheritance.bytes()
     if options.layers or len(options.devices) > 1:
         shards, converts = trace_split(options, config)
@@ -181,11 +181,11 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
 
     Raises StartError for what cannot be served.
     """
-    device, stored = _device(options), _stored(options)
+    device, stored = _device(options), stored_tensors(options)
     scores = loader.is_cross_encoder(options, config)
     embeds = not scores and loader.is_embedder(options, config)
     cls = loader.model_class(options, config, embeds)
-    dtype = _dtype(options, config, stored, device)
+    dtype = dtype_of(options, config, stored, device)
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
     seeing = None if embeds or scores else _seeing(options, config)
     with FakeTensorMode():
@@ -231,7 +231,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
         compute = max(reordering, *(peak_bytes(step) for step in steps), 0)
-    gathered = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
+    gathered = repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
@@ -268,12 +268,12 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
     A tensor that is not where an operator wants it is an error here as it would be there: fake tensors have devices
     though there are none. Raises StartError for what cannot be served so.
     """
-    stored = _stored(options)
+    stored = stored_tensors(options)
     # of the processor's kind, for the reason in `trace`; there is no second processor, and need be none
     devices = [torch.device("cpu", index) if index else CPU for index in range(len(options.devices))]
     parts = loader.split_of(options, config, devices)
     assert parts is not None, "several devices"
-    dtype = _dtype(options, config, stored, torch.device(options.devices[0]))
+    dtype = dtype_of(options, config, stored, torch.device(options.devices[0]))
     cls = loader.model_class(options, config, embeds=False)
     ctx_size = engine.context_size(options, architectures.positions(config))
     with FakeTensorMode():
@@ -289,7 +289,7 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
             for device, peak in live_bytes(step).peaks.items():
                 peaks[device] = max(peaks[device], peak)
         context = [runner.bytes_on(device) for device in devices]
-    repeated = _repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
+    repeated = repeated_bytes(config, ctx_size, dtype) if architectures.backend(config) == "paged" else 0
     shards = [
         Shard(weights[device], pool, peaks[device], repeated) for device, pool in zip(devices, context, strict=True)
     ]
@@ -335,13 +335,13 @@ def _device(options: contract.ModelOptions) -> torch.device:
     return torch.device(options.devices[0])
 
 
-def _dtype(
+def dtype_of(
     options: contract.ModelOptions, config: Any, stored: list[tuple[torch.dtype, int]], device: torch.device
 ) -> torch.dtype:
     return loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
 
 
-def _repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
+def repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
     """Keys and values of one row, repeated for all heads: with a mask CUDA's kernels want them so (`attention`)."""
     shape = architectures.CacheShape.of(config)
     heads: int = config.num_attention_heads
@@ -375,6 +375,7 @@ def make_runner(
     ctx_size: int,
     tower: Tower | None = None,
     parts: split.Split | None = None,
+    ranks: int = 1,
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of the engine, with its cache."""
     attention.register()
@@ -387,7 +388,9 @@ def make_runner(
         model.get_encoder().config._attn_implementation = UNMASKED
     with LiveBytes():  # it knows what to say where the forward that shows the cache's shapes asks for a number
         try:
-            return backends.make_runner(model, config, options, ctx_size, CPU, caches=False, tower=tower, split=parts)
+            return backends.make_runner(
+                model, config, options, ctx_size, CPU, caches=False, tower=tower, split=parts, ranks=ranks
+            )
         except backends.Unsupported as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
 
@@ -416,7 +419,7 @@ def _parts(layer: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
-def _stored(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
+def stored_tensors(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
     """Type and number of elements of every tensor in the files, from their headers."""
     if options.load_format == "dummy":
         return []
@@ -931,7 +934,7 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
-def _resident_bytes(dtype: torch.dtype) -> int:
+def resident_bytes(dtype: torch.dtype) -> int:
     """Resident bytes of this process, once the libraries that compute have been used in earnest."""
     square = torch.ones(64, 64, dtype=dtype)
     for length in range(1, KERNELS + 1):  # one kernel for each shape, until their caches are full

@@ -120,6 +120,21 @@ def take(*, leashed: bool, spawner: int = 0) -> Leash:
     return tied
 
 
+def follow(leader: int) -> None:
+    """Give this process, which `leader` has just forked, to the leader: it lives as long, is asked to stop by nobody
+    else, has nothing on stdin and no event channel."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the whole group gets them, and the leader has answers to finish
+    bind(leader)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    _volunteer_for_the_oom_killer()
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
 def bind(spawner: int) -> None:
     """From here on the kernel kills this process as soon as the thread that started it has ended.
 

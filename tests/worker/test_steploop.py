@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import torch
 
 from worker import contract
 from worker.detokenize import Answer
+from worker.engine import memory
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.kv_cache import Rows
 from worker.engine.pace import Pace
@@ -125,7 +127,7 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
         if len(heard) == 3:
             enough.set()
 
-    loop = StepLoop(Counting(), Outbox(), pulse=hear, devices=("cpu",), threads=1, interval=0.02)
+    loop = StepLoop(Counting(), Outbox(), pulse=hear, measured=partial(memory.measured, ()), threads=1, interval=0.02)
     try:
         assert await asyncio.to_thread(enough.wait, DEADLINE)
     finally:

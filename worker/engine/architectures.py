@@ -77,6 +77,27 @@ ALIGNED = frozenset(
 )
 """`model_type` of the rest that is verified."""
 
+DIVIDED = frozenset(
+    {
+        "cohere",
+        "exaone4",
+        "gemma",
+        "gemma3_text",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo",
+        "phi",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    }
+)
+"""`model_type` of those whose matrices may be divided among ranks (`slices`): tests/worker/test_tensor_parallel.py has
+compared the text of each."""
+
 VERIFIED = PAGED | ALIGNED
 """tests/worker/test_engine_equality.py has one of each."""
 

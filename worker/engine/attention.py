@@ -29,7 +29,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from worker.engine import kernels
 from worker.engine.kv_cache import BLOCK_TOKENS, Table, home_stride
 from worker.engine.memory import claim, upload
-from worker.engine.scheduler import Batch, Segment
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
@@ -113,7 +112,7 @@ class Pool:
         source, target = (upload([pair[side] for pair in pairs], torch.int64, self._store.device) for side in (0, 1))
         blocks.index_copy_(2, target, blocks.index_select(2, source))
 
-    def lay_out(self, batch: Batch) -> "Packed":
+    def lay_out(self, batch: Sequence["Piece"]) -> "Packed":
         """The layout of a step."""
         return Packed.of(batch, self, self._store.device)
 
@@ -182,6 +181,19 @@ class _View:
     tokens: int
 
 
+class Piece(Protocol):
+    """A run of a sequence's tokens, as far as attention needs to know of it: a segment of a step."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def table(self) -> Table | None: ...
+
+
 class Layout(Protocol):
     """Where the tokens of a step lie: what transformers hands through to our attention."""
 
@@ -218,7 +230,7 @@ class Packed:
     """Of decodes, by window, query heads and whether the kernel can merge; likewise."""
 
     @classmethod
-    def of(cls, batch: Batch, pool: Pool, device: torch.device) -> "Packed":
+    def of(cls, batch: Sequence["Piece"], pool: Pool, device: torch.device) -> "Packed":
         """Layout of `batch`, whose segments have tables; those of one token should come first."""
         slots: list[int] = []
         for segment in batch:
@@ -375,7 +387,7 @@ class Packed:
         return first, self.masks[key]
 
 
-def _table(segment: Segment) -> Table:
+def _table(segment: Piece) -> Table:
     assert segment.table is not None, "this cache has blocks"
     return segment.table
 

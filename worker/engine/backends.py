@@ -52,13 +52,14 @@ def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) 
 
 
 def make_pool(
-    config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device, *, layers: int | None = None
+    config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device, *, layers: int | None = None, ranks: int = 1
 ) -> attention.Pool:
-    """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all."""
+    """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all; of one of `ranks`
+    that each have as many of its heads."""
     shape = architectures.CacheShape.of(config)
     return attention.Pool(
         layers=shape.layers if layers is None else layers,
-        kv_heads=shape.kv_heads,
+        kv_heads=shape.kv_heads // ranks,
         head_dim=shape.head_dim,
         rows=blocks.rows,
         blocks=blocks.count,
@@ -77,18 +78,20 @@ def make_runner(
     caches: bool,
     tower: Tower | None = None,
     split: Split | None = None,
+    ranks: int = 1,
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of this architecture, its cache allocated, and what that has room for.
 
     `caches`: prefixes are kept for whoever begins alike, where there are blocks to keep. An aligned cache has rows in
     place of blocks: as many as `kv_tokens` has room for, and keeps no prefixes. `tower`: of a model that takes images,
-    which are all aligned. `split`: of a model on several devices. Raises StartError if a request would not fit,
-    Unsupported if the model's cache is not one that we know.
+    which are all aligned. `split`: of a model on several devices; `ranks`: of one that is divided among so many. Raises
+    StartError if a request would not fit, Unsupported if the model's cache is not one that we know.
     """
     blocks = make_blocks(options, ctx_size, caches=caches)
     if architectures.backend(config) == "paged":
         if split is None:
-            return PackedRunner(model, make_pool(config, blocks, model.dtype, device), blocks, device), blocks
+            pool = make_pool(config, blocks, model.dtype, device, ranks=ranks)
+            return PackedRunner(model, pool, blocks, device), blocks
         each = zip(split.devices, split.layers, strict=True)
         pools = Pools([make_pool(config, blocks, model.dtype, at, layers=count) for at, count in each], split)
         return PackedRunner(model, pools, blocks, device, tail_of(model, split)), blocks

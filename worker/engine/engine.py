@@ -24,14 +24,16 @@ import transformers
 from worker import contract
 from worker.contract import Exit
 from worker.detokenize import Answer, TokenBytes
-from worker.engine import architectures, attention, backends, encoders, loader, memory
+from worker.engine import architectures, attention, backends, encoders, loader, lockstep, memory, slices
 from worker.engine.adapters import Adapters
+from worker.engine.aligned import AlignedRunner
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.linears import Linears
+from worker.engine.lockstep import Leader
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
@@ -53,6 +55,7 @@ from worker.errors import (
 )
 from worker.generation import Delta, Generation, Occupancy, Sampling, Text, TokenLogprob
 from worker.images import TEXT_ONLY
+from worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +135,10 @@ class TransformersEngine:
             assert encoder is not None
             work = self._embedding = Embedding(encoder.encoder, outbox, budget=options.prefill_chunk)
         self.encoding = encoder.encoding if encoder is not None else None
-        self._loop = StepLoop(work, outbox, pulse=pulse, devices=options.devices, threads=options.threads)
+        self._leader = runner if isinstance(runner, Leader) else None
+        self._loop = StepLoop(work, outbox, pulse=pulse, measured=self._measure, threads=options.threads)
+        if self._leader is not None:
+            self._leader.on_lost(self._loop.fail)
 
     @staticmethod
     def prepare(options: contract.Serve, *, over: Callable[[str], None] = lambda stage: None) -> "Prepared":
@@ -160,20 +166,24 @@ class TransformersEngine:
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None] = lambda stage: None,
         ahead: bool | None = None,
+        ranks: Ranks | None = None,
     ) -> "TransformersEngine":
         """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
         warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
         tokenizer, read, build, warmup; some go hand in hand, and end several times). `prepared` for the same options,
         but for what `contract.Go` changes; None: that is done now. `ahead`: whether a step is launched before the one
-        in front has landed; None: on accelerators. Raises StartError.
+        in front has landed; None: on accelerators. `ranks`: the followers, of a model that is divided. Raises
+        StartError, and RankLost if one of those ends.
         """
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
         loader.devices_of(options)
-        memory.cap(options.devices, options.reserved)
+        memory.cap(options.devices[: 1 if options.tensor_parallel > 1 else None], options.reserved)
         if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
+            if options.tensor_parallel > 1:
+                raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
             return cls._load_encoder(options, prepared, progress, pulse, over)
-        return cls._load_generator(options, prepared, progress, pulse, over, ahead)
+        return cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
 
     @classmethod
     def _load_generator(
@@ -184,26 +194,33 @@ class TransformersEngine:
         pulse: Callable[[contract.Pulse], None],
         over: Callable[[str], None],
         ahead: bool | None,
+        ranks: Ranks | None,
     ) -> "TransformersEngine":
         config = prepared.config
         attention.register()
         implementation = backends.implementation(options.attention, config)
-        loaded = loader.load_model(options, config, implementation, progress, over, prepared.built)
         ctx_size = context_size(options, architectures.positions(config))
+        share = lockstep.begin(options, ctx_size, ranks) if slices.wanted(options, config) > 1 else None
+        loaded = loader.load_model(options, config, implementation, progress, over, prepared.built, share)
         rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
         processor, blind = see(options, config, prepared.tokenizer)
         try:
             tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
-            backend, capacity = backends.make_runner(
-                loaded.model,
-                config,
-                options,
-                ctx_size,
-                loaded.device,
-                caches=options.prefix_caching,
-                tower=tower,
-                split=loaded.split,
-            )
+            backend: PackedRunner | AlignedRunner
+            capacity: Capacity
+            if share is not None and ranks is not None:
+                backend, capacity = lockstep.lead(loaded, config, options, ctx_size, ranks, share[1], progress)
+            else:
+                backend, capacity = backends.make_runner(
+                    loaded.model,
+                    config,
+                    options,
+                    ctx_size,
+                    loaded.device,
+                    caches=options.prefix_caching,
+                    tower=tower,
+                    split=loaded.split,
+                )
             pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
             adapters = backends.make_adapters(
@@ -214,10 +231,10 @@ class TransformersEngine:
                     log.warning("adapter %s cannot be used: %s", name, wrong)
             linears = (
                 None
-                if options.enforce_eager or loaded.split is not None
+                if options.enforce_eager or loaded.split is not None or share is not None
                 else Linears(loaded.model, let_go=loaded.let_go)
             )
-            if isinstance(backend, PackedRunner):
+            if isinstance(backend, PackedRunner) and share is None:
                 backend.flash = backends.choose_flash(options, config, backend, loaded.split)
             runner: Runner = backend
             over("build")
@@ -231,7 +248,7 @@ class TransformersEngine:
                     "%s layers on %s: steps are not recorded as CUDA graphs",
                     *map(",".join, (options.layers, options.devices)),
                 )
-            elif isinstance(backend, PackedRunner) and records:
+            elif isinstance(backend, PackedRunner) and records and share is None:
                 runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
         except (NotImplementedError, backends.Unsupported) as error:
             raise StartError(
@@ -265,7 +282,7 @@ class TransformersEngine:
             adapters=adapters,
             vision=eyes,
             blind=blind,
-            ahead=loaded.device.type != "cpu" if ahead is None else ahead,
+            ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
         )
 
     @classmethod
@@ -307,7 +324,10 @@ class TransformersEngine:
 
     @property
     def measured(self) -> dict[str, int]:
-        return memory.measured(self._options.devices)
+        return self._measure()
+
+    def _measure(self) -> dict[str, int]:
+        return self._leader.measured() if self._leader is not None else memory.measured(self._options.devices)
 
     @property
     def later(self) -> int:
@@ -326,6 +346,8 @@ class TransformersEngine:
     async def close(self) -> None:
         """Stop the step loop; whatever runs ends with Draining. Returns once the current step is over."""
         await asyncio.to_thread(self._loop.close)
+        if self._leader is not None:
+            await asyncio.to_thread(self._leader.end)
         self._grammars.close()
         if self.vision is not None:
             self.vision.close()
@@ -604,7 +626,7 @@ def _check(options: contract.Serve) -> None:
     if options.attention not in backends.ATTENTION:
         raise StartError(f"attention {options.attention!r} is none of {', '.join(backends.ATTENTION)}", Exit.USAGE)
     least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
-             "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0}  # fmt: skip
+             "tensor_parallel": 1, "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0}  # fmt: skip
     for name, smallest in least.items():
         if getattr(options, name) < smallest:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)

@@ -20,7 +20,8 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import architectures, layout, memory, split, staging, weights
+from worker.engine import architectures, layout, memory, slices, split, staging, weights
+from worker.engine.slices import Group, Slice
 from worker.engine.split import Split
 from worker.errors import StartError
 
@@ -238,27 +239,31 @@ def load_model(
     report: Report,
     over: Callable[[str], None] = lambda stage: None,
     built: Built | None = None,
+    share: tuple[Slice, Group] | None = None,
 ) -> Loaded:
     """The model of `config` with its weights, in evaluation mode; `attention` by transformers' name, None: its default.
 
     Progress counts bytes of weights; `over` is told of the ends of `read` and `build`, of each several times, as they
-    go hand in hand. `built` by `build`, for the same options. Raises StartError; Exit.DAMAGED for files cut short,
-    DEVICE_MEMORY and HOST_MEMORY where memory ran out.
+    go hand in hand. `built` by `build`, for the same options. `share`: which slice of each matrix is to be here, and
+    who has the others. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY where memory
+    ran out.
     """
     devices = devices_of(options)
-    device = devices[0]
+    device = devices[0] if share is None else device_of(options, share[0].rank)
     embeds = is_embedder(options, config)
-    parts = split_of(options, config, devices)
+    parts = split_of(options, config, devices) if share is None else None
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
-        if built is not None:
+        if built is not None and share is None:
             model = _filled(built, device, parts, report, over)
             return Loaded(model, model.config, device, built.dtype, embeds, tuple(built.files), parts)
         cls = model_class(options, config, embeds)
         files: tuple[weights.WeightFile, ...] = ()
         with quiet():
-            if options.load_format == "dummy":
+            if share is not None:
+                model, dtype, files = _divided(cls, options, config, device, share, report, over)
+            elif options.load_format == "dummy":
                 model, dtype = _random(cls, options, config, device, parts)
             elif is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
@@ -272,6 +277,19 @@ def load_model(
                 f"no memory for the weights on {', '.join(options.devices)}: {memory.one_line(error)}", where
             ) from error
         raise
+
+
+def device_of(options: contract.ModelOptions, rank: int) -> torch.device:
+    """The device of one rank of a divided model. Raises StartError if there is none for it."""
+    devices = devices_of(options)
+    if devices[0].type == "cpu" and len(devices) == 1:
+        return devices[0]
+    if len(devices) != options.tensor_parallel:
+        raise StartError(
+            f"--tensor-parallel={options.tensor_parallel} wants as many devices, and --devices names {len(devices)}",
+            Exit.USAGE,
+        )
+    return devices[rank]
 
 
 def split_of(options: contract.ModelOptions, config: Any, devices: Sequence[torch.device]) -> Split | None:
@@ -486,6 +504,61 @@ def _stored(
         over("read")
     _let_go_of_others(opened, model)
     return model, dtype, tuple(opened)
+
+
+def _divided(
+    cls: Any,
+    options: contract.ModelOptions,
+    config: Any,
+    device: torch.device,
+    share: tuple[Slice, Group],
+    report: Report,
+    over: Callable[[str], None],
+) -> tuple[Any, torch.dtype, tuple[weights.WeightFile, ...]]:
+    """The slices of one rank. The model is built around mapped files, of which nothing is read; of those bytes that the
+    slices are, each becomes memory once."""
+    opened: list[weights.WeightFile] = []
+    if options.load_format == "dummy":
+        model, dtype = _random(cls, options, config, torch.device("cpu"), None)
+    else:
+        opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
+        dtype = _dtype(options, config, opened, device)
+        stored = next((file.floating for file in opened if file.floating), dtype)
+        views = {name: tensor for file in opened for name, tensor in file.tensors()}
+        model = build_around(cls, config, views, stored, embeds=False)
+        views.clear()
+    slices.divide(model, *share)
+    over("build")
+    total, done = sum(each.numel() * dtype.itemsize for each in model.parameters()), 0
+    told = partial(_tell_weights, report, total)
+    told(0)
+    for parameter in model.parameters():
+        parameter.data = _owned(parameter.data, opened, dtype, device)
+        done += parameter.nbytes
+        told(min(done, total - 1))
+    if device.type != "cpu":
+        staging.move(model, opened, device)
+    told(total)
+    over("read")
+    return model, dtype, tuple(opened)
+
+
+def _owned(
+    view: torch.Tensor, opened: Sequence[weights.WeightFile], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A slice in memory of its own. One that is a run of a file, and has the right type, stays as it lies: on the CPU
+    those pages are its memory; a device gets it later, with all others of that kind."""
+    storage = view.untyped_storage()
+    lies_in_file = any(file.offset(view) is not None for file in opened)
+    if view.is_contiguous() and view.dtype == dtype and (lies_in_file or view.nbytes == storage.nbytes()):
+        if device.type == "cpu" and view.numel():  # a step that waits for a disk would look like one that hangs
+            view.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
+        return view
+    mine = torch.empty(view.shape, dtype=dtype, device=device).copy_(view)
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for file in opened:
+        file.let_go(whole)
+    return mine
 
 
 def is_quantized(options: contract.ModelOptions, config: Any) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from worker.contract import Exit
-from worker.errors import StartError
+from worker.errors import RankLost, StartError
 
 CUDA_CONTEXT_BYTES = 512 << 20
 """A guess (published figures: 100 to 600 MiB by card and driver); a process cannot see its own context's size."""
@@ -201,7 +201,10 @@ def one_line(error: BaseException, most: int = 240) -> str:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether `error` leaves the CUDA context unusable for the rest of this process."""
+    """Whether after `error` nothing can be computed by this process any more: its CUDA context is unusable, or a rank
+    of its model is lost."""
+    if isinstance(error, RankLost | StartError):
+        return True
     if is_exhausted(error):
         return False
     return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))

@@ -3,7 +3,8 @@
 Law: it holds tensors and decides nothing; what is in a batch, and in which row, the scheduler says.
 """
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +43,13 @@ class Runner(Protocol):
 
     def forget(self, row: int) -> None:
         """The sequence of `row` has ended, was cancelled or preempted: what the row holds is void."""
+
+
+class Chores(NamedTuple):
+    """Blocks to be seen to before a step: erased, and then copied, the first of each pair into the second."""
+
+    erased: Sequence[int]
+    copied: Sequence[tuple[int, int]]
 
 
 class PackedRunner:
@@ -121,17 +129,22 @@ class PackedRunner:
         logits: torch.Tensor = out.logits[0]
         return logits.float()
 
-    def tidy(self, batch: Batch) -> None:
-        """Blocks that are to be copied or erased before anything is computed; done once, so a step can be repeated."""
-        spoiled = self._blocks.take_spoiled()
-        if spoiled:
-            self._cache.erase(spoiled)
+    def tidy(self, batch: Batch) -> Chores:
+        """What had to be done before anything is computed, and is now; done once, so a step can be repeated."""
         tables = [segment.table for segment in batch if segment.table is not None]
-        pairs = [table.copy for table in tables if table.copy is not None]
-        if pairs:
-            self._cache.copy(pairs)
+        copied = [table.copy for table in tables if table.copy is not None]
+        chores = Chores(self._blocks.take_spoiled(), copied)
+        self.carry_out(chores)
+        if copied:
             for table in tables:
                 table.copy = None
+        return chores
+
+    def carry_out(self, chores: Chores) -> None:
+        if chores.erased:
+            self._cache.erase(chores.erased)
+        if chores.copied:
+            self._cache.copy(chores.copied)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return upload(values, torch.int64, self.device)

@@ -21,7 +21,7 @@ import torch
 from worker import contract
 from worker.contract import Exit
 from worker.engine import memory
-from worker.errors import Draining, RequestError, StartError
+from worker.errors import Draining, RankLost, RequestError, StartError
 from worker.generation import Occupancy
 
 PULSE_INTERVAL = 1.0
@@ -110,17 +110,18 @@ class StepLoop:
         outbox: Outbox,
         *,
         pulse: Callable[[contract.Pulse], None],
-        devices: tuple[str, ...],
+        measured: Callable[[], dict[str, int]],
         threads: int,
         interval: float = PULSE_INTERVAL,
     ):
         self._interval = interval
         self._work, self._outbox = work, outbox
-        self._pulse, self._devices, self._threads = pulse, devices, threads
+        self._pulse, self._measured, self._threads = pulse, measured, threads
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._closing = False
+        self._failure: Exception | None = None
         self._has_ended = False
         self._steps = 0
         self._prefill, self._decode = Rate(), Rate()
@@ -141,6 +142,11 @@ class StepLoop:
         self._wake.set()
         return True
 
+    def fail(self, error: Exception) -> None:
+        """Have the loop die of `error` as if its next step had raised it. From any thread."""
+        self._failure = error
+        self._wake.set()
+
     def close(self) -> None:
         """End all work with Draining; returns once the thread has ended, after its current step."""
         self._closing = True
@@ -155,7 +161,11 @@ class StepLoop:
         except Exception as error:
             log.exception("the step loop has died")
             self._end(Draining("the engine has failed and its worker is being replaced"))
-            if memory.is_sticky(error):
+            if isinstance(error, RankLost):
+                self.fatal.set_exception(error)
+            elif isinstance(error, StartError):
+                self.fatal.set_result(error)
+            elif memory.is_sticky(error):
                 self.fatal.set_result(StartError(f"the device is lost: {memory.one_line(error)}", Exit.POISONED))
             elif isinstance(error, NotImplementedError):  # of a model whose load computed nothing
                 self.fatal.set_result(StartError(f"this architecture cannot be served: {memory.one_line(error)}"))
@@ -176,6 +186,8 @@ class StepLoop:
                 self._say()
                 due = time.monotonic() + self._interval
             self._wake.clear()
+            if self._failure is not None:
+                raise self._failure
             self._run_commands()
             self._note()
             if self._work.has_work:
@@ -201,7 +213,7 @@ class StepLoop:
                 steps=now.steps,
                 running=now.running,
                 waiting=now.waiting,
-                measured=memory.measured(self._devices),
+                measured=self._measured(),
                 later=report.later + memory.yet_to_copy(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),

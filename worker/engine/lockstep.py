@@ -1,0 +1,205 @@
+"""A divided model at work: the leader has all ranks compute the same step, each with its slices and its heads' keys.
+
+What a step is, the host's numbers say: tokens, where each sequence's lie in the pool, what to erase and copy before.
+The leader tells them and computes its own part; sums and logits come together on the way (`slices`). Only the leader
+has sequences, a scheduler and a sampler; a follower knows blocks by number, and its pool has the same ones.
+
+Law: whoever has failed in a step is out of step for good, as others wait for its sums. So a rank that fails ends the
+worker, and nothing is tried again.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from worker import contract
+from worker.engine import attention, backends, loader, memory, slices
+from worker.engine.attention import Pool
+from worker.engine.kv_cache import Blocks, Run, Table
+from worker.engine.memory import upload
+from worker.engine.peers import Peers
+from worker.engine.runner import Chores, PackedRunner
+from worker.engine.scheduler import Batch
+from worker.engine.slices import Slice
+from worker.errors import RankLost, StartError, WorkerError
+from worker.ranks import DEVICE_BYTES, HOST_BYTES, LOADED_BYTES, Link, Ranks
+
+log = logging.getLogger(__name__)
+
+NCCL_BYTES = 256 << 20
+"""Of each device, which NCCL takes for its channels, from no allocator that torch sees. A guess until measured."""
+
+
+class Stretch(NamedTuple):
+    """Tokens of one sequence: see `attention.Piece`."""
+
+    start: int
+    length: int
+    logits: int
+    """At how many of its last positions logits are wanted."""
+    runs: tuple[tuple[int, int, int], ...]
+    """Of its blocks, as `kv_cache.Run` has them."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def table(self) -> Table:
+        return Table(runs=[Run(*each) for each in self.runs])
+
+
+class Step(NamedTuple):
+    """What a follower computes."""
+
+    chores: Chores
+    tokens: Sequence[int]
+    stretches: Sequence[Stretch]
+
+    @classmethod
+    def of(cls, batch: Batch, chores: Chores) -> "Step":
+        tokens: list[int] = []
+        stretches = []
+        for segment in batch:
+            assert segment.table is not None, "this cache has blocks"
+            tokens.extend(segment.sequence.tokens[segment.start : segment.end])
+            runs = tuple((run.first, run.block, run.count) for run in segment.table.runs)
+            stretches.append(Stretch(segment.start, segment.length, segment.logits, runs))
+        return cls(chores, tokens, stretches)
+
+
+class Leader(PackedRunner):
+    """Computes a step together with all followers."""
+
+    def __init__(self, model: Any, pool: Pool, blocks: Blocks, device: torch.device, ranks: Ranks, peers: Peers):
+        super().__init__(model, pool, blocks, device)
+        self._ranks, self._peers = ranks, peers
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Runner.run`; returns once the device is through, as what it gives is worth nothing if a rank is lost
+        meanwhile. Raises RankLost, or StartError for a follower that said with which exit code the process is to end.
+        """
+        assert fed is None, "steps of a divided model are not launched ahead"
+        self._ranks.tell(Step.of(batch, self.tidy(batch)))
+        try:
+            logits = super().run(batch)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        except Exception as error:
+            if memory.is_exhausted(error):
+                raise RankLost(f"rank 0 of {self._ranks.count}: {memory.one_line(error)}") from error
+            raise self._ranks.why() from error
+        if self._ranks.lost is not None:
+            raise self._ranks.lost
+        return logits
+
+    def measured(self) -> dict[str, int]:
+        """Peak bytes by device name, of all ranks."""
+        found = memory.measured((str(self.device),))
+        found["cpu"] += sum(self._ranks.figures(HOST_BYTES))
+        if self.device.type == "cuda":
+            found[str(self.device)] += NCCL_BYTES
+            found |= {f"cuda:{rank}": size for rank, size in enumerate(self._ranks.figures(DEVICE_BYTES), start=1)}
+        return found
+
+    def on_lost(self, tell: Callable[[WorkerError], None]) -> None:
+        """`tell` will be called once, by some thread, if a rank is lost."""
+        self._ranks.on_lost(tell)
+
+    def end(self) -> None:
+        """Returns once there are no followers any more."""
+        self._ranks.end()
+        self._peers.part()
+
+
+def begin(options: contract.Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Peers]:
+    """Have all followers load: the leader's own slice, and its way to the others, whom it has not met yet."""
+    if ranks is None:
+        raise StartError(f"--tensor-parallel={options.tensor_parallel}: the ranks were not started with this process")
+    ranks.tell((replace(options, ctx_size=ctx_size), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return Slice(0, ranks.count), Peers(0, ranks.count, loader.device_of(options, 0))
+
+
+def lead(
+    loaded: loader.Loaded,
+    config: Any,
+    options: contract.Serve,
+    ctx_size: int,
+    ranks: Ranks,
+    peers: Peers,
+    progress: Callable[[contract.Progress], None],
+) -> tuple[Leader, Blocks]:
+    """The leader's runner, once all have loaded and met. Raises StartError, or RankLost."""
+    own = sum(each.nbytes for each in loaded.model.parameters())
+
+    def told(done: int) -> None:
+        progress(contract.Progress(stage="weights", done=own + done, total=max(own * ranks.count, own + done)))
+
+    ranks.until_ready(told)
+    ranks.watch(peers.abort)
+    ranks.tell("meet")
+    peers.meet(ranks.store)
+    blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
+    pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count)
+    log.info("%d ranks, the followers processes %s", ranks.count, ", ".join(map(str, ranks.pids)))
+    return Leader(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
+
+
+def follow(options: contract.Serve, link: Link) -> None:
+    """Load a slice, and compute with it what the leader says, until that one is gone. `options`: as far as they are
+    known at birth. Raises StartError, and what a step raises."""
+    torch.set_num_threads(options.threads)
+    memory.keep_small()
+    attention.register()
+    told: tuple[contract.Serve, str | None] = link.hear()
+    options, visible = told
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    config = loader.load_config(options)
+    device = loader.device_of(options, link.rank)
+    memory.cap((str(device),), options.reserved)
+    share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
+    implementation = backends.implementation(options.attention, config)
+
+    def report(progress: contract.Progress) -> None:
+        link.note(LOADED_BYTES, progress.done)
+
+    loaded = loader.load_model(options, config, implementation, report, share=share)
+    blocks = backends.make_blocks(options, options.ctx_size, caches=False)
+    pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count)
+    runner = PackedRunner(loaded.model, pool, blocks, device)
+    helps = slices.is_divided(loaded.model, link.count)
+    _note(link, device)
+    link.ready()
+    link.hear()
+    share[1].meet(link.store)
+    while True:
+        _compute(runner, link.hear(), helps=helps)
+        _note(link, device)
+
+
+@torch.inference_mode()
+def _compute(runner: PackedRunner, step: Step, *, helps: bool) -> None:
+    """A follower's part of a step; with logits only where it `helps` with them."""
+    runner.carry_out(step.chores)
+    positions: list[int] = []
+    wanted: list[int] = []
+    for stretch in step.stretches:
+        positions.extend(range(stretch.start, stretch.end))
+        wanted.extend(range(len(positions) - stretch.logits, len(positions)))
+    tokens, places, logits = (
+        upload(each, torch.int64, runner.device) for each in (step.tokens, positions, wanted if helps else ())
+    )
+    runner.forward(tokens, places, logits, runner.pool.lay_out(step.stretches))
+
+
+def _note(link: Link, device: torch.device) -> None:
+    own = memory.measured((str(device),))
+    link.note(HOST_BYTES, own["cpu"])
+    if device.type == "cuda":
+        link.note(DEVICE_BYTES, own[str(device)] + NCCL_BYTES)
