@@ -626,7 +626,8 @@ def _check(options: contract.Serve) -> None:
     if options.attention not in backends.ATTENTION:
         raise StartError(f"attention {options.attention!r} is none of {', '.join(backends.ATTENTION)}", Exit.USAGE)
     least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
-             "tensor_parallel": 1, "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0}  # fmt: skip
+             "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0,
+             "tensor_parallel": 1}  # fmt: skip
     for name, smallest in least.items():
         if getattr(options, name) < smallest:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)
