@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from router.errors import WorkerCrashed
-from router.life import Files, Worker
 from router.wire import WireError
+from router.worker import Worker
+from router.world import Files
 from worker.contract import AdapterSource
 from worker.routes import ADAPTERS_PATH, TOKEN_HEADER
 

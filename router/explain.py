@@ -5,8 +5,8 @@ from typing import Any
 
 from router.errors import DoesNotFit
 from router.ledger import HOST, SLOTS, Device, DeviceId
-from router.life import Worker
 from router.planner import Demand, Plan, Refusal, Shortage
+from router.worker import Worker
 
 MIB = 1 << 20
 

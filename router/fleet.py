@@ -19,6 +19,7 @@ from typing import Any, Self
 from router import backoff, planner, standby
 from router.backoff import Failure
 from router.calibration import Calibration
+from router.costs import weigh
 from router.errors import (
     AlreadyRunning,
     ApiError,
@@ -37,11 +38,13 @@ from router.explain import does_not_fit, numbers, preview, shortages
 from router.holding import Holding, Wish, hold, make_room
 from router.launchers import Launcher, NotHeld, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
-from router.life import Again, Files, Worker, end, live, lost_error, take, tell, weigh
+from router.life import Again, end, live, lost_error, take
 from router.lifecycle import State
 from router.model import COPY_PAUSE, Model
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
+from router.worker import Worker, tell
+from router.world import Files
 from worker.contract import Exit
 
 log = logging.getLogger("router.fleet")

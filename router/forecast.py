@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from router import calibration, checkpoint, life, presets, remote, split
+from router import calibration, checkpoint, commands, costs, presets, remote, split
 from router import estimate as estimates
 from router.calibration import Calibration
 from router.catalogue import LocalDisk, find_snapshot
@@ -106,7 +106,7 @@ def forecast(
     finally:
         devices.close()
     margin = settings.models_memory_margin.get("", 0)
-    places = life.devices_of(preset, readings)
+    places = costs.devices_of(preset, readings)
     on_host = all(place.index == HOST for place in places)
     known = Calibration(state / "estimates.json") if (state / "estimates.json").is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
@@ -119,8 +119,8 @@ def forecast(
         if exact and not is_here:
             raise ForecastError(f"{preset.id}: --exact wants the files here; `router` fetches them on first use")
         room = {each.id: _capacity(each, margins.get(each.id, margin), limits.get(each.id)) for each in readings}
-        bounds = split.bounded(preset, life.in_order(preset, readings, places), room)
-        for choice in split.choices(facts, preset, places, life.in_order(preset, readings, places), room):
+        bounds = split.bounded(preset, costs.in_order(preset, readings, places), room)
+        for choice in split.choices(facts, preset, places, costs.in_order(preset, readings, places), room):
             found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
             if exact and found.source in ("static", "weights", "exact"):
                 found = _exactly(preset, facts, str(folder), environ, on_host=on_host, layers=choice.layers)
@@ -148,7 +148,7 @@ def forecast(
         files=files,
         is_here=is_here,
         estimate=found,
-        forked=settings.nursery and life.program_of(preset, preset.id).may_fork and not exact,
+        forked=settings.nursery and commands.program_of(preset, preset.id).may_fork and not exact,
         tokens=0 if estimates.embeds(facts, preset) else estimates.effective_ctx(facts, preset),
         dtype=estimates.compute_dtype(facts, preset, on_host=on_host),
         rooms=rooms,
@@ -200,13 +200,13 @@ def cost(
     does for it, too.
     """
     on_host = all(place.index == HOST for place in choice.devices)
-    forked = nursery and life.program_of(preset, preset.id).may_fork
-    threads = life.threads(preset, on_host=on_host)
+    forked = nursery and commands.program_of(preset, preset.id).may_fork
+    threads = commands.threads(preset, on_host=on_host)
     static = estimates.estimate(facts, preset, layers=choice.layers, on_host=on_host, threads=threads, forked=forked)
     if static.sure or known is None:
         return static
     names = {reading.id: reading.name for reading in readings}
-    kinds = ["cpu"] if on_host else life.kinds_of(choice, names)
+    kinds = ["cpu"] if on_host else costs.kinds_of(choice, names)
     keys = [calibration.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
     found = (known.learned(key) or known.exact(key) for key in keys)
     best = next((each for each in found if each is not None and len(each.shards) == choice.shards), static)
@@ -249,9 +249,9 @@ def _exactly(
     layers: tuple[int, ...],
 ) -> Estimate:
     """What `worker estimate` says, in a process with the environment that a worker gets."""
-    command = life.model_options(contract.Estimate, preset, facts, folder, on_host=on_host, layers=layers)
+    command = commands.model_options(contract.Estimate, preset, facts, folder, on_host=on_host, layers=layers)
     argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
-    threads = life.threads(preset, on_host=on_host)
+    threads = commands.threads(preset, on_host=on_host)
     env = environment.environment(
         environ, "estimate", tag="estimate", visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
     )
@@ -298,7 +298,7 @@ def _beside(
         if other.id == preset.id or folder is None:
             continue
         try:
-            its = life.devices_of(other, readings)
+            its = costs.devices_of(other, readings)
             whole = split.Choice(devices=its)
             cheapest = cost(other, _facts(other, Path(folder)), whole, readings, known, nursery=settings.nursery)
             needs = max(cheapest.shards)

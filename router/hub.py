@@ -25,11 +25,11 @@ from router.errors import (
 )  # fmt: skip
 from router.events import Event
 from router.fleet import Model
-from router.life import Worker
 from router.lifecycle import State
 from router.presets import Found, Preset, repository
 from router.settings import Key
 from router.site import Site
+from router.worker import Worker
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from router.events import Event, EventLog
 from router.fleet import Fleet
 from router.ledger import LOCAL, SLOTS, DeviceId
-from router.life import estimated
 from router.lifecycle import State
+from router.worker import estimated
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -9,9 +9,9 @@ from math import inf
 
 from router.backoff import Crashes, Failure
 from router.holding import Holding, Wish
-from router.life import Worker
 from router.lifecycle import State
 from router.presets import Preset
+from router.worker import Worker
 
 COPY_PAUSE = 15.0
 """Seconds until a further copy is thought of again after one found no room, or failed."""

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Protocol
 
 from router import estimate as estimates
+from router.commands import options, program_of
 from router.conversions import can_be_converted
+from router.costs import weigh
 from router.errors import RouterError
 from router.estimate import Checkpoint
 from router.events import Event
 from router.fleet import Fleet
 from router.launchers import WorkerLost
 from router.ledger import HOST
-from router.life import FETCHED, Worker, options, program_of, weigh
+from router.life import FETCHED
 from router.lifecycle import State
 from router.presets import Preset
+from router.worker import Worker
 from worker import contract
 
 log = logging.getLogger("router.preparation")

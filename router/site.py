@@ -24,12 +24,13 @@ from router.estimate import Checkpoint, EstimateError, effective_ctx
 from router.events import Event, EventLog
 from router.fleet import Fleet, Model
 from router.launchers import Launcher
-from router.life import Files, Worker
 from router.lifecycle import State
 from router.log import Ring
 from router.names import Names, choose
 from router.presets import REGISTERED, Found, Loaded, Preset
 from router.settings import Key, Settings
+from router.worker import Worker
+from router.world import Files
 
 log = logging.getLogger("router.site")
 

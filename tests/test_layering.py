@@ -27,6 +27,10 @@ ROUTER = [
     "router.fleet  router.access  router.launchers.orphans",
     "router.explain  router.model  router.forecast  router.adapters",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
+    "router.costs",
+    "router.commands",
+    "router.world",
+    "router.worker",
     "router.holding",
     "router.snapshots",
     "router.calibration  router.hubcache  router.launchers  router.launchers.environment"

@@ -15,12 +15,13 @@ from router.events import Event
 from router.fleet import Fleet, Model
 from router.hub import Hub, users
 from router.ledger import SLOTS, DeviceId, pooled
-from router.life import FETCHED, Worker, estimated
+from router.life import FETCHED
 from router.lifecycle import State
 from router.presets import Preset, args, effective
 from router.settings import Key
 from router.site import BUILD, Site, Words, flag
 from router.stages import whole
+from router.worker import Worker, estimated
 from worker import routes
 from worker.contract import FINAL_EXITS, Exit
 

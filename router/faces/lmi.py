@@ -19,11 +19,11 @@ from router import ini
 from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
 from router.faces.llama_server import wall_clock
 from router.fleet import Model
-from router.life import Worker
 from router.lifecycle import State
 from router.presets import REGISTERED, Preset, repository
 from router.settings import Key
 from router.site import Site, flag
+from router.worker import Worker
 
 MOST = 1000
 """Workers of one model."""

@@ -14,10 +14,10 @@ from typing import Any
 
 from router.adapters import Registered, tell
 from router.catalogue import missing_adapter
+from router.commands import program_of
 from router.errors import ApiError, BadRequest, DoesNotFit, Duplicate, LoadFailed
 from router.faces.lmi import LONGEST_LIST, page
 from router.launchers import WorkerLost
-from router.life import program_of
 from router.lifecycle import State
 from router.presets import ADAPTER_NAME, HUB, Preset, repository
 from router.settings import Key

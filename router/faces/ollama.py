@@ -11,10 +11,10 @@ from router.errors import ApiError, BadRequest, ModelNotFound
 from router.faces.llama_server import capabilities, wall_clock
 from router.fleet import Model
 from router.hub import Hub, Pull
-from router.life import Worker
 from router.lifecycle import State
 from router.settings import Key
 from router.site import Site
+from router.worker import Worker
 
 LATEST = ":latest"
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)

@@ -16,9 +16,9 @@ from router.events import Event
 from router.fleet import Fleet, Limits
 from router.launchers import WorkerLost
 from router.ledger import DeviceId, Resident
-from router.life import Worker
 from router.lifecycle import State
 from router.presets import Preset, same_load
+from router.worker import Worker
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
 from tests.router.fleets import overdrawn
 from tests.router.questions import Fleet as Question

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from router.commands import threads
 from router.errors import LoadFailed
 from router.estimate import SAFETY_FACTOR, estimate
 from router.faces.llama_server import status
 from router.launchers import WorkerLost
-from router.life import Worker, threads
 from router.presets import Preset
+from router.worker import Worker
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import LLAMA, Schedule
 from worker import contract

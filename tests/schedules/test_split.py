@@ -6,7 +6,7 @@ import pytest
 
 from router.errors import DoesNotFit, LoadFailed
 from router.launchers import WorkerLost
-from router.life import Worker
+from router.worker import Worker
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
 from tests.schedules.worlds import LLAMA, Schedule
 

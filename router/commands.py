@@ -1,0 +1,126 @@
+"""From a preset to what is run for it: the program of a process, and its command."""
+
+import json
+import os
+from typing import Any
+
+from router import estimate as estimates
+from router.estimate import Checkpoint
+from router.launchers import Program
+from router.ledger import HOST, DeviceId
+from router.presets import Preset
+from router.worker import Worker, estimated
+from router.world import World
+from worker import contract
+
+
+def program_of(preset: Preset, worker: str) -> Program:
+    """How a process of `worker` is run."""
+    return Program(
+        model=preset.id,
+        worker=worker,
+        python=preset.python,
+        env=preset.env,
+        forks=contract.ENGINES[preset.engine].forks,
+        start_timeout=preset.start_timeout,
+        stop_timeout=preset.stop_timeout,
+        stall_timeout=preset.stall_timeout,
+    )
+
+
+def threads(preset: Preset, *, on_host: bool) -> int:
+    """torch threads of the preset's worker; half the cores on main memory, so that two workers do not fight."""
+    return preset.threads or (max(1, (os.cpu_count() or 2) // 2) if on_host else 1)
+
+
+def options(worker: Worker, kind: Any, **fields: Any) -> Any:
+    """A command of `kind` (contract.Estimate or contract.Serve) with the model's options."""
+    assert worker.facts is not None
+    on_host = all(device.index == HOST for device in worker.devices)
+    return model_options(
+        kind,
+        worker.preset,
+        worker.facts,
+        worker.snapshot,
+        on_host=on_host,
+        layers=worker.choice.layers,
+        **fields,
+    )
+
+
+def model_options(
+    kind: Any,
+    preset: Preset,
+    facts: Checkpoint,
+    snapshot: str,
+    *,
+    on_host: bool,
+    layers: tuple[int, ...] = (),
+    **fields: Any,
+) -> Any:
+    """A command of `kind` for a model that nobody runs yet; `layers`: of each device, if there are several."""
+    return kind(
+        snapshot=snapshot,
+        tokenizer=preset.tokenizer,
+        task=preset.task,
+        devices=("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or 1)),
+        layers=tuple(map(str, layers)),
+        dtype=preset.dtype,
+        quantization=preset.quantization,
+        load_format=preset.load_format,
+        trust_remote_code=preset.trust_remote_code,
+        config_override=preset.config_override,
+        attention=preset.attention,
+        enforce_eager=preset.enforce_eager,
+        ctx_size=estimates.effective_ctx(facts, preset),
+        parallel=preset.parallel,
+        kv_tokens=preset.kv_tokens,
+        prefill_chunk=preset.chunk,
+        limit_images=preset.limit_images,
+        max_loras=preset.adapter_slots,
+        max_lora_rank=preset.max_lora_rank,
+        threads=threads(preset, on_host=on_host),
+        **fields,
+    )
+
+
+def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
+    """What a worker has to know to serve, beside the model's options."""
+    preset = worker.preset
+    if preset.adapter_slots and not worker.standing.is_taken:  # a standby was told before
+        worker.told = preset.adapters, preset.default_lora
+    return {
+        "name": preset.id,
+        **(_place_fields(worker) if worker.place else {}),
+        "prefix_caching": preset.prefix_caching,
+        "adapters": contract.encode_adapters(world.files.adapters(preset)) if preset.adapter_slots else "",
+        "default_adapter": preset.default_lora if preset.adapter_slots else "",
+        "max_cpu_loras": preset.max_cpu_loras,
+        "max_input_tokens": preset.max_input_tokens,
+        "n_predict": preset.n_predict,
+        "queue_size": preset.queue_size,
+        "max_logprobs": preset.max_logprobs,
+        "seed": preset.seed,
+        "sampling": json.dumps(dict(preset.sampling)) if preset.sampling else "",
+        "pooling": preset.pooling,
+        "embd_normalize": preset.embd_normalize,
+        "chat_template": preset.chat_template,
+        "chat_template_kwargs": preset.chat_template_kwargs,
+        "strict_fields": preset.strict_fields,
+    }
+
+
+def _place_fields(worker: Worker) -> dict[str, Any]:
+    """What is known once there is room."""
+    names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
+    shares = estimated(worker)
+    reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
+    return {"devices": tuple(names), "reserved": json.dumps(reserved)}
+
+
+def place_bytes(worker: Worker) -> dict[DeviceId, int]:
+    """What a worker that starts may take, in the order of shards, main memory last, for the launcher."""
+    return estimated(worker)
+
+
+__all__ = ["model_options", "options", "place_bytes", "program_of", "serve_fields", "threads"]

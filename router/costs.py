@@ -1,0 +1,280 @@
+"""What loading a worker costs: on which devices, how many bytes on each, how sure that is, and what is learned of it.
+
+The best figure that can be had at once comes first: the preset's word, learned, exact from before, or static. An exact
+one is worked out when the planner asks for it. What a worker measures once it is ready stands for the next time.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from router import calibration, split
+from router import estimate as estimates
+from router.commands import options, program_of, threads
+from router.errors import LoadFailed
+from router.estimate import Estimate
+from router.launchers import Program, WorkerLost
+from router.ledger import HOST, DeviceId, Reading
+from router.presets import Preset
+from router.worker import Costs, Worker
+from router.world import World
+from worker import contract
+
+log = logging.getLogger("router.costs")
+
+
+async def weigh(worker: Worker, world: World) -> None:
+    """Fill in facts, devices and costs of a worker whose snapshot is here. Raises EstimateError, LoadFailed."""
+    worker.facts = await world.files.read(worker.snapshot, worker.preset)
+    _choose_devices(worker, world.launcher.readings())
+    _estimate(worker, world)
+
+
+def _choose_devices(worker: Worker, readings: Sequence[Reading]) -> None:
+    worker.pools = {reading.id: reading.pool for reading in readings if reading.pool is not None}
+    worker.devices = devices_of(worker.preset, readings)
+
+
+def devices_of(preset: Preset, readings: Sequence[Reading]) -> frozenset[DeviceId]:
+    """The devices that this model may take: those it names, else all accelerators, else main memory.
+
+    Raises LoadFailed for one that is not here.
+    """
+    accelerators = [reading for reading in readings if reading.id.index >= 0]
+    if not preset.device:
+        chosen = {reading.id for reading in accelerators}
+        return frozenset(chosen or {reading.id for reading in readings if reading.id.index == HOST})
+    by_name = {str(reading.id): reading.id for reading in readings}
+    by_name |= {reading.uuid: reading.id for reading in accelerators if reading.uuid}
+    missing = [name for name in preset.device if name not in by_name]
+    if missing:
+        known = ", ".join(sorted(by_name))
+        raise LoadFailed(f"{preset.id}: there is no device {', '.join(missing)} here, only {known}; change `device`")
+    devices = frozenset(by_name[name] for name in preset.device)
+    if len({device.index == HOST for device in devices}) > 1:
+        raise LoadFailed(f"{preset.id}: `device` mixes cpu and accelerators; name one kind")
+    return devices
+
+
+def _estimate(worker: Worker, world: World, *, stands: bool = False) -> None:
+    """On how few devices it fits, and the best figure for that which can be had at once: the preset's word, learned,
+    exact from before, or static. `stands`: there will be no better one.
+
+    Where it is not sure that it does not fit, the figure for more devices has to wait for an exact one. Raises
+    EstimateError.
+    """
+    preset, facts = worker.preset, worker.facts
+    assert facts is not None
+    order = in_order(preset, world.launcher.readings(), worker.devices)
+    room = world.capacities()
+    bounds = split.bounded(preset, order, room)
+    for choice in split.choices(facts, preset, worker.devices, order, room):
+        worker.choice = choice
+        worker.costs = costs = _cost(worker, world, stands=stands)
+        could = split.fits(choice, split.floor(costs.estimate), bounds)
+        if split.fits(choice, costs.estimate.shards, bounds) or (could and not costs.sure):
+            break
+    assert worker.costs is not None
+    if preset.gpu_split and not worker.on_host:
+        _hold_to(bounds, worker, worker.costs)
+    if not worker.costs.sure and world.hopeless(worker):
+        worker.costs = replace(worker.costs, sure=True)
+
+
+def _hold_to(bounds: Mapping[DeviceId, int], worker: Worker, costs: Costs) -> None:
+    """What the preset allows of single devices binds, though there be room. Raises LoadFailed for what needs more."""
+    choice, shards = worker.choice, costs.estimate.shards
+    if split.fits(choice, shards, bounds):
+        if not choice.layers:
+            worker.choice = replace(choice, devices=frozenset(id for id in choice.devices if bounds[id] >= shards[0]))
+    elif costs.sure or not split.fits(choice, split.floor(costs.estimate), bounds):
+        most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
+        needs = " + ".join(f"{size >> 20} MiB" for size in shards)
+        raise LoadFailed(
+            f"{worker.preset.id}: it needs {needs}, and gpu-split and the devices' sizes let it have {most};"
+            " raise gpu-split or lower ctx-size"
+        )
+
+
+def _cost(worker: Worker, world: World, *, stands: bool) -> Costs:
+    """What the chosen way to place it costs."""
+    preset, facts, on_host = worker.preset, worker.facts, worker.on_host
+    assert facts is not None
+    forked = world.launcher.forks(program_of(preset, str(worker)))
+    key = key_of(worker, world, forked=forked)
+    seconds = world.calibration.load_seconds(key) or 0.0
+    static = estimates.estimate(
+        facts,
+        preset,
+        layers=worker.choice.layers,
+        on_host=on_host,
+        threads=threads(preset, on_host=on_host),
+        forked=forked,
+    )
+    if static.source == "preset":  # holds for whatever is started
+        return Costs(static, True, key, seconds)
+    known = world.calibration.learned(key) or world.calibration.exact(key)
+    if known is not None and len(known.shards) == worker.choice.shards:
+        return Costs(replace(known, layers=worker.choice.layers), True, key, seconds, forked)
+    return Costs(static, stands or static.sure, key, seconds, forked)
+
+
+def in_order(preset: Preset, readings: Sequence[Reading], devices: frozenset[DeviceId]) -> list[DeviceId]:
+    """The devices as its preset's lists count them: as `device` names them, else as the driver does."""
+    if not preset.device:
+        return sorted(devices)
+    by_name = {str(reading.id): reading.id for reading in readings}
+    by_name |= {reading.uuid: reading.id for reading in readings if reading.uuid}
+    return list(dict.fromkeys(by_name[name] for name in preset.device if name in by_name))
+
+
+def key_of(worker: Worker, world: World, *, forked: bool) -> str:
+    """Of what is learned about this worker, were it forked or executed."""
+    assert worker.facts is not None
+    on_host = all(device.index == HOST for device in worker.devices)
+    names = {reading.id: reading.name for reading in world.launcher.readings()}
+    kinds = ["cpu"] if on_host else kinds_of(worker.choice, names)
+    return calibration.key(worker.facts, worker.preset, kinds, forked=forked)
+
+
+def kinds_of(choice: split.Choice, names: Mapping[DeviceId, str]) -> list[str]:
+    """What kinds of accelerator a figure for such a placement holds for, and how many layers each has."""
+    name = names.get(min(choice.devices), "")
+    return [f"{name}, {count} layers" for count in choice.layers] or [name]
+
+
+async def refine(worker: Worker, world: World, program: Program) -> None:
+    """Replace an estimate by the exact one; if that cannot be had, stand by the one there is."""
+    assert worker.costs is not None
+    try:
+        exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+    except WorkerLost as lost:
+        if lost.final:
+            raise
+        log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(worker.costs.estimate))
+        worker.costs = replace(worker.costs, sure=True)
+        _estimate(worker, world, stands=True)
+        return
+    _keep_exact(worker, world, worker.costs, exact)
+    tell_estimate(worker, world)
+
+
+def _keep_exact(worker: Worker, world: World, costs: Costs, exact: contract.Estimated) -> None:
+    """The exact figure stands from now on; if it says that one device more is needed, a first figure for that."""
+    estimate = estimates.exact(exact, worker.preset, forked=costs.forked, layers=worker.choice.layers)
+    world.calibration.store_exact(costs.key, estimate)
+    worker.costs = replace(costs, estimate=estimate, sure=True)
+    if not split.fits(worker.choice, estimate.shards, _bounds(worker, world)):
+        _estimate(worker, world)
+
+
+async def trace_unknown(worker: Worker, world: World, program: Program) -> None:
+    """Where nothing but the weights is known, or a first figure is beyond what the preset allows of single devices, ask
+    for the exact figure before anybody plans with a guess."""
+    while (costs := worker.costs) is not None and not costs.sure and _is_a_guess(worker, world, costs.estimate):
+        worker.costs = None
+        try:
+            exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+        except WorkerLost as lost:
+            if lost.final:
+                raise
+            log.warning("%s: no exact estimate (%s); %s", worker, lost.message, _what_stands(costs.estimate))
+            _estimate(worker, world, stands=True)
+            return
+        _keep_exact(worker, world, costs, exact)
+
+
+def _is_a_guess(worker: Worker, world: World, estimate: Estimate) -> bool:
+    if estimate.source == "weights":
+        return True
+    is_bound = bool(worker.preset.gpu_split) and not worker.on_host
+    return is_bound and not split.fits(worker.choice, estimate.shards, _bounds(worker, world))
+
+
+def _bounds(worker: Worker, world: World) -> dict[DeviceId, int]:
+    """What it may have of each device that it may use."""
+    order = in_order(worker.preset, world.launcher.readings(), worker.devices)
+    return split.bounded(worker.preset, order, world.capacities())
+
+
+def _what_stands(estimate: Estimate) -> str:
+    return f"what stands is {estimate.note}" if estimate.note else f"the {estimate.source} one stands"
+
+
+def tell_estimate(worker: Worker, world: World) -> None:
+    """One `estimate` event, with the figure that stands."""
+    assert worker.costs is not None
+    found = worker.costs.estimate
+    world.events.append(
+        "estimate",
+        worker.preset.id,
+        worker=worker.id,
+        source=found.source,
+        weights=list(found.weights),
+        context=list(found.context),
+        compute=list(found.compute),
+        runtime=list(found.runtime),
+        host=found.host,
+        note=found.note,
+    )
+
+
+def settle_reservation(worker: Worker) -> None:
+    """Once ready, a worker is charged its estimate, or what it measures and may yet take of main memory, whichever is
+    more: its pools are allocated, but what a longer prompt computes may still come."""
+    later = _later(worker)
+    for device, size in worker.occupied.items():
+        size += later if device.index == HOST else 0
+        worker.reserved[device] = max(worker.reserved.get(device, 0), size)
+
+
+def learn_from_load(worker: Worker, world: World) -> None:
+    """Replace a static estimate for next time: weights and pools are in what a ready worker measures, so that only
+    what its largest step computes is still to come."""
+    costs = worker.costs
+    if costs is None or costs.estimate.source not in ("static", "weights"):
+        return
+    at_ready, host = _peaks(worker)
+    if all(at_ready):
+        shards = [size + step for size, step in zip(at_ready, costs.estimate.compute, strict=True)]
+        world.calibration.record(costs.key, costs.estimate, shards, host)
+
+
+def learn(worker: Worker, world: World) -> None:
+    """Keep what a worker has measured, if that says more than its estimate did.
+
+    A worker that has seen no prompt of a whole prefill chunk has not been at its peak: of such a one only a figure
+    above the estimate is worth keeping.
+    """
+    costs = worker.costs
+    if costs is None or costs.estimate.source == "preset" or not worker.place:
+        return
+    shards, host = _peaks(worker)
+    seen_whole = worker.longest_prompt >= worker.preset.chunk
+    if all(shards) and (seen_whole or any(a > b for a, b in zip(shards, costs.estimate.shards, strict=False))):
+        world.calibration.record(costs.key, costs.estimate, shards, host)
+
+
+def _later(worker: Worker) -> int:
+    """Bytes of main memory that it does not take yet, and may at any time."""
+    if worker.pulse is not None:
+        return worker.pulse.later
+    return worker.process.ready.later if worker.process is not None else 0
+
+
+def _peaks(worker: Worker) -> tuple[tuple[int, ...], int]:
+    """Peak bytes by shard (0: not measured), and of main memory beside them, with what it may yet take of that."""
+    assert worker.costs is not None
+    main, later = DeviceId(worker.place[0].node, HOST), _later(worker)
+    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
+    if main in worker.place:  # it is the only shard
+        return tuple(size and size + later for size in shards), 0
+    beside = worker.costs.estimate.host
+    measured = worker.measured.get(main, 0)
+    return shards, measured + later if beside and measured else beside
+
+
+__all__ = [
+    "devices_of", "in_order", "key_of", "kinds_of", "learn", "learn_from_load", "refine", "settle_reservation",
+    "tell_estimate", "trace_unknown", "weigh",
+]  # fmt: skip
