@@ -106,23 +106,23 @@ _NATIVE_FRAME: dict[str, Schema] = {
     "tokens_predicted": COUNT,
     "tokens_evaluated": COUNT,
 }
-_NATIVE_PROBABILITY: dict[str, Schema] = {
-    "id": COUNT,
-    "token": TEXT,
-    "bytes": several(COUNT),
-    "logprob": maybe(NUMBER),
-}
+_NATIVE_TOKEN: dict[str, Schema] = {"id": COUNT, "token": TEXT, "bytes": several(COUNT)}
+_NATIVE_LOGPROB: dict[str, Schema] = {**_NATIVE_TOKEN, "logprob": maybe(NUMBER)}
+_NATIVE_ODDS: dict[str, Schema] = {**_NATIVE_TOKEN, "prob": {"type": "number", "minimum": 0, "maximum": 1}}
 _NATIVE_MORE: dict[str, Schema] = {
-    "completion_probabilities": several(
-        shape({**_NATIVE_PROBABILITY, "top_logprobs": several(shape(_NATIVE_PROBABILITY))})
-    )
+    "completion_probabilities": {
+        "anyOf": [
+            several(shape({**_NATIVE_LOGPROB, "top_logprobs": several(shape(_NATIVE_LOGPROB))})),
+            several(shape({**_NATIVE_ODDS, "top_probs": several(shape(_NATIVE_ODDS))})),
+        ]
+    }
 }
 _NATIVE_END: dict[str, Schema] = {
     "model": TEXT,
     "prompt": TEXT,
     "generation_settings": ANY_OBJECT,
     "has_new_line": FLAG,
-    "truncated": const(False),
+    "truncated": FLAG,
     "stop_type": enum("eos", "limit", "word", "none"),
     "stopping_word": TEXT,
     "tokens_cached": COUNT,
@@ -620,6 +620,11 @@ ANSWERS: Mapping[str, Answer] = {
         frame=ref("NativeCompletionFrame"),
         about="Text that goes on from the prompt, with all of these fields or those of `response_fields`; a list where"
         " several were asked for.",
+    ),
+    "infill": Answer(
+        body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
+        frame=ref("NativeCompletionFrame"),
+        about="Text that goes between two others, as of `/completion`.",
     ),
     "embedding": Answer(
         body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})),

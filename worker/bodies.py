@@ -85,7 +85,6 @@ NEUTRAL: Body = {
     "adaptive_decay": {"description": _TUNES},
     "tfs_z": one_of([1], _OFF),
     "min_keep": one_of([0, 1], _OFF),
-    "samplers": one_of([[], ""], _OFF),
     "t_max_predict_ms": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
     "grammar_lazy": one_of([False], _OFF),
     "grammar_triggers": one_of([[]], _OFF),
@@ -130,7 +129,7 @@ _LOGIT_BIAS: Schema = {
     "anyOf": [
         {
             "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "propertyNames": {"minLength": 1, "maxLength": MAX_BIASED},
             "additionalProperties": _BIAS,
             "maxProperties": MAX_BIASES,
         },
@@ -149,7 +148,7 @@ _LOGIT_BIAS: Schema = {
         },
         {"type": "null"},
     ],
-    "description": "Biases by token id; in pairs a text stands for each of its tokens; false bans a token.",
+    "description": "Biases by token id; a text stands for each of its tokens; false bans a token.",
 }
 TUNING: Body = {
     "temperature": number(0, 100, "0 takes the likeliest token."),
@@ -167,6 +166,11 @@ SAMPLING: Body = {
     "stop": _STOP,
     "seed": integer(-_LONG, _LONG - 1, "-1 asks for another one each time."),
     "logit_bias": _LOGIT_BIAS,
+    "samplers": {
+        "anyOf": [array({"type": "string"}), {"type": "string"}],
+        "description": "llama-server's: which of penalties, top_k, top_p, min_p and temperature, in this order or with"
+        " temperature before the other three.",
+    },
     "min_tokens": integer(0),
     "ignore_eos": flag(),
 }
@@ -439,6 +443,7 @@ _TRUNCATE: Schema = {
     "anyOf": [{"type": ["boolean", "null"]}, {"type": "string", "pattern": "^([Nn][Oo][Nn][Ee]|[Ee][Nn][Dd])$"}],
     "description": "Cut what is too long instead of refusing it.",
 }
+_CUT: Schema = one_of([-1], "The same as `truncate`; other numbers are not supported.")
 _PROMPT_NAME: Schema = text("One of the model's own instructions, to put before each text.")
 EMBEDDINGS: Body = {
     "model": MODEL,
@@ -447,6 +452,7 @@ EMBEDDINGS: Body = {
     "dimensions": integer(1),
     "prompt_name": _PROMPT_NAME,
     "truncate": _TRUNCATE,
+    "truncate_prompt_tokens": _CUT,
 }
 EMBEDDING: Body = {
     "model": MODEL,
@@ -455,6 +461,7 @@ EMBEDDING: Body = {
     "embd_normalize": integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
     "prompt_name": _PROMPT_NAME,
     "truncate": _TRUNCATE,
+    "truncate_prompt_tokens": _CUT,
 }
 RERANK: Body = {
     "model": MODEL,
@@ -473,6 +480,7 @@ RERANK: Body = {
     "return_text": flag("The same as `return_documents`."),
     "raw_scores": one_of([False]),
     "truncate": _TRUNCATE,
+    "truncate_prompt_tokens": _CUT,
 }
 
 # Responses
@@ -538,7 +546,17 @@ _ITEM: Schema = {
 }
 REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
 RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": or_null({"type": "object"})}
+FURTHER: Body = {
+    **{name: schema for name, schema in SAMPLING.items() if name not in ("temperature", "top_p")},
+    **GRAMMAR,
+    "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
+    "cache_salt": COMMON["cache_salt"],
+    "adapters": ADAPTERS,
+    "lora": ADAPTERS,
+}
+"""What a response takes from chats, beside what OpenAI's has."""
 RESPONSES: Body = {
+    **FURTHER,
     "model": MODEL,
     "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]},
     "instructions": text(),
@@ -689,7 +707,7 @@ PROMPT_OF_MESSAGES: Body = {
     "output_format": or_null(_FORMAT),
     "mcp_servers": one_of([[], {}, ""]),
     "container": one_of([[], {}, ""]),
-    "context_management": one_of([[], {}, ""]),
+    "context_management": or_null({"type": "object", "description": "Reported as ignored: nothing is left out here."}),
     "cache_control": {"description": "Makes no difference: what prompts share is found without being told."},
 }
 ANTHROPIC: Body = {
@@ -724,7 +742,7 @@ OPTIONS: Body = {
     "stop": _STOP,
     **{name: NEUTRAL[name] for name in ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta")},
     "tfs_z": NEUTRAL["tfs_z"],
-    "num_predict": {"anyOf": [{"type": "integer", "minimum": 1}, {"enum": [-1, -2, None]}]},
+    "num_predict": integer(-2, None, "New tokens at most; 0, -1 and -2 are all that fit."),
     "num_ctx": integer(1, None, "Tokens of prompt and answer together, at most; never above the model's context."),
     **{name: {"description": "Presets state this; it is reported as ignored."} for name in OF_LOADS},
 }
@@ -736,6 +754,8 @@ OLLAMA: Body = {
     "sse_ping_interval": PING,
     "format": {"anyOf": [{"enum": [None, "", "json"]}, {"type": "object"}], "description": "json, or a JSON schema."},
     "think": {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high"]}]},
+    "truncate": flag("Reported as ignored: what is too long is refused."),
+    "shift": flag("Reported as ignored: an answer ends with the context."),
     "keep_alive": KEEP_ALIVE,
     "logprobs": flag(),
     "top_logprobs": {"description": "Alternatives for each token; read where logprobs is true."},
@@ -777,7 +797,7 @@ OLLAMA_GENERATE: Body = {
     "images": array(_BASE64, about=f"{_SEEING} They stand before the prompt."),
     "context": one_of([[]]),
     "template": one_of([""]),
-    "suffix": one_of([""]),
+    "suffix": text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),
 }
 OLLAMA_EMBED: Body = {
     **_NAMES,
@@ -814,12 +834,13 @@ COMPLETION: Body = {
     "max_tokens": _ZERO_TOO,
     "n_probs": integer(0, None, "At most the model's max-logprobs."),
     "n": integer(1, MAX_CHOICES),
+    "n_cmpl": integer(1, MAX_CHOICES, "The same as n."),
     "stream": flag(),
     "return_tokens": flag(),
     "return_progress": flag("Chunks tell how far the prompt is."),
     "timings_per_token": flag("Every chunk has timings."),
     "sse_ping_interval": PING,
-    "post_sampling_probs": one_of([False]),
+    "post_sampling_probs": flag("With n_probs: how likely tokens were once all samplers had been at work."),
     "n_indent": one_of([0]),
     "response_fields": array(
         {"type": "string"}, most=MAX_SHOWN, about="Of the answer these fields alone; `a/b` is a field of a field."
@@ -827,6 +848,17 @@ COMPLETION: Body = {
     "return_tokens_only": one_of([False]),
     "lora": ADAPTERS,
     "adapters": ADAPTERS,
+}
+INFILL: Body = {
+    **COMPLETION,
+    "prompt": text("What the answer begins with already."),
+    "input_prefix": required(text("What stands before the gap.")),
+    "input_suffix": required(text("What follows it.")),
+    "input_extra": array(
+        described({"text": required(text()), "filename": text()}),
+        most=MAX_TEXTS,
+        about="Further files, to stand before.",
+    ),
 }
 TOKENIZE: Body = {
     "model": MODEL,

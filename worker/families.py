@@ -5,7 +5,7 @@ declarative form that `ResponseParser` reads); `written` says how to hold such a
 Law: PURE, values only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,33 +57,6 @@ class Family:
     @property
     def calls(self) -> bool:
         return CALLS in self.response["fields"]
-
-
-PREFIX, SUFFIX = "prefix", "suffix"
-_FILLING: Sequence[tuple[str, ...]] = (
-    ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),
-    ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),
-    ("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>"),
-    ("<|fim_begin|>", PREFIX, "<|fim_hole|>", SUFFIX, "<|fim_end|>"),
-    ("<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}begin\N{FULLWIDTH VERTICAL LINE}>", PREFIX,
-     "<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}hole\N{FULLWIDTH VERTICAL LINE}>", SUFFIX,
-     "<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}end\N{FULLWIDTH VERTICAL LINE}>"),
-    ("<PRE>", PREFIX, "<SUF>", SUFFIX, "<MID>"),
-    ("\N{LOWER ONE EIGHTH BLOCK}<PRE>", PREFIX, "\N{LOWER ONE EIGHTH BLOCK}<SUF>", SUFFIX,
-     "\N{LOWER ONE EIGHTH BLOCK}<MID>"),
-    ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),
-)  # fmt: skip
-"""Codestral, and the last of these, has the suffix first and no mark for the middle."""
-
-
-def filling(vocabulary: Mapping[str, int]) -> tuple[int | str, ...] | None:
-    """How a prompt is laid out whose middle the model is to fill in: token ids, PREFIX and SUFFIX in their order; None
-    for a model whose vocabulary has no such tokens."""
-    for layout in _FILLING:
-        marks = [mark for mark in layout if mark not in (PREFIX, SUFFIX)]
-        if all(mark in vocabulary for mark in marks):
-            return tuple(vocabulary.get(each, each) if each in marks else each for each in layout)
-    return None
 
 
 def find(source: str, stated: Any) -> Family | None:

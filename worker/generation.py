@@ -35,6 +35,9 @@ class Sampling:
     """Subtracted once per occurrence in the answer so far (OpenAI)."""
     repeat_last_n: int = -1
     """Tokens that the three penalties look back at; -1: all, 0: none."""
+    tempers_last: bool = False
+    """Temperature comes behind top_k, top_p and min_p, which look at what the model says, as in llama.cpp; else before
+    them."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to logits by token id."""
     seed: int | None = None
@@ -46,6 +49,8 @@ class Sampling:
     logprobs: int | None = None
     """How many alternatives to report beside each chosen token (0: none); None: no logprobs at all. They are of the
     unmodified distribution: softmax of the raw logits."""
+    tells_odds: bool = False
+    """They are of the distribution that the token was drawn from, instead."""
 
 
 @dataclass(frozen=True, slots=True)

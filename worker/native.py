@@ -1,5 +1,6 @@
 """llama-server's own answers of `/completion`: deltas to one body for each choice, or to the frames of a stream."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,6 +93,7 @@ class _Answer:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._last = Delta()
+        self._most = math.inf if generation.max_tokens is None else generation.max_tokens
 
     def add(self, delta: Delta) -> None:
         self._totals.add(0, replace(delta, index=0))
@@ -131,7 +133,7 @@ class _Answer:
             "tokens_predicted": predicted,
             "tokens_evaluated": len(self._generation.prompt),
             "has_new_line": "\n" in text,
-            "truncated": False,
+            "truncated": self._last.finish == "length" and predicted < self._most,
             "stop_type": _STOPS[self._last.finish] if self._last.stop is None else "word",
             "stopping_word": self._last.stop or "",
             "tokens_cached": len(self._generation.prompt) + predicted,
@@ -140,13 +142,17 @@ class _Answer:
         }
 
     def _probabilities(self, logprobs: Sequence[TokenLogprob]) -> Json:
-        if self._generation.sampling.logprobs is None or not logprobs:
+        sampling = self._generation.sampling
+        if sampling.logprobs is None or not logprobs:
             return {}
-        return {
-            "completion_probabilities": [
-                {**_entry(each), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs
+        if sampling.tells_odds:
+            told = [
+                {**_odds(each), "top_probs": [_odds(top) for top in each.top if top.logprob is not None]}
+                for each in logprobs
             ]
-        }
+        else:
+            told = [{**_entry(each), "top_logprobs": [_entry(top) for top in each.top]} for each in logprobs]
+        return {"completion_probabilities": told}
 
 
 def _at(value: Any, keys: Sequence[str]) -> Any:
@@ -156,12 +162,15 @@ def _at(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _entry(entry: TokenLogprob) -> Json:
-    return {
-        "id": entry.token,
-        "token": entry.piece.decode(errors="replace"),
-        "bytes": list(entry.piece),
-        "logprob": finite(entry.logprob),
-    }
+    return {**_token(entry), "logprob": finite(entry.logprob)}
+
+
+def _odds(entry: TokenLogprob) -> Json:
+    return {**_token(entry), "prob": 0.0 if entry.logprob is None else math.exp(entry.logprob)}
+
+
+def _token(entry: TokenLogprob) -> Json:
+    return {"id": entry.token, "token": entry.piece.decode(errors="replace"), "bytes": list(entry.piece)}
 
 
 def _frame(body: Json) -> bytes:

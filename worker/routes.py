@@ -104,6 +104,7 @@ ROUTES: tuple[Route, ...] = (
         Route("POST", path, _L, "completion", True, loads=Loads.FOLLOWS, streams=True)
         for path in ("/completion", "/completions")
     ),
+    Route("POST", "/infill", _L, "infill", True, loads=Loads.FOLLOWS, streams=True),
     *(Route("POST", path, _L, "embedding", True, loads=Loads.FOLLOWS) for path in ("/embedding", "/embeddings")),
     *_both("POST", "/rerank", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     *_both("POST", "/reranking", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
@@ -198,7 +199,6 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),
     Route("GET", "/v1/streams", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
-    *_not_offered("POST", "/infill", "POST /v1/completions"),
     *_not_offered("POST", "/api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
@@ -214,6 +214,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
     "completions": (bodies.COMPLETIONS,),
     "embeddings": (bodies.EMBEDDINGS,),
     "completion": (bodies.COMPLETION,),
+    "infill": (bodies.INFILL,),
     "embedding": (bodies.EMBEDDING,),
     "rerank": (bodies.RERANK,),
     "chat_input_tokens": (bodies.CHAT_TOKENS,),

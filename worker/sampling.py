@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker import samplers
 from worker.bodies import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
@@ -87,7 +88,7 @@ def read(
     stated = fields.integer("seed")
     stop = read_stop(fields, "stop")
     sampling = Sampling(
-        **{**defaults.tuning, **_tuning(fields)},
+        **samplers.read(fields, {**defaults.tuning, **_tuning(fields)}),
         logit_bias=_logit_bias(fields.take("logit_bias"), vocab_size, encode),
         seed=seed if stated is None else None if stated == -1 else stated,
         min_tokens=fields.integer("min_tokens") or 0,
@@ -143,12 +144,12 @@ def _to_token(key: str) -> int | None:
 
 
 def _logit_bias(value: Any, vocab_size: int, encode: Encode | None) -> dict[int, float]:
-    """Biases by token id, from `{"id": bias}` or `[[id or text, bias], ...]`; a bias of false bans, as in
+    """Biases by token id, from `{"id or text": bias}` or `[[id or text, bias], ...]`; a bias of false bans, as in
     llama-server."""
     if value is None:
         return {}
     if isinstance(value, dict):
-        pairs: list[Any] = [[_to_token(key), bias] for key, bias in value.items()]
+        pairs: list[Any] = [[key if (id := _to_token(key)) is None else id, bias] for key, bias in value.items()]
     else:
         pairs = value if isinstance(value, list) else [None]
     if len(pairs) > MAX_BIASES:

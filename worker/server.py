@@ -303,6 +303,7 @@ class Server:
             "chat": self._generating(openai.chat),
             "completions": self._generating(openai.completions),
             "completion": self._generating(llama_server.completion),
+            "infill": self._generating(llama_server.infill),
             "embeddings": self._answering(embeddings.embeddings),
             "embedding": self._answering(embeddings.native),
             "rerank": self._answering(embeddings.rerank),

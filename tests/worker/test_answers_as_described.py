@@ -33,7 +33,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["a", "b"], "return_token_ids": True, "logprobs": 1, "return_tokens_as_token_ids": True},
         {"prompt": "ab", "prompt_logprobs": 1},
     ],
-    "/completion": [{"prompt": "a", "n_probs": 2, "return_tokens": True}, {"prompt": ["a", "b"], "n_predict": 3}],
+    "/completion": [
+        {"prompt": "a", "n_probs": 2, "return_tokens": True},
+        {"prompt": ["a", "b"], "n_predict": 3},
+        {"prompt": "a", "n_probs": 2, "post_sampling_probs": True},
+    ],
     "/v1/responses": [{"input": "hi", "tools": [{"type": "function", **FUNCTION}]}],
     "/v1/messages": [{"messages": HI, "tools": [{"name": "weather", "input_schema": SCHEMA}]}],
     "/api/chat": [{"messages": HI, "tools": [TOLD], "logprobs": True, "top_logprobs": 1}, {}],

@@ -222,3 +222,13 @@ async def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
         body = {**HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}
         _, headers, _ = await world.post("/v1/messages", body)
         assert headers["X-Ignored-Fields"] == "thinking.budget_tokens,thinking"
+
+
+async def test_what_may_be_left_out_of_a_conversation_is_reported_as_ignored() -> None:
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    async with serving() as world:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            status, headers, _ = await world.post(path, {**HI, "context_management": edits})
+            assert (status, headers["X-Ignored-Fields"]) == (200, "context_management")
+        status, headers, _ = await world.post("/v1/messages", {**HI, "context_management": {}})
+        assert (status, "X-Ignored-Fields" in headers) == (200, False)

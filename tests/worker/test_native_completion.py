@@ -1,12 +1,14 @@
 """llama-server's `/completion`: what a body means, and what the answer looks like, whole and streamed."""
 
+import math
 from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.worker import serving
 from tests.worker.fake_engine import SCRIPT, FakeEngine
-from worker.errors import RequestError
+from worker.errors import InvalidValue, RequestError, UnsupportedByModel
 from worker.faces import Call, Model, llama_server
 from worker.generation import Grammar
 
@@ -126,10 +128,12 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
     [
         ({"prompt": None}, "prompt", "invalid_value"),
         ({"prompt": {"prompt_string": "x"}}, "prompt", "invalid_value"),
+        ({"n": 2, "n_cmpl": 3}, "n_cmpl", "invalid_value"),
+        ({"post_sampling_probs": 1}, "post_sampling_probs", "invalid_value"),
+        ({"samplers": ["top_q"]}, "samplers", "invalid_value"),
         ({"n_predict": -3}, "n_predict", "invalid_value"),
         ({"n_predict": 3, "max_tokens": 4}, "max_tokens", "invalid_value"),
         ({"n_probs": 99}, "n_probs", "invalid_value"),
-        ({"post_sampling_probs": True}, "post_sampling_probs", "unsupported_parameter"),
         ({"response_fields": [5]}, "response_fields", "invalid_value"),
         ({"logit_bias": [["", 1.0]]}, "logit_bias", "invalid_value"),
         ({"logit_bias": [["x" * 129, 1.0]]}, "logit_bias", "invalid_value"),
@@ -156,3 +160,91 @@ async def test_a_chunk_tells_progress_and_timings_only_if_asked() -> None:
         assert "timings" in plain[-1]
         status, headers, _ = await world.post("/completion", {**PROMPT, "n_predict": 1, "return_progress": True})
         assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress")
+
+
+async def test_an_answer_that_the_context_ends_is_truncated() -> None:
+    async with serving.serving(FakeEngine(serving.tokenizer(), ctx_size=16)) as world:
+        _, _, answer = await world.post("/completion", PROMPT)
+        assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
+        _, _, answer = await world.post("/completion", {**PROMPT, "n_predict": 3})
+        assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
+
+
+async def test_several_answers_have_two_names() -> None:
+    assert [(await read(body)).generations[0].n for body in ({"n": 2}, {"n_cmpl": 2}, {"n": 2, "n_cmpl": 2})] == [2] * 3
+
+
+async def test_odds_are_between_0_and_1_and_no_logprobs() -> None:
+    async with serving.serving() as world:
+        body = {**PROMPT, "n_predict": 2, "n_probs": 3, "post_sampling_probs": True}
+        _, _, answer = await world.post("/completion", body)
+        assert answer["generation_settings"]["post_sampling_probs"] is True
+        for each in answer["completion_probabilities"]:
+            assert each["prob"] == pytest.approx(math.exp(-1.0)), "the fake's, which it has in logprobs"
+            assert each.keys() == {"id", "token", "bytes", "prob", "top_probs"}
+            assert [top.keys() for top in each["top_probs"]] == [{"id", "token", "bytes", "prob"}] * 3
+    (generation,) = (await read({"post_sampling_probs": True, "n_probs": 1})).generations
+    assert generation.sampling.tells_odds
+
+
+FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+GAP = {"input_prefix": "ab", "input_suffix": "yz", "prompt": "c"}
+
+
+def coder(*further: str) -> Model:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*FIM, *further]})
+    return Model(FakeEngine(tokenizer), tokenizer, serving.options())
+
+
+async def gap(body: dict[str, Any], made: Model) -> str:
+    (generation,) = (await llama_server.infill({**GAP, **body}, made)).generations
+    return made.decode(generation.prompt)
+
+
+async def test_a_gap_is_laid_out_as_its_model_was_trained() -> None:
+    assert await gap({}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
+    assert await gap({"prompt": None}, coder()) == "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"
+    extra = {"input_extra": [{"filename": "a.h", "text": "int a;"}, {"text": "b"}]}
+    told = await gap(extra, coder("<|repo_name|>", "<|file_sep|>"))
+    files = "<|repo_name|>myproject\n<|file_sep|>a.h\nint a;<|file_sep|>tmp\nb<|file_sep|>filename\n"
+    assert told == f"<s>{files}<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>c"
+    told = await gap(extra, coder())
+    assert told.startswith("<s>\n\n--- snippet ---\n\nint a;\n\n--- snippet ---\n\nb<|fim_prefix|>ab")
+
+
+async def test_a_gap_takes_what_completions_take_and_answers_alike() -> None:
+    made = coder()
+    call = await llama_server.infill({**GAP, "n_predict": 3, "stop": ["x"], "temperature": 0}, made)
+    assert (call.generations[0].max_tokens, call.generations[0].stop) == (3, ("x",))
+    assert isinstance(made.engine, FakeEngine)
+    async with serving.serving(made.engine) as world:
+        status, _, answer = await world.post("/infill", {**GAP, "n_predict": 3})
+        assert (status, answer["stop_type"], answer["tokens_predicted"]) == (200, "limit", 3)
+        chunks = serving.chunks(await world.stream("/infill", {**GAP, "n_predict": 3}))
+        assert "".join(chunk["content"] for chunk in chunks) == answer["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input_prefix": None}, "input_prefix"),
+        ({"input_suffix": 5}, "input_suffix"),
+        ({"prompt": ["c"]}, "prompt"),
+        ({"input_extra": [{}]}, "input_extra"),
+        ({"input_extra": [{"filename": "ok"}]}, "input_extra"),
+        ({"input_extra": [{"filename": 123, "text": "abc"}]}, "input_extra"),
+        ({"input_extra": [{"filename": "a", "text": 456}]}, "input_extra"),
+        ({"input_extra": {"text": "a"}}, "input_extra"),
+    ],
+    ids=str,
+)
+async def test_a_gap_that_is_not_stated_rightly_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await gap(body, coder())
+    assert caught.value.param == param
+
+
+async def test_a_model_without_tokens_for_it_fills_in_nothing() -> None:
+    with pytest.raises(UnsupportedByModel, match="fill in the middle"):
+        await llama_server.infill(GAP, model())

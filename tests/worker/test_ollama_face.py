@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import ollama
 import pytest
 
+from tests import tiny
 from tests.worker.fake_engine import SCRIPT
 from tests.worker.serving import TOKEN, Serving, serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
@@ -101,6 +102,28 @@ async def test_a_text_answers_a_prompt_through_the_template_unless_it_is_raw() -
         assert "".join(line.response or "" for line in lines) == "fine"
         assert engine.prompt().endswith("hi")
         assert "<user>" not in engine.prompt()
+
+
+async def test_a_gap_is_filled_in_by_a_model_that_can() -> None:
+    engine = Speaking("fine")
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        with pytest.raises(ollama.ResponseError, match="no tokens to fill in the middle"):
+            await client.generate("m", "def f(", suffix="return 1")
+    engine.tokenizer = tiny.make_tokenizer("llama")
+    engine.tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
+        assert (await client.generate("m", "def f(", suffix="return 1")).response == "fine"
+        assert engine.prompt() == "<s><|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
+        with pytest.raises(ollama.ResponseError, match="suffix and system"):
+            await client.generate("m", "def f(", suffix="x", system="S")
+
+
+@pytest.mark.parametrize("most", [0, -1, -2])
+async def test_a_limit_of_none_is_all_that_fits(most: int) -> None:
+    async with serving() as world, asking(world) as client:
+        await client.chat("m", HI, options={"num_predict": most})
+        assert world.engine.requests[-1].max_tokens is None
 
 
 async def test_an_answer_is_held_to_its_format() -> None:

@@ -146,8 +146,11 @@ async def test_token_ids_stay_as_they_are() -> None:
     made = embedder()
     await embeddings.embeddings({"input": [5, 6]}, made)
     await embeddings.embeddings({"input": [5] * 300, "truncate": True}, made)
+    await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": -1}, made)
+    with pytest.raises(UnsupportedField):
+        await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 4}, made)
     assert isinstance(made.engine, FakeEngine)
-    assert [list(text.tokens) for text in made.engine.texts] == [[5, 6], [5] * 256]
+    assert [list(text.tokens) for text in made.engine.texts] == [[5, 6], *[[5] * 256] * 2]
     with pytest.raises(InvalidValue) as caught:
         await embeddings.embeddings({"input": [5, 6], "prompt_name": "query"}, made)
     assert caught.value.param == "prompt_name"

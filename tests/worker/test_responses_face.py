@@ -63,6 +63,22 @@ async def test_a_response() -> None:
         assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
+async def test_a_response_takes_what_chats_take_beside_openais_fields() -> None:
+    further = {"top_k": 3, "min_p": 0.1, "seed": 7, "stop": ["fox"], "repeat_penalty": 1.2, "logit_bias": {"5": 1}}
+    async with serving() as world, asking(world) as client:
+        response = await client.responses.create(**HI, extra_body={**further, "cache_salt": "mine"})
+        [asked] = world.engine.requests
+        picked = asked.sampling
+        assert (picked.top_k, picked.min_p, picked.seed, picked.repetition_penalty) == (3, 0.1, 7, 1.2)
+        assert (picked.logit_bias, asked.stop, asked.salt) == ({5: 1.0}, ("fox",), "mine")
+        assert response.output_text.endswith("brown ")
+        status, headers, told = await world.post("/v1/responses", {"input": "hi", **further})
+        assert (status, "X-Ignored-Fields" in headers) == (200, False)
+        held = {"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}
+        status, _, told = await world.post("/v1/responses", {"input": "hi", **held})
+        assert (status, told["error"]["param"]) == (400, "response_format")
+
+
 @pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
 async def test_a_stream_builds_the_same_response(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:

@@ -46,7 +46,8 @@ def reference(
         scores[token] += bias
     if sampling.temperature == 0.0:
         return (scores == scores.max()).astype(float)
-    scores = scores / sampling.temperature
+    late = sampling.temperature if sampling.tempers_last else 1.0
+    scores = scores / (sampling.temperature / late)
     order = np.argsort(-scores, kind="stable")
     kept = list(order[: sampling.top_k or len(order)])
     weights = np.exp(scores[kept] - scores.max())
@@ -56,7 +57,7 @@ def reference(
     least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
     kept = [token for token in kept if scores[token] - scores.max() >= least]
     probabilities = np.zeros(len(scores))
-    probabilities[kept] = np.exp(scores[kept] - scores.max())
+    probabilities[kept] = np.exp((scores[kept] - scores.max()) / late)
     return probabilities / probabilities.sum()
 
 
@@ -88,6 +89,7 @@ def draw(sampling: Sampling, count: int, prompt: Sequence[int] = (), answer: Seq
         Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, frequency_penalty=-0.4),
         Sampling(temperature=2.0, min_p=0.3, presence_penalty=1.5, repeat_last_n=6),
         Sampling(top_k=6, top_p=0.6),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05, tempers_last=True),
     ],
     ids=str,
 )
@@ -100,6 +102,27 @@ def test_draws_follow_the_distribution_of_the_formulas(sampling: Sampling) -> No
     statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
     degrees = common.sum() - 1
     assert statistic < degrees + 4 * math.sqrt(2 * degrees), "chi-square, four standard deviations"
+
+
+def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
+    samplings = [
+        Sampling(temperature=0.0, logprobs=3, tells_odds=True),
+        Sampling(logprobs=3),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, logit_bias={2: 4.0}, logprobs=VOCAB, tells_odds=True),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, tempers_last=True, logprobs=VOCAB, tells_odds=True),
+        Sampling(),
+    ]
+    told = sample(torch.tensor([LOGITS] * len(samplings)), [Pick(each, 0.4) for each in samplings])
+    for sampling, found in zip(samplings, told, strict=True):
+        assert found is not None
+        if sampling.logprobs is None:
+            assert found.likelihood is None
+            continue
+        assert found.likelihood is not None
+        odds = reference(LOGITS, sampling if sampling.tells_odds else Sampling())
+        assert math.exp(found.likelihood.logprob) == pytest.approx(odds[found.token], abs=1e-5)
+        for token, logprob in found.likelihood.top:
+            assert math.exp(logprob) == pytest.approx(odds[token], abs=1e-5)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -1,8 +1,9 @@
 """Logits to tokens: every row of a step at once, each by its own request's rules.
 
 In this order: repetition penalty, presence and frequency penalties and logit bias, forbidden ends and grammars,
-temperature, top-k, top-p, min-p, then one draw. The last four only say which tokens stay; tokens as likely as the last
-one that stays, stay as well, so that no order among equals can change an answer.
+temperature, top-k, top-p, min-p, then one draw; where a request wants it so, temperature behind those three. They only
+say which tokens stay; tokens as likely as the last one that stays, stay as well, so that no order among equals can
+change an answer.
 
 A draw is the inverse of the cumulative distribution, in the order of the vocabulary, at a number in [0, 1) that depends
 on the sequence's seed and on the position alone: the same seed gives the same text whatever else is in the batch.
@@ -118,6 +119,8 @@ def draw(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None, reado
     _edit(logits, picks)
     if masks is not None and masks.rows:
         _mask(logits, masks)
+    if raw is not None:
+        _tell_odds(raw, logits, picks, asking)
     best = logits.max(dim=-1)
     tokens = best.indices
     drawing = [row for row, pick in enumerate(picks) if pick.sampling.temperature > 0.0]
@@ -239,8 +242,7 @@ def _columns(
 def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """Tokens `[rows]`; `scores` `[rows, vocab]` are logits with a maximum of 0 in each row, and are overwritten."""
     device = scores.device
-    scores /= _numbers([max(pick.sampling.temperature, COLDEST) for pick in picks], device)[:, None]
-    floor = _floor(scores, [pick.sampling for pick in picks])
+    floor = _temper(scores, [pick.sampling for pick in picks])
     if floor is None:
         cumulative = scores.exp_().cumsum_(dim=-1)
     else:  # a product with zeros and ones, not a fill: on the CPU that takes ten times as long
@@ -250,6 +252,33 @@ def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     uniforms = _numbers([pick.uniform for pick in picks], device)[:, None]
     target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=scores.shape[-1] - 1)
+
+
+def _temper(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor | None:
+    """Divide by the temperatures, in place. Returns the lowest score that stays then, `[rows]`; None if all stay."""
+    heats = [(max(each.temperature, COLDEST), each.tempers_last) for each in samplings]
+    scores /= _numbers([1.0 if is_last else heat for heat, is_last in heats], scores.device)[:, None]
+    floor = _floor(scores, samplings)
+    if not any(is_last for _, is_last in heats):
+        return floor
+    last = _numbers([heat if is_last else 1.0 for heat, is_last in heats], scores.device)
+    scores /= last[:, None]
+    return None if floor is None else floor / last
+
+
+def _tell_odds(raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[Pick], asking: Sequence[int]) -> None:
+    """Write into those rows of `raw` `[asking, vocab]` that want it the logprobs of what `_draw` draws from; `logits`
+    `[rows, vocab]` are all but tempered and cut. One by one: few ask, and nobody else's memory is taken."""
+    for told, row in enumerate(asking):
+        sampling = picks[row].sampling
+        if sampling.tells_odds:
+            scores = logits[row : row + 1] - logits[row].max()
+            floor = _temper(scores, [sampling])
+            if sampling.temperature == 0.0:
+                scores.masked_fill_(scores < 0.0, -math.inf)
+            elif floor is not None:
+                scores.masked_fill_(scores < floor[:, None], -math.inf)
+            raw[told] = torch.log_softmax(scores[0], dim=-1)
 
 
 def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor | None:

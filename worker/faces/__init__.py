@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from worker import families, sampling
+from worker import families, filling, sampling
 from worker.bodies import MAX_TEXTS
 from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Serve
@@ -44,7 +44,7 @@ class Model:
         self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
         self.family = families.find(self.template.source, _response_template(tokenizer))
         """How its answers are to be read; None: as they stand."""
-        self.filling = families.filling(tokenizer.get_vocab())
+        self.filling = filling.find(tokenizer.get_vocab())
         """How a prompt with a suffix is laid out; None: this model fills in nothing."""
         self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if _is_mark(token)}
         """Tokens by their text that no grammar writes letter by letter."""
@@ -141,20 +141,20 @@ class Model:
 
         `texts` are those of the prompts that are texts. Raises UnsupportedField for a model without tokens for that.
         """
-        layout = self.filling
-        if layout is None:
+        if self.filling is None:
             raise UnsupportedField(
                 "suffix is not supported: this model has no tokens to fill in the middle; leave it out", param="suffix"
             )
         [after] = await self.encode([suffix], add_special=False)
         plain = iter(await self.encode([text for text in texts if text is not None], add_special=False))
+        before = [prompt if text is None else next(plain) for prompt, text in zip(prompts, texts, strict=True)]
+        return [self.start + self.filling.around(prefix, after) for prefix in before]
+
+    @property
+    def start(self) -> list[int]:
+        """The token with which the tokenizer begins every text, if it does."""
         begins = self._encode(["?"], add_special=True, parse_special=True)[0]
-        start = begins[:1] if begins[0] == self.tokenizer.bos_token_id else []
-        whole = []
-        for prompt, text in zip(prompts, texts, strict=True):
-            parts = {families.PREFIX: list(prompt) if text is None else next(plain), families.SUFFIX: after}
-            whole.append(start + [id for each in layout for id in (parts[each] if isinstance(each, str) else [each])])
-        return whole
+        return begins[:1] if begins[0] == self.tokenizer.bos_token_id else []
 
     async def encode_pieces(
         self, pieces: Sequence[Any], *, param: str, add_special: bool = True, parse_special: bool = True

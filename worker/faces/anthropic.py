@@ -56,8 +56,10 @@ async def count_tokens(body: Json, model: Model) -> Result:
 
 def _read(fields: Fields, model: Model) -> Json:
     """What decides the prompt, and how the answer may be, as fields of a chat completion."""
-    for name in ("mcp_servers", "container", "context_management"):
+    for name in ("mcp_servers", "container"):
         fields.refuse(name, f"{name} is not supported: nothing runs here but the model; leave it out")
+    if fields.mapping("context_management"):
+        fields.mark_unused("context_management")  # it only says what may be left out of long conversations
     fields.skip(("cache_control",))  # what prompts share is found without being told
     asked: Json = {"model": fields.text("model"), "messages": _system(fields)}
     for index, message in enumerate(fields.sequence("messages") or ()):

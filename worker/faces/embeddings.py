@@ -173,8 +173,13 @@ def _read_prompt(fields: Fields, encoding: Encoding) -> str:
 
 
 def _read_truncate(fields: Fields) -> bool:
-    """Whether texts are cut at their end: true, or END as Cohere has it."""
+    """Whether texts are cut at their end: true, END as Cohere has it, or vLLM's truncate_prompt_tokens of -1."""
+    fields.refuse(
+        "truncate_prompt_tokens", "truncate_prompt_tokens must be -1: what is too long can be cut to the context only"
+    )
     value = fields.take("truncate")
+    if value is None and fields.take("truncate_prompt_tokens") is not None:
+        return True
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, str) and value.upper() in ("NONE", "END"):

@@ -1,14 +1,17 @@
-"""llama-server's own calls: completions, texts to tokens and back, and a chat as the prompt that its template makes."""
+"""llama-server's own calls: completions, gaps to fill in, texts to tokens and back, and a chat as the prompt that its
+template makes."""
 
 import uuid
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from worker import adapting, chat, constraints, sampling
-from worker.bodies import COMPLETION, DETOKENIZE, MAX_SHOWN, TEMPLATE, TOKENIZE
-from worker.errors import InvalidValue
+from worker import adapting, chat, constraints, samplers, sampling
+from worker.bodies import COMPLETION, DETOKENIZE, INFILL, MAX_SHOWN, MAX_TEXTS, TEMPLATE, TOKENIZE
+from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json, to_integer
+from worker.filling import Filling
 from worker.generation import Generation, Sampling
 from worker.native import NativeReply
 
@@ -17,8 +20,23 @@ async def completion(body: Json, model: Model) -> Call:
     """Text that goes on from a prompt, or from each of several; raises RequestError."""
     model.require("completion")
     fields = Fields(body, COMPLETION)
+    prompts, texts = await read_texts(fields, "prompt", model)
+    told = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
+    return _completion(fields, model, prompts, told)
+
+
+async def infill(body: Json, model: Model) -> Call:
+    """What stands between two texts; raises RequestError, UnsupportedByModel for a model without tokens for that."""
+    model.require("completion")
+    fields = Fields(body, INFILL)
+    prompt = await _gap(fields, model)
+    return _completion(fields, model, [prompt], [model.decode(prompt)])
+
+
+def _completion(fields: Fields, model: Model, prompts: list[list[int]], texts: list[str]) -> Call:
+    """All but the prompts."""
     alternatives = fields.integer("n_probs", high=model.options.max_logprobs)
-    fields.refuse("post_sampling_probs", "post_sampling_probs is not supported: leave it out for those of the model")
+    tells_odds = fields.flag("post_sampling_probs") or False
     fields.refuse("n_indent", "n_indent is not supported; leave it out")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
     options = model.options
@@ -38,9 +56,8 @@ async def completion(body: Json, model: Model) -> Call:
     has_progress = _of_stream(fields, "return_progress", stream)
     max_tokens = _n_predict(fields, options.n_predict)
     has_timings = _of_stream(fields, "timings_per_token", stream)
-    n = fields.integer("n") or 1
+    n = _choices(fields)
     ping_interval = read_ping_interval(fields)
-    prompts, texts = await read_texts(fields, "prompt", model)
     adapters = adapting.read(fields, "lora", "adapters", prompts=len(prompts))
     ignored = fields.settle(strict=options.strict_fields)
     for prompt in prompts:
@@ -54,7 +71,7 @@ async def completion(body: Json, model: Model) -> Call:
             max_tokens=max_tokens,
             stop=stop,
             n=n,
-            sampling=picked,
+            sampling=replace(picked, tells_odds=tells_odds),
             grammar=grammar,
             timings=has_timings,
             progress=stream,  # comments tell it, where chunks do not
@@ -63,8 +80,8 @@ async def completion(body: Json, model: Model) -> Call:
     )
     reply = NativeReply(
         generations,
-        prompts=[model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)],
-        settings=_settings(picked, max_tokens, stop, stream=stream),
+        prompts=texts,
+        settings=_settings(generations[0].sampling, max_tokens, stop, stream=stream),
         model=name,
         returns_tokens=returns_tokens,
         has_progress=has_progress,
@@ -81,6 +98,58 @@ def _n_predict(fields: Fields, default: int) -> int | None:
     tokens = same if stated is None else stated
     tokens = default if tokens is None else tokens
     return None if tokens < 0 else tokens
+
+
+def _choices(fields: Fields) -> int:
+    stated, same = fields.integer("n"), fields.integer("n_cmpl")
+    if stated is not None and same is not None and stated != same:
+        raise InvalidValue("n and n_cmpl mean the same but differ; state one", param="n_cmpl")
+    return stated or same or 1
+
+
+async def _gap(fields: Fields, model: Model) -> list[int]:
+    """The prompt of a gap: further files, what goes before and what follows, and what the answer begins with."""
+    filling = model.filling
+    if filling is None:
+        raise UnsupportedByModel(
+            "this model has no tokens to fill in the middle; ask one that was trained to, most coders were"
+        )
+    before, behind, begun = (fields.text(name) for name in ("input_prefix", "input_suffix", "prompt"))
+    for name, stated in (("input_prefix", before), ("input_suffix", behind)):
+        if stated is None:
+            raise InvalidValue(f"{name} must be a string", param=name)
+    files = fields.sequence("input_extra") or []
+    if len(files) > MAX_TEXTS or not all(map(_is_file, files)):
+        raise InvalidValue(
+            f"input_extra must be an array of at most {MAX_TEXTS} objects with a text and perhaps a filename, strings",
+            param="input_extra",
+        )
+    prefix, suffix, start = await model.encode([text or "" for text in (before, behind, begun)], add_special=False)
+    return [*model.start, *await _files(files, filling, model), *filling.around(prefix, suffix), *start]
+
+
+async def _files(files: Sequence[Json], filling: Filling, model: Model) -> list[int]:
+    """Further files, as models see those of a repository in training, or one behind another."""
+    if not files:
+        return []
+    pieces: list[tuple[int | None, str]] = []
+    if filling.file is None:
+        pieces += [(None, f"\n\n--- snippet ---\n\n{each['text']}") for each in files]
+    else:
+        pieces += [(filling.repository, "myproject\n")] if filling.repository is not None else []
+        pieces += [(filling.file, f"{each.get('filename') or 'tmp'}\n{each['text']}") for each in files]
+        pieces += [(filling.file, "filename\n")]
+    encoded = await model.encode([text for _, text in pieces], add_special=False)
+    marked = zip([mark for mark, _ in pieces], encoded, strict=True)
+    return [id for mark, tokens in marked for id in ([] if mark is None else [mark]) + tokens]
+
+
+def _is_file(stated: Any) -> bool:
+    return (
+        isinstance(stated, dict)
+        and isinstance(stated.get("text"), str)
+        and isinstance(stated.get("filename", ""), str | None)
+    )
 
 
 def _names(fields: Fields, name: str) -> list[str]:
@@ -101,6 +170,9 @@ def _settings(picked: Sampling, max_tokens: int | None, stop: tuple[str, ...], *
     """What was understood, in llama-server's words."""
     known = asdict(picked)
     known["repeat_penalty"] = known.pop("repetition_penalty")
+    known["samplers"] = samplers.told(known)
+    known["post_sampling_probs"] = known.pop("tells_odds")
+    del known["tempers_last"]
     known["n_probs"] = known.pop("logprobs") or 0
     known["logit_bias"] = [{"token": token, "bias": bias} for token, bias in picked.logit_bias.items()]
     return {**known, "n_predict": -1 if max_tokens is None else max_tokens, "stop": list(stop), "stream": stream}

@@ -61,19 +61,22 @@ async def generate(body: Json, model: Model) -> Call | Result:
     images = _images("images", fields.take("images"), model)
     fields.refuse("context", "context is not supported; send the conversation to /api/chat")
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
-    fields.refuse("suffix", "suffix is not supported here; use POST /v1/completions")
+    suffix = fields.text("suffix") or ""
     if not prompt:
         return _loaded(fields, model, asked, keep_alive, {"response": ""})
     logprobs = _logprobs(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"text-{uuid.uuid4().hex}"
-    if raw and images:
-        raise UnsupportedField("images have no place in a raw prompt; send raw: false", param="images")
-    if raw or not model.template.exists:
+    if images and (raw or suffix):
+        why = "a raw prompt; send raw: false" if raw else "a prompt with a suffix; leave one of them out"
+        raise UnsupportedField(f"images have no place in {why}", param="images")
+    if suffix and system:
+        raise InvalidValue("suffix and system exclude each other; state one", param="suffix")
+    if raw or suffix or not model.template.exists:
         asked.pop("chat_template_kwargs", None), asked.pop("reasoning_effort", None)
         top = logprobs.get("top_logprobs") or 0 if logprobs.get("logprobs") else None
         joined = f"{system}\n{prompt}" if system and not raw else prompt
-        understood = await understand_text({**asked, "prompt": joined, "logprobs": top}, model, id=id)
+        understood = await understand_text({**asked, "prompt": joined, "logprobs": top}, model, id=id, suffix=suffix)
     else:
         before = [{"role": "system", "content": system}] if system else []
         asked["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
@@ -130,6 +133,9 @@ def _read(fields: Fields, model: Model) -> tuple[Json, int | None, float | None]
     asked, room = _options(fields, model)
     stream = fields.flag("stream")
     asked |= {"model": _named(fields, model), "stream": stream is not False}
+    for name in ("truncate", "shift"):
+        if fields.flag(name):
+            fields.mark_unused(name)  # what is too long is refused
     read_ping_interval(fields)
     asked["sse_ping_interval"] = fields.take("sse_ping_interval")
     return asked | _format(fields) | _think(fields, model), room, _keep_alive(fields)
@@ -150,7 +156,7 @@ def _options(fields: Fields, model: Model) -> tuple[Json, int | None]:
         within.take(name)
     within.refuse("tfs_z", "options.tfs_z is not supported; leave it out")
     most = within.integer("num_predict")
-    asked["max_tokens"] = -1 if most is not None and most < 0 else most
+    asked["max_tokens"] = -1 if most is not None and most <= 0 else most
     room = within.integer("num_ctx")
     if room is not None and room > model.engine.ctx_size:
         raise InvalidValue(

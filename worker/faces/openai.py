@@ -87,16 +87,19 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
     return Chat(common=common, generations=generations, manner=manner, ignored=ignored)
 
 
-async def understand_text(body: Json, model: Model, *, id: str) -> Chat:
-    """The body of a text completion, as another face has translated it: nothing in the answer is told apart. Raises
-    RequestError."""
+async def understand_text(body: Json, model: Model, *, id: str, suffix: str = "") -> Chat:
+    """The body of a text completion, as another face has translated it: nothing in the answer is told apart. `suffix`:
+    what follows the gap that it fills in. Raises RequestError."""
     model.require("completion")
     fields = Fields(body, TEXT)
     logprobs = fields.integer("logprobs", high=model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     common.check_max_tokens()
-    prompts, _ = await read_texts(fields, "prompt", model)
+    prompts, texts = await read_texts(fields, "prompt", model)
+    if suffix:
+        prompts = await model.encode_around(prompts, texts, suffix)
     ignored = fields.settle(strict=model.options.strict_fields)
+    prompts = [common.cut(prompt) for prompt in prompts]
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
     generations = common.generations(id, prompts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import REASONING, RESPONSE_TEXT, RESPONSES
+from worker.bodies import FURTHER, REASONING, RESPONSE_TEXT, RESPONSES
 from worker.chat import detailed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
@@ -85,7 +85,11 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     text = fields.within("text", RESPONSE_TEXT)
     asked["verbosity"] = text.choice("verbosity")
     form = text.mapping("format")
-    asked["response_format"] = _format(form)
+    asked |= {name: fields.take(name) for name in FURTHER}  # by the same names, so that refusals name them
+    if form is not None:
+        if asked["response_format"] is not None:
+            raise InvalidValue("text.format and response_format mean the same; state one", param="response_format")
+        asked["response_format"] = _format(form)
     echoed = {
         "instructions": instructions,
         "max_output_tokens": asked["max_tokens"],
