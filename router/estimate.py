@@ -91,9 +91,9 @@ SCORES: Mapping[str, float] = {
 """By architecture: float32 tensors of a chunk's scores that are alive at once in its own attention; 0: none, a kernel
 computes them by tiles. Measured with scripts/bench_estimates."""
 
-SPREAD_SCORES, SPREAD_SCORE_BYTES = 1 << 18, 16
-"""On the CPU short rows that decode attend by calls that keep scores: so many at most, and the bytes of each with what
-lives beside it (worker/engine/kernels.py)."""
+SPREAD_SCORES, SPREAD_SCORE_BYTES, WIDENED_BYTES = 1 << 18, 16, 8 * MIB
+"""On the CPU short rows that decode attend by calls that keep scores: so many at most, the bytes of each with what
+lives beside it, and those of keys in float32 where they are kept in fewer (worker/engine/kernels.py)."""
 
 MOST_SCORES = 4
 """Of an architecture that was not measured."""
@@ -805,9 +805,16 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int
         # scores and masked scores, or in 16 bits scores, their float32 form and its softmax
         return masks + repeated + facts.heads * packed * tokens * (8 if each == 4 else 10)
     if on_host:
-        spread = 0 if embeds(facts, preset) or facts.aligned or each != 4 else preset.parallel * facts.heads * tokens
-        return masks + max(preset.threads, 1) * TILE_BYTES + min(spread, SPREAD_SCORES) * SPREAD_SCORE_BYTES
+        masks += max(preset.threads, 1) * TILE_BYTES
+        return masks if embeds(facts, preset) or facts.aligned else masks + _spread_bytes(facts, preset, tokens, each)
     return masks + repeated  # CUDA's kernels with a mask want it so
+
+
+def _spread_bytes(facts: Checkpoint, preset: Preset, tokens: int, each: int) -> int:
+    """Of decoding rows that attend together, up to `tokens` of each."""
+    scores = min(preset.parallel * facts.heads * tokens, SPREAD_SCORES)
+    widened = preset.parallel * tokens * facts.kv_heads * facts.head_dim * 4 if each < 4 else 0
+    return scores * SPREAD_SCORE_BYTES + min(widened, WIDENED_BYTES)
 
 
 def _required(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:

@@ -625,7 +625,7 @@ def spread_steps(
     """On the CPU rows that are still short attend in another way: all of them as long as that goes, beside a chunk of a
     prompt. Every other row has the adapter `use`."""
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
-    short = min(ctx_size, kernels.MOST_SCORES // (rows * heads))
+    short = min(ctx_size, kernels.longest(rows, heads, runner.pool.keys[0]))
     if short:
         part = _segment(capacity, rows - 1, ctx_size - chunk, chunk, use=use)
         yield partial(_generate, runner, (*_decodes(capacity, rows - 1, ctx_size=short, use=use), part))

@@ -37,7 +37,7 @@ _CALL_BYTES = {"cpu": 180 << 10, "cuda": 32 << 20}
 longer than a call for each would: bytes that are read while a call begins. Measured on 2 cores, with head sizes of 64
 and 128 and contexts of 70 to 500 tokens: 15 microseconds at 12 GB/s; of CUDA a guess."""
 _SPREAD_BYTES = 1 << 20
-"""The same where `kernels.spread` computes them, which reads keys twice as fast, and no value in vain."""
+"""The same where `kernels.spread` computes them, which hardly reads in vain."""
 
 Span = tuple[int, int]
 """First slot, and how many: tokens that lie one behind another."""
@@ -329,8 +329,7 @@ class Packed:
         return at_home, [view for view in views if view.slot % self.pool.stride]
 
     def _can_spread(self, rows: int, heads: int, tokens: int) -> bool:
-        keys = self.pool.keys[0]
-        return kernels.can_spread(rows, heads, tokens, keys.dtype, keys.device)
+        return tokens <= kernels.longest(rows, heads, self.pool.keys[0])
 
     def _padded(self, views: list[_View], heads: int, dtype: torch.dtype) -> _Padded:
         low, stride, rows, tokens = _rows(views)
@@ -351,8 +350,7 @@ class Packed:
 
     def _places(self, low: int, stride: int, begins: list[int], ends: list[int], tokens: int) -> kernels.Places:
         position = torch.arange(tokens).clamp(self._upload(begins)[:, None], self._upload(ends)[:, None] - 1)
-        slots = position.clamp_(min=0) + low + stride * torch.arange(len(ends))[:, None]
-        return kernels.Places(slots.int() if self.pool.slots * self.pool.keys[0].shape[1] < 1 << 31 else slots)
+        return kernels.Places(low, stride, position.clamp_(min=0).int())
 
     def _padded_mask(self, begins: list[int], ends: list[int], tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not any(begins) and min(ends) == tokens:
@@ -506,8 +504,8 @@ def _call(
             query[call.row] = tokens
         query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
         if call.places is not None and kernel is not _eager:
-            lying = pool.values[layer].view(-1, head_dim)
-            answer = kernels.spread(query, keys, lying, call.places, mask, scaling=scaling, told=told)
+            lying = pool.keys[layer], pool.values[layer]
+            answer = kernels.spread(query, *lying, call.places, mask, scaling=scaling, told=told)
             return _unfolded(answer, call, heads)
     return _unfolded(kernel(query, keys, values, mask, causal=False, scaling=scaling), call, heads)
 

@@ -1,19 +1,22 @@
 """Attention on the CPU where torch's kernel is slow: one query against many keys, as in steps of decoding.
 
-Torch's kernel takes each head of each row by itself, and multiplies a vector with a matrix: in float32 it reads keys
-and values at a quarter of the memory's speed, and in bfloat16, where a single query goes past the processor's
-instructions for it, at a twentieth. Milliseconds of one layer of 12 heads of 64, of rows with 56 to 112 tokens each,
-one call behind another (Zen 4, two threads):
+Torch's kernel takes each head of each row by itself, and multiplies a vector with a matrix: it reads keys and values
+at a third of the memory's speed, and in bfloat16, where a single query goes past the processor's instructions for it,
+at a twentieth. `spread` takes all rows and heads in a few calls: scores by the product of two matrices at chosen places
+only, answers as the weighted sums of rows of a table, as embeddings are. Both read just what is seen, where it lies.
+Milliseconds of one layer of 12 heads of 64, of 16 rows with 40 to 140 tokens each, that come from memory (Zen 4, two
+threads):
 
-| rows | torch | `spread` | | bfloat16: torch | `paired` |
-|---|---|---|---|---|---|
-| 4 | 0.20 | 0.14 | | | |
-| 16 | 0.74 | 0.35 | | 2.5 | 0.8 |
-| 32 | 1.53 | 0.95 | | | |
-| 64 | 3.06 | 2.43 | | 10.2 | 3.2 |
+| | torch | two heads at once (`paired`) | `spread` |
+|---|---|---|---|
+| float32 | 1.06 | | 0.70 |
+| bfloat16 | 3.6 | 1.15 | 0.50 |
 """
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding_bag
@@ -21,35 +24,81 @@ from torch.nn.functional import embedding_bag
 MOST_SCORES = 1 << 18
 """That `spread` computes at once, of all rows and heads. More, and they are no small part of a step's memory."""
 SCORES_ALIVE = 4
-"""Tensors of that size, of 4 bytes each: indices, scores, products on their way to these, weights."""
-_LEAST_ROWS = 32
-"""For fewer its calls take longer than torch's one, within steps: between the model's other work they are a good deal
-slower than one behind another (110 M Llama, gaps of 46 ms in place of 35 with 4 rows, of 61 and 54 with 16)."""
+"""Tensors of that size, of 4 bytes each: indices of keys, the same of values, scores, weights."""
+WIDENED_BYTES = 8 << 20
+"""Of bfloat16 keys that are float32 at a time: few enough to stay in the processor's cache."""
+_LEAST_ROWS = {torch.float32: 12, torch.bfloat16: 4}
+"""Fewer are left to torch's kernel, which is no slower then. Types that are not here are, too."""
+
+with warnings.catch_warnings():  # what torch says of the first such tensor of a process
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0], [], [], size=(0, 0), check_invariants=False)
+
+
+def _products(
+    rows: torch.Tensor, table: torch.Tensor, begins: torch.Tensor, places: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Of row `r` of `rows` `[rows, dim]` with each of those of `table` `[any, dim]` that `places` names from
+    `begins[r]` to `begins[r + 1]`, times `scale`: as many as `places`. All in float32."""
+    found = rows.new_zeros(len(places))
+    chosen = torch.sparse_csr_tensor(begins, places, found, size=(len(rows), len(table)), check_invariants=False)
+    torch.sparse.sampled_addmm(chosen, rows, table.t(), beta=0.0, alpha=scale, out=chosen)
+    return found
+
+
+def _like_places(
+    rows: torch.Tensor, table: torch.Tensor, begins: torch.Tensor, places: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return rows.new_empty(len(places))
+
+
+# an operator, so that it has a result for tensors without content, too
+_library: Any = torch.library.Library("fleet_router", "DEF")  # type: ignore[no-untyped-call]  # torch
+_library.define("products(Tensor rows, Tensor table, Tensor begins, Tensor places, float scale) -> Tensor")
+_library.impl("products", _products, "CPU")
+_library.impl("products", _like_places, "Meta")
+products: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+products = torch.ops.fleet_router.products.default
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the values lie that each row sees: `slots` `[rows, tokens]`. Where a row sees nothing, one that it sees."""
+    """Where the keys and values of some rows lie: those of row `r` from slot `low + r * stride` on."""
 
-    slots: torch.Tensor
-    _bags: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    low: int
+    stride: int
+    tokens: torch.Tensor
+    """`[rows, tokens]`, int32: from there on, those that the row sees, and one that it sees in place of each other."""
+    _made: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def bags(self, kv_heads: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places of single heads' values `[rows * kv_heads * queries * tokens]`, and where each query's begin among
-        them. Built for the first layer that asks."""
-        if (kv_heads, queries) not in self._bags:
-            rows, tokens = self.slots.shape
-            heads = torch.arange(kv_heads, dtype=self.slots.dtype)
-            each = self.slots[:, None, None] * kv_heads + heads[:, None, None]
+    def of(self, kv_heads: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of single heads' vectors `[rows * kv_heads * queries * tokens]`, and where each query's begin among
+        them, and end, `[rows * kv_heads * queries + 1]`. Made for the first layer that asks."""
+        return self._at(kv_heads, queries, self.low, self.stride)
+
+    def close_by(self, kv_heads: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where the tokens of each row lie behind those of the one before, with nothing between."""
+        return self._at(kv_heads, queries, 0, self.tokens.shape[1])
+
+    def _at(self, kv_heads: int, queries: int, low: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key = kv_heads, queries, low, stride
+        if key not in self._made:
+            rows, tokens = self.tokens.shape
+            slots = self.tokens + torch.arange(low, low + rows * stride, stride, dtype=torch.int32)[:, None]
+            each = slots[:, None, None] * kv_heads + torch.arange(kv_heads, dtype=torch.int32)[:, None, None]
             each = each.expand(rows, kv_heads, queries, tokens).reshape(-1)
-            self._bags[kv_heads, queries] = each, torch.arange(0, len(each), tokens, dtype=each.dtype)
-        return self._bags[kv_heads, queries]
+            self._made[key] = each, torch.arange(0, len(each) + 1, tokens, dtype=torch.int32)
+        return self._made[key]
 
 
-def can_spread(rows: int, heads: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `spread` does it, and does it faster."""
-    fits = rows * heads * tokens <= MOST_SCORES
-    return device.type == "cpu" and dtype == torch.float32 and rows >= _LEAST_ROWS and fits
+def longest(rows: int, heads: int, keys: torch.Tensor) -> int:
+    """Tokens that the longest of `rows` may have for `spread` to compute them, and faster; 0: it never does. `keys`
+    `[slots, kv_heads, head_dim]`."""
+    slots, kv_heads, head_dim = keys.shape
+    if keys.device.type != "cpu" or rows < _LEAST_ROWS.get(keys.dtype, rows + 1) or slots * kv_heads >= 1 << 31:
+        return 0
+    widened = WIDENED_BYTES // (4 * kv_heads * head_dim) if keys.dtype == torch.bfloat16 else MOST_SCORES
+    return min(widened, MOST_SCORES // (rows * heads))
 
 
 def spread(
@@ -62,27 +111,55 @@ def spread(
     scaling: float | None,
     told: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`query` `[rows, kv_heads, queries, head_dim]` against `keys` `[rows, kv_heads, tokens, head_dim]`, all rows of a
-    head in one call; `mask` `[rows, 1, 1, tokens]` is added to the scores.
+    """`query` `[rows, kv_heads, queries, head_dim]` against `keys` `[slots, kv_heads, head_dim]`; `mask`
+    `[rows, 1, 1, tokens]` is added to the scores.
 
     The logarithms of the sums of their exponentials, `[rows, kv_heads, queries]`, go to `told` if that is wanted.
-
-    `values` `[places, head_dim]` are summed up by their weights from where they lie, as embeddings are: only those that
-    are seen are read.
     """
-    rows, kv_heads, queries, head_dim = query.shape
-    query = query * (head_dim**-0.5 if scaling is None else scaling)
-    scores = query.new_empty(rows, kv_heads, queries, keys.shape[2])
-    for head in range(kv_heads):
-        scores[:, head] = torch.bmm(query[:, head], keys[:, head].transpose(1, 2))
+    _, kv_heads, queries, head_dim = query.shape
+    scores = _scores(query, keys, places, head_dim**-0.5 if scaling is None else scaling)
     if mask is not None:
         scores += mask
-    weights = torch.softmax(scores, dim=-1)
-    where, begins = places.bags(kv_heads, queries)
-    answer = embedding_bag(where, values, begins, mode="sum", per_sample_weights=weights.view(-1))
     if told is not None:
         told.append(torch.logsumexp(scores, dim=-1))
-    return answer.view(query.shape)
+    weights = torch.softmax(scores, dim=-1)
+    del scores
+    where, begins = places.of(kv_heads, queries)
+    weights = weights.to(values.dtype).view(-1)
+    lying = values.view(-1, head_dim)
+    return embedding_bag(where, lying, begins[:-1], mode="sum", per_sample_weights=weights).view(query.shape)
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, places: Places, scaling: float) -> torch.Tensor:
+    """`[rows, kv_heads, queries, tokens]`, in float32."""
+    _, kv_heads, queries, head_dim = query.shape
+    tokens = places.tokens.shape[1]
+    if keys.dtype == torch.float32:
+        where, begins = places.of(kv_heads, queries)
+        lying = keys.view(-1, head_dim)
+        scores = products(query.reshape(-1, head_dim), lying, begins, where, scaling)
+        return scores.view(*query.shape[:3], tokens)
+    most = WIDENED_BYTES // (4 * tokens * kv_heads * head_dim)
+    firsts = range(0, len(query), most)
+    parts = [_widened_scores(query[first : first + most], keys, places, first, scaling) for first in firsts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _widened_scores(
+    query: torch.Tensor, keys: torch.Tensor, places: Places, first: int, scaling: float
+) -> torch.Tensor:
+    """As `_scores`, of the rows from `first` on that `query` has, by a copy of their keys in float32."""
+    rows, kv_heads, queries, head_dim = query.shape
+    tokens, wide = places.tokens.shape[1], kv_heads * head_dim
+    begin = keys.storage_offset() + (places.low + first * places.stride) * wide
+    lying = keys.as_strided((rows, tokens, wide), (places.stride * wide, wide, 1), begin)
+    widened = lying.to(torch.float32, memory_format=torch.contiguous_format).view(-1, head_dim)
+    where, begins = places.close_by(kv_heads, queries)
+    count = rows * kv_heads * queries
+    scores = products(
+        query.float().reshape(-1, head_dim), widened, begins[: count + 1], where[: count * tokens], scaling
+    )
+    return scores.view(*query.shape[:3], tokens)
 
 
 def paired(
