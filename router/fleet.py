@@ -330,16 +330,18 @@ class Fleet:
 
     def _bring_companions(self) -> None:
         """Begin the companions of who has just become ready, if there is room at once: luxuries, in nobody's way."""
-        for model in list(self.models.values()):
+        for model in self._inhabited():
             if model.preset.companions and not model.company_is_called and self._is_in_use(model):
                 model.company_is_called = True
                 for each in self._companions(model):
                     self._begin(each, luxury=True).companion = True
-            elif not model.workers:
-                model.company_is_called = False
+
+    def _inhabited(self) -> list[Model]:
+        """The models with workers, those that were removed too: few, however many there are."""
+        return list({id(model): model for model in self._homes.values()}.values())
 
     def _is_in_use(self, model: Model) -> bool:
-        return any(worker.state is State.READY and not worker.companion for worker in model.workers)
+        return self.models.get(model.preset.id) is model and any(worker.state is State.READY and not worker.companion for worker in model.workers)
 
     @property
     def _reading(self) -> int:
@@ -488,8 +490,10 @@ class Fleet:
         if self.limits.sleep_memory and not model.workers and not self.closing:
             model.wish = worker.wish(self.files.weights(worker.snapshot))
         model.promote()
-        if worker.preset.id not in self.models and not model.workers:
-            self.events.append("removed", worker.preset.id)
+        if not model.workers:
+            model.company_is_called = False
+            if worker.preset.id not in self.models:
+                self.events.append("removed", worker.preset.id)
         return model.failure
 
     def _remember(self, model: Model, worker: Worker) -> None:
@@ -782,7 +786,9 @@ class Fleet:
         self._stand_by(decision, by_id)
         self._read_ahead(plan, queued)
         self._bring_companions()
-        self._put_to_sleep(standby.spare(plan, waiting + refining, residents, devices) - sum(decision.begin.values()))
+        if self.limits.sleep_memory:
+            spare = standby.spare(plan, waiting + refining, residents, devices)
+            self._put_to_sleep(spare - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
@@ -806,7 +812,7 @@ class Fleet:
 
     def _mark_surplus(self) -> None:
         """Say which copies end when they idle, and begin those that are wanted."""
-        for model in {id(model): model for model in self._homes.values()}.values():  # no others have any
+        for model in self._inhabited():
             if model.preset.replicas[1] == 1 and len(model.workers) <= 1:
                 continue
             surplus = model.surplus()

@@ -397,7 +397,12 @@ class Ledger:
         for reading in readings:
             members.setdefault(reading.pool or reading.id, []).append(reading.id)
         own = {reading.id: reading for reading in readings if reading.pool is None}
-        foreign = {id: self._observe_foreign(reading, residents) for id, reading in own.items()}
+        here: dict[DeviceId, list[Resident]] = {id: [] for id in own}
+        for one in residents:
+            for id in one.reserved.keys() | one.measured.keys():
+                if id in here:
+                    here[id].append(one)
+        foreign = {id: self._observe_foreign(reading, here[id]) for id, reading in own.items()}
         devices = []
         for reading in readings:
             pool = reading.pool or reading.id
@@ -417,8 +422,8 @@ class Ledger:
             devices.extend(self._slots(DeviceId(node, SLOTS), residents) for node in nodes)
         return sorted(devices, key=lambda device: device.id)
 
-    def _observe_foreign(self, reading: Reading, residents: Sequence[Resident]) -> int:
-        here = [one for one in residents if reading.id in one.reserved or reading.id in one.measured]
+    def _observe_foreign(self, reading: Reading, here: Sequence[Resident]) -> int:
+        """`here`: those of ours with memory on the device."""
         ready = sum(one.occupied(reading.id) for one in here if not (one.starting or one.leaving))
         foreign = max(0, reading.used - ready)
         if any(one.starting or one.leaving for one in here):

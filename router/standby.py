@@ -53,6 +53,8 @@ def decide(
     plan: Plan, candidates: Sequence[Candidate], residents: Sequence[Resident], devices: Sequence[Device]
 ) -> Decision:
     """What to do after a plan for these demands, residents and devices."""
+    if not plan.waits:
+        return Decision()
     free = _free(plan, residents, devices)
     hosts = {each.pool or each.id for each in devices if each.id.index == HOST}
     begin: dict[int, int] = {}

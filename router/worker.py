@@ -173,7 +173,7 @@ class Worker:
     @property
     def occupied(self) -> Bytes:
         """What it measures, by the memory that its devices use."""
-        return pooled(self.measured, self.pools)
+        return pooled(self.measured, self.pools) if self.pools else self.measured
 
     @property
     def on_host(self) -> bool:
