@@ -285,7 +285,7 @@ class Fleet:
     def _take(self, model: Model, worker: Worker) -> Lease:
         lease = Lease(self, model, worker, self.now())
         worker.leases.add(lease)
-        model.asked = lease.arrived
+        model.asked_at(lease.arrived)
         model.promote()  # a companion is nobody's need before somebody asks for it
         self._consider_copy(model)
         return lease
@@ -341,7 +341,8 @@ class Fleet:
         return list({id(model): model for model in self._homes.values()}.values())
 
     def _is_in_use(self, model: Model) -> bool:
-        return self.models.get(model.preset.id) is model and any(worker.state is State.READY and not worker.companion for worker in model.workers)
+        here = self.models.get(model.preset.id) is model
+        return here and any(worker.state is State.READY and not worker.companion for worker in model.workers)
 
     @property
     def _reading(self) -> int:
@@ -368,6 +369,8 @@ class Fleet:
         if worker.state is State.READY:
             worker.last_used = self.now()
             lease.model.took(self.now() - max(lease.arrived, worker.ready_at or 0.0))
+        if not lease.model.leases:
+            lease.model.left = self.now()
         if not worker.leases:
             self._fell_idle(lease.model, worker)
 
@@ -714,8 +717,9 @@ class Fleet:
         return list(self._alive.values())
 
     def _residents(self) -> list[Resident]:
+        homes = self._homes
         return [
-            *(worker.resident() for worker in self.workers() if worker.state.holds_memory),
+            *(each.resident(homes[each.id].comes_back) for each in self.workers() if each.state.holds_memory),
             *(worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held),
             *(holding.resident() for holding in self._holdings.values()),
         ]

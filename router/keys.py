@@ -273,7 +273,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="sleep-idle-seconds", kind=Seconds(off=-1.0), field="sleep_idle", group=LIFECYCLE, unset="off", live=True,
         help="idle time after which the worker ends; its weights stay in main memory, as far as --sleep-memory goes"),
     Key(name="linger", kind=Seconds(off=0.0, words={"auto": -1.0}), field="linger", group=LIFECYCLE, live=True,
-        unset="half the expected load of who waits, 0.2 to 2",
+        unset="half the expected load of who waits, 0.2 to 2; 0 if it is hardly ever asked for so soon",
         help="how long a worker inside its turn is kept for its own next request"),
     Key(name="min-residency", kind=Seconds(off=0.0, words={"auto": -1.0}), field="min_residency", group=LIFECYCLE,
         live=True, unset="10, or --swap-patience if less", help="the turn: how long a model in use keeps its place"),

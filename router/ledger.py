@@ -106,7 +106,10 @@ class Resident:
     expires: float | None = None
     """When an idle one leaves by its time to live; None: never."""
     linger: float | None = None
-    """Seconds an idle one inside its turn is kept for its next request; None: by the load of who waits."""
+    """Seconds an idle one inside its turn is kept for its next request; None: by the load of who waits, and not at all
+    where that is less than `comes_back`."""
+    comes_back: float | None = None
+    """Seconds after which it is asked for again, if it is soon; None: not known."""
     load_seconds: float = 0.0
     """What bringing it back takes."""
 

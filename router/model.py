@@ -4,6 +4,7 @@ The oldest open worker of a model is a need, all further ones are copies: luxuri
 make room for anybody's need, and end when they idle. If the need leaves, the oldest copy takes its place.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
@@ -19,6 +20,10 @@ WEIGHT = 0.2
 """Of the latest in a mean of how long requests take."""
 SECONDS = 5.0
 """That a load is thought to take before there was any."""
+PAUSES, FEWEST_PAUSES = 8, 4
+"""So many of the latest pauses, but not fewer than those, say how soon a model is asked for again."""
+SOON = 0.25
+"""Its clients count on it after a pause if that was so short in this share of all."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,12 @@ class Model:
     no_copy_before: float = 0.0
     asked: float = -inf
     """When it was last asked for."""
+    left: float | None = None
+    """When the last of its requests ended; None while one runs."""
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
+    """Seconds from the end of its last request to the next one, whether it was still here or not."""
+    comes_back: float | None = None
+    """The pause that one in four is not longer than; None: not known yet."""
     load_seconds: float | None = None
     """What its last load took."""
     request_seconds: float | None = None
@@ -104,6 +115,15 @@ class Model:
         """One request held a ready worker for so long."""
         before = self.request_seconds
         self.request_seconds = seconds if before is None else before + WEIGHT * (seconds - before)
+
+    def asked_at(self, now: float) -> None:
+        """Somebody asks for it."""
+        self.asked = now
+        if self.left is not None:
+            self.pauses.append(now - self.left)
+            self.left = None
+        if len(self.pauses) >= FEWEST_PAUSES:
+            self.comes_back = sorted(self.pauses)[int(SOON * (len(self.pauses) - 1))]
 
     def expected_load(self) -> float:
         """Seconds of its next load, from its history."""

@@ -168,7 +168,8 @@ class Plan:
 MANY_DEVICES = 8
 """Beyond, only aligned runs are looked at: 8 devices have at most 70 sets of one size, 16 have 12,870."""
 LINGER_SECONDS = (0.2, 2.0)
-"""Least and most that an idle worker inside its turn is kept, unless its preset says how long."""
+"""Least and most that an idle worker inside its turn is kept, unless its preset says how long or its clients come back
+later."""
 
 Place = tuple[DeviceId, ...]
 Worth = tuple[bool, bool, int, float, float]
@@ -846,7 +847,8 @@ def _linger(one: Resident, demand: Demand) -> float:
     if one.linger is not None:
         return one.linger
     least, most = LINGER_SECONDS
-    return min(most, max(least, demand.load_seconds / 2))
+    seconds = min(most, max(least, demand.load_seconds / 2))
+    return seconds if one.comes_back is None or one.comes_back <= seconds else 0.0
 
 
 def _spots(one: Resident) -> Place:

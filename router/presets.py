@@ -157,7 +157,7 @@ class Preset:
     sleep_idle: float = -1.0
     """Like `ttl`; but the weights stay in main memory, within --sleep-memory."""
     linger: float = -1.0
-    """-1.0: half the waiting model's expected load, 0.2 to 2 seconds."""
+    """-1.0: half the waiting model's expected load, 0.2 to 2 seconds; 0 if it is hardly ever asked for so soon."""
     min_residency: float = -1.0
     """The turn; -1.0: 10 seconds, or --swap-patience if less."""
     start_timeout: float = 240.0

@@ -227,8 +227,9 @@ class Worker:
             pinned=True,
         )
 
-    def resident(self) -> Resident:
-        """This worker as the planner sees it while it holds memory."""
+    def resident(self, comes_back: float | None = None) -> Resident:
+        """This worker as the planner sees it while it holds memory; its model is asked for again in `comes_back`
+        seconds."""
         busy = bool(self.leases)
         ttl = self.time_to_live
         if self.surplus:
@@ -250,6 +251,7 @@ class Worker:
             turn_ends=self.turn_ends,
             expires=self.last_used + ttl if ttl >= 0 and self.state is State.READY else None,
             linger=self.preset.linger if self.preset.linger >= 0 else None,
+            comes_back=comes_back,
             load_seconds=self.load_seconds,
         )
 

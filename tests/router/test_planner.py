@@ -320,6 +320,14 @@ def test_an_idle_worker_inside_its_turn_is_kept_for_the_linger(
     assert evicted(plan) == [1]
 
 
+@pytest.mark.parametrize(("comes_back", "lingers"), [(0.5, True), (0.6, False)])
+def test_an_idle_worker_does_not_linger_for_clients_that_come_back_later(comes_back: float, lingers: bool) -> None:
+    waiting = [demand(9, 60, load_seconds=1.0)]
+    one = resident(1, {GPU[0]: 90}, last_used=NOW, comes_back=comes_back, **FRESH)
+    assert evicted(decide(waiting, [one], ONE)) == ([] if lingers else [1])
+    assert evicted(decide(waiting, [replace(one, linger=4.0)], ONE)) == [], "its preset's word counts more"
+
+
 def test_past_its_turn_an_idle_worker_does_not_linger() -> None:
     assert evicted(decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, last_used=NOW, turn_ends=NOW)], ONE)) == [1]
 

@@ -76,6 +76,7 @@ def random_fleet(seed: int) -> Fleet:
                 luxury=rarely(),
                 priority=one_of([0, 0, 1]),
                 linger=one_of([None, 0.0, 3.0]),
+                comes_back=Random(seed + id).choice([None, None, 0.1, 5.0]),  # of its own: the others stay as they were
                 load_seconds=one_of([0.0, 1.0]),
                 expires=one_of([None, None, None, NOW, NOW + 3]),
             )
@@ -126,7 +127,11 @@ def may_leave(one: Resident, demand: Demand, now: float) -> bool:
     in_turn = one.starting or now < one.turn_ends
     if one.busy:
         return not in_turn and now >= demand.since + PATIENCE
-    linger = min(2.0, max(0.2, demand.load_seconds / 2)) if one.linger is None else one.linger
+    linger = min(2.0, max(0.2, demand.load_seconds / 2))
+    if one.comes_back is not None and one.comes_back > linger:
+        linger = 0.0
+    if one.linger is not None:
+        linger = one.linger
     return not in_turn or now >= one.last_used + linger
 
 

@@ -660,6 +660,23 @@ async def test_alternating_clients_of_two_models_are_served_in_turns() -> None:
 
 
 @virtual
+async def test_a_model_is_kept_for_clients_that_used_to_come_back_soon_and_for_no_others() -> None:
+    """`b` waits for `a`, which has just become idle inside its turn."""
+    waited = {}
+    for pause in (0.5, 6.0):
+        world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+        for _ in range(5):
+            await world.ask("a")
+            await asyncio.sleep(pause)
+        await world.ask("a")
+        world.fleet.models["a"].workers[0].turn_ends = world.now + 5.0
+        waited[pause] = await world.ask("b")
+        await world.stop()
+    assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "linger, stop, load"
+    assert waited[6.0] == pytest.approx(0.5 + 2.0, abs=0.05)
+
+
+@virtual
 async def test_a_load_that_is_refused_says_so_and_never_that_it_is_queued() -> None:
     world = Schedule({"a": GIB, "huge": 900 * GIB})
     await world.ask("a")
