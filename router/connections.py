@@ -98,6 +98,10 @@ class Reply:
         """aiohttp writes nothing but in a coroutine."""
         return False
 
+    def put_chunk(self, framed: bytes) -> bool:
+        """Likewise."""
+        return False
+
     def put_all(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """Likewise."""
         return False

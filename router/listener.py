@@ -104,6 +104,14 @@ class Asked:
         transport.write(self._framed(data))
         return True
 
+    def put_chunk(self, framed: bytes) -> bool:
+        """As `put`, for a chunk in its framing, if all before it has left."""
+        transport = self._connection.transport
+        if not self._chunked or transport is None or transport.get_write_buffer_size():
+            return False
+        transport.write(framed)  # one that is closing, with nothing left to write, is lost in the loop's next pass
+        return True
+
     def put_all(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """As `say`, if it can be written without waiting; whether it was."""
         transport = self._connection.transport

@@ -133,6 +133,9 @@ class Outlet(Protocol):
     def put(self, data: bytes) -> bool:
         """Likewise, if it can be written without waiting; whether it was."""
 
+    def put_chunk(self, framed: bytes) -> bool:
+        """As `put`, for one chunk of HTTP/1.1 in its framing; never if the answer is not made of such."""
+
     def put_all(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """As `say`, if it can be written without waiting; whether it was."""
 
@@ -528,6 +531,15 @@ class Proxy:
             answer.events_sent, tail = events, seen[at:]
             return True
 
+        end_of_chunk = end + b"\r\n"
+
+        def put_chunk(framed: bytes, start: int) -> bool:
+            """What comes while the worker writes whole events, one at a time, as they are to leave."""
+            if tail or not framed.endswith(end_of_chunk) or not outlet.put_chunk(framed):
+                return False
+            answer.events_sent = framed[start:-2]
+            return True
+
         while chunk := await exchange.read():
             tail = tail + chunk if tail else chunk
             if answer.first_byte is None and form.says(tail):
@@ -544,6 +556,8 @@ class Proxy:
                 await answer.commit(exchange.status, headers, events)
             answer.events_sent = events
             exchange.sink = pour
+            if answer.first_byte is not None:  # else somebody has to look out for it
+                exchange.chunk_sink = put_chunk
         if not answer.committed:
             await answer.commit(exchange.status, headers)
         if tail:

@@ -61,6 +61,9 @@ class Exchange:
         self.sink: Callable[[bytes], bool] | None = None
         """Gets what comes at once, in the place of whoever awaits `read`, until it does not take it: that, and what
         comes then, is to be read. It raises nothing."""
+        self.chunk_sink: Callable[[bytes, int], bool] | None = None
+        """Gets a chunk that comes alone, in its framing as it came, and where in it the content begins; it would go
+        into the sink otherwise, and does if this does not take it. It raises nothing."""
         self.on_end: Callable[[], None] | None = None
         """Called as soon as everything has come, before whoever awaits it goes on. It raises nothing."""
         self._waiter: asyncio.Future[None] | None = None
@@ -147,7 +150,7 @@ class Exchange:
         if not self._parts or self.sink is None:
             return
         if not self.sink(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)):
-            self.sink = None
+            self.sink = self.chunk_sink = None
             self._wake()
             return
         self._parts.clear()
@@ -305,6 +308,8 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = self._silent = 0
         """Of names and values so far; bytes since the last of a body."""
         self._headed = self._spoke = self._complete = self._lasts = False
+        self._between = False
+        """The parser has seen the end of one chunk, and nothing of the next."""
         self._interim = 0
         self._wrong = ""
 
@@ -383,6 +388,11 @@ class _Connection(asyncio.Protocol):
         if exchange is None:  # nobody has asked
             self.drop()
             return
+        if self._between and exchange.chunk_sink is not None:
+            at = start_of_lone_chunk(data)
+            if at and exchange.chunk_sink(data, at):
+                self._silent = 0
+                return  # the parser is where it was: between two chunks
         assert self._parser is not None
         self._spoke = False
         try:
@@ -391,6 +401,8 @@ class _Connection(asyncio.Protocol):
             self._wrong = "it changes the protocol"
         except HttpParserError as error:
             self._wrong = self._wrong or str(error)
+        if self._between and not data.endswith(b"\r\n"):
+            self._between = False  # the next chunk's size has begun
         if exchange.sink is not None:
             exchange.pour()
         self._silent = 0 if self._spoke else self._silent + len(data)
@@ -460,10 +472,25 @@ class _Connection(asyncio.Protocol):
             self._paused = True
             self._transport.pause_reading()
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
+
     def on_message_complete(self) -> None:
         if self._headed and not self._complete and self._parser is not None:
             self._complete = True
             self._lasts = self._parser.should_keep_alive()  # only now: the parser forgets it with the message
+
+
+def start_of_lone_chunk(data: bytes) -> int:
+    """Where the content begins, if `data` is exactly one chunk in the plainest form; else 0.
+
+    The size is not read but compared with what it has to be, so that nothing can be taken for a size that is none."""
+    start = data.find(b"\n", 0, 10) + 1
+    size = len(data) - start - 2
+    return start if size > 0 and data.startswith(b"%x\r\n" % size) and data.endswith(b"\r\n") else 0
 
 
 __all__ = ["Broken", "Exchange", "NotHttp", "Wire", "WireError"]
