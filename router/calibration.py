@@ -46,7 +46,8 @@ def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str], *, forke
     was forked does not count what it shares with its nursery, and knows nothing of what an executed one takes.
     """
     settings = (
-        effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.chunk, preset.dtype,
+        effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.kv_cache_dtype, preset.chunk,
+        preset.dtype,
         preset.quantization, preset.attention, preset.enforce_eager, preset.threads, preset.load_format, preset.task,
         preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
         preset.adapter_slots, preset.max_lora_rank,

@@ -75,6 +75,7 @@ def model_options(
         ctx_size=estimates.effective_ctx(facts, preset),
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,
+        kv_cache_dtype=preset.kv_cache_dtype,
         prefill_chunk=preset.chunk,
         limit_images=preset.limit_images,
         max_loras=preset.adapter_slots,

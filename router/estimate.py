@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from router import kv_types
 from router.errors import RouterError
 from router.presets import Preset
 from worker import contract
@@ -650,11 +651,11 @@ def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
 def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
     """Bytes of the pool of keys and values: blocks for `kv_tokens`, or for `parallel` sequences of `tokens` each.
 
-    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3). The
-    engine caps no layer at its window. A state layer costs the same whatever the length, and is kept twice, in float32
-    if the model's code wants that. With an encoder each layer keeps the prompt's keys and values as well, in as many
-    columns. The aligned cache has rows, as many as `kv_tokens` leaves, in place of blocks, and moves one of a layer
-    through a buffer of that size. An embedder has no pool.
+    Sum over layers of kv_heads x (key + value elements of a head) x dtype bytes (Kwon et al. 2023, section 3), or what
+    these take as `kv-cache-dtype` keeps them. The engine caps no layer at its window. A state layer costs the same
+    whatever the length, and is kept twice, in float32 if the model's code wants that. With an encoder each layer keeps
+    the prompt's keys and values as well, in as many columns. The aligned cache has rows, as many as `kv_tokens` leaves,
+    in place of blocks, and moves one of a layer through a buffer of that size. An embedder has no pool.
     Raises UnknownArchitecture if the layers are unstated, ContextTooLarge if one request would not fit.
     """
     if embeds(facts, preset):
@@ -673,14 +674,18 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
         )
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     attending *= 2 if facts.cross_attention else 1
-    per_token = attending * facts.kv_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
+    sizes = [
+        facts.kv_heads * kv_types.head_bytes(preset.kv_cache_dtype, elements, each)
+        for elements in (facts.head_dim, facts.value_dim or facts.head_dim)
+    ]
+    per_token = attending * sum(sizes)
     state = facts.state_elements * max(each, 4)
     if facts.aligned:
         rows = min(preset.parallel, preset.kv_tokens // tokens) if preset.kv_tokens else preset.parallel
-        one = tokens * facts.kv_heads * max(facts.head_dim, facts.value_dim) * each if attending else 0
-        return rows * (tokens * per_token * each + 2 * facts.state_layers * state) + max(one, state)
+        one = tokens * max(sizes) if attending else 0
+        return rows * (tokens * per_token + 2 * facts.state_layers * state) + max(one, state)
     blocks = -(-preset.kv_tokens // BLOCK_TOKENS) if preset.kv_tokens else preset.parallel * -(-tokens // BLOCK_TOKENS)
-    return blocks * BLOCK_TOKENS * per_token * each + preset.parallel * facts.state_layers * state
+    return blocks * BLOCK_TOKENS * per_token + preset.parallel * facts.state_layers * state
 
 
 def compute_bytes(
@@ -728,7 +733,8 @@ def compute_bytes(
     if is_embedder:
         return layer
     if facts.aligned:
-        layer = max(layer, _aligned_bytes(facts, preset, packed, tokens, each, passing))
+        compact = _is_compact(facts, preset, on_host=on_host)
+        layer = max(layer, _aligned_bytes(facts, preset, packed, tokens, each, passing, compact=compact))
     if sees(facts, preset):
         # the features of as many images as there are rows, beside what goes through the tower
         features = rows * facts.picture_tokens * facts.hidden
@@ -746,7 +752,7 @@ def compute_bytes(
     if preset.enforce_eager or facts.aligned or part == "head":
         return largest
     step = rows * (passing + max(norm, attention, mlp) + facts.vocab_size * (each + 8))
-    return largest + step + _graph_bytes(facts, rows, tokens, each)
+    return largest + step + _graph_bytes(facts, preset, tokens, each)
 
 
 def _reordered_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
@@ -758,21 +764,35 @@ def _reordered_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
     return min(most, SLICE_BYTES) if each == 2 or most >= KERNELS_FROM else 0
 
 
-def _graph_bytes(facts: Checkpoint, rows: int, tokens: int, each: int) -> int:
+def _graph_bytes(facts: Checkpoint, preset: Preset, tokens: int, each: int) -> int:
     """Recorded steps of decoding keep memory of their own: what they gather, masks, buffers, and the graphs."""
-    gathered = rows * tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
+    rows = preset.parallel
+    gathered = min(rows * _row_bytes(facts, tokens, each), GATHERED_BYTES)
+    if _is_compact(facts, preset, on_host=False):
+        gathered = int(gathered * kv_types.WHILE_GATHERING)
     masks = rows * tokens * (2 + each) * max(len(set(facts.windows)), 1)
     graphs = (rows.bit_length() + 1) * ((tokens // 256).bit_length() + 1)
-    return min(gathered, GATHERED_BYTES) + masks + rows * (tokens + 64) + graphs * GRAPH_BYTES
+    return gathered + masks + rows * (tokens + 64) + graphs * GRAPH_BYTES
 
 
-def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, passing: int) -> int:
+def _is_compact(facts: Checkpoint, preset: Preset, *, on_host: bool) -> bool:
+    return kv_types.is_compact(preset.kv_cache_dtype, compute_dtype(facts, preset, on_host=on_host))
+
+
+def _row_bytes(facts: Checkpoint, tokens: int, each: int) -> int:
+    """Keys and values of one row in one layer, as attention reads them."""
+    return tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
+
+
+def _aligned_bytes(
+    facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, passing: int, *, compact: bool
+) -> int:
     """The largest live set of a step that the model's own attention and states compute, as far as it is theirs.
 
     Of these the largest: the scores of a chunk, with masks and biases, where they are computed in full (`SCORES`);
     rows that decode, which repeat their keys and values for every query head, and once more where they are expanded
     from a compressed row; an encoder that reads a prompt as a whole; and states that are computed for many tokens of a
-    chunk at once, where no kernels of their own do it.
+    chunk at once, where no kernels of their own do it. A `compact` cache is unpacked for all who read it in a layer.
     """
     times = SCORES.get(facts.model_type, MOST_SCORES)
     queries = max(facts.expanded // 2, facts.hidden)
@@ -781,6 +801,10 @@ def _aligned_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, 
     chunked += int(times * facts.heads * max(chunk, preset.parallel) * tokens * 4)
     repeats = times and facts.kv_heads < facts.heads
     decoding = 2 * preset.parallel * tokens * facts.expanded * each + preset.parallel * passing if repeats else 0
+    if compact and facts.kv_heads:
+        row = int(_row_bytes(facts, tokens, each) * kv_types.WHILE_UNPACKING)
+        chunked += row
+        decoding += preset.parallel * (row + passing)
     encoding = 0
     if facts.cross_attention:
         scores = 3 * facts.heads * tokens * tokens * 4 + tokens * (passing + 3 * queries * each)
@@ -798,15 +822,18 @@ def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int
         masked = min(tokens, preset.chunk)
     spans = {min(masked, window + packed) if window else masked for window in facts.windows or (0,)}
     masks = min(packed, max(masked, preset.chunk + preset.parallel)) * sum(spans) * each
-    # keys and values of a prompt that lies in several runs, side by side
-    masks += 0 if embeds(facts, preset) else tokens * facts.kv_heads * (facts.head_dim + facts.value_dim) * each
+    compact = _is_compact(facts, preset, on_host=on_host)
+    if not embeds(facts, preset):  # keys and values of a prompt that lies in several runs, side by side
+        row = _row_bytes(facts, tokens, each)
+        masks += kv_types.unpacked_bytes(row, preset.parallel, on_host=on_host) if compact else row
     repeated = tokens * facts.expanded * each  # keys and values, once for each query head
     if preset.attention == "eager":
         # scores and masked scores, or in 16 bits scores, their float32 form and its softmax
         return masks + repeated + facts.heads * packed * tokens * (8 if each == 4 else 10)
     if on_host:
         masks += max(preset.threads, 1) * TILE_BYTES
-        return masks if embeds(facts, preset) or facts.aligned else masks + _spread_bytes(facts, preset, tokens, each)
+        spreads = not (embeds(facts, preset) or facts.aligned or compact)
+        return masks + _spread_bytes(facts, preset, tokens, each) if spreads else masks
     return masks + repeated  # CUDA's kernels with a mask want it so
 
 

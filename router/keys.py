@@ -60,6 +60,8 @@ class Key:
     """Variables of llama-server and LMI whose names do not follow from a spelling."""
     switches: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     """Flags that mean a value of this key: spelling, then the value if on and if off."""
+    halves: tuple[tuple[str, ...], ...] = ()
+    """Spellings that each state a part of the value, of which one alone states it all, and several have to agree."""
     own: bool = False
     """Belongs to one model: not in [*], not a flag, not a variable."""
     live: bool = False
@@ -70,6 +72,11 @@ class Key:
     @property
     def is_flag(self) -> bool:
         return isinstance(self.kind, Flag)
+
+    def may_stand_beside(self, one: str, other: str) -> bool:
+        """Whether both spellings may be written, as they state different parts of the value."""
+        parts = [next((part for part in self.halves if name in part), None) for name in (one, other)]
+        return None not in parts and parts[0] != parts[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +155,14 @@ KEYS: tuple[Key, ...] = (
         env=("LLAMA_ARG_N_PARALLEL", "MAX_BATCH_SIZE"), help="sequences in one step; memory is kept for all of them"),
     Key(name="kv-tokens", kind=Integer(0, 1 << 40, {"auto": 0}, unit="tokens"), field="kv_tokens", group=CONTEXT,
         unset="ctx-size x parallel", help="room of the cache, for all requests together; less makes the youngest wait"),
+    Key(name="kv-cache-dtype", kind=Choice(("auto", "f32", "f16", "bf16", "int8", "int4"), {
+        "float32": "f32", "fp32": "f32", "float16": "f16", "fp16": "f16", "half": "f16", "bfloat16": "bf16",
+        "q8_0": "int8", "q4_0": "int4"}, dict.fromkeys(("q4_1", "iq4_nl", "q5_0", "q5_1"), "int4 and int8 are")
+        | {"fp8": "int8 is"}), field="kv_cache_dtype", group=CONTEXT,
+        also=("ctk", "cache-type-k", "ctv", "cache-type-v"), halves=(("ctk", "cache-type-k"), ("ctv", "cache-type-v")),
+        switches={"cache-8bit": ("int8", "auto")},
+        help="numbers in which keys and values are kept, one type for both; auto: the model's own; int8 takes half of"
+        " 16 bits, int4 a third"),
     Key(name="prefix-caching", kind=_FLAG, field="prefix_caching", group=CONTEXT, also=("enable-prefix-caching",),
         help="prompts that begin alike are computed once, where the cache is made of blocks"),
     Key(name="prefill-chunk", kind=Integer(1, 1 << 20, unit="tokens"), field="prefill_chunk", group=CONTEXT,
@@ -314,9 +329,6 @@ REFUSED: tuple[Refused, ...] = (
     _refused("docker-repo", _DOWNLOAD, "dr"),
     _refused("import", "write the model's settings as a section"),
     _refused("cont-batching", "parallel = 1 gives one sequence at a time", "cb", neutral=_ON, flag=True),
-    _refused("kv-cache-dtype", "keys and values have the model's dtype", "ctk", "cache-type-k", "ctv", "cache-type-v",
-             neutral="auto"),
-    _refused("cache-8bit", "keys and values have the model's dtype", neutral=_OFF, flag=True),
     _refused("tensor-parallel", "pipeline-parallel = N puts its layers on N devices", "tp", "tensor-parallel-degree",
              neutral="1", env="TENSOR_PARALLEL_DEGREE"),
     _refused("cpu-offload", "device = cpu keeps all of it in host memory", "cpu-offload-gb-per-gpu", neutral="0"),

@@ -78,6 +78,7 @@ class Preset:
     parallel: int = 4
     kv_tokens: int = 0
     """Tokens that the cache has room for; 0: ctx_size x parallel."""
+    kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     prefill_chunk: int = 512
     max_prefill_tokens: int = 0
@@ -280,6 +281,8 @@ class _Setting:
     rank: int
     place: Problem
     """With an empty message: file, line, section, key."""
+    name: str
+    """Its spelling, as it stands in the tables."""
 
     @property
     def origin(self) -> str:
@@ -287,6 +290,14 @@ class _Setting:
 
 
 _Layer = dict[str, _Setting]
+
+
+def _completes(layer: _Layer, spelling: Spelling) -> bool:
+    """Whether it states a part of what another spelling in `layer` has stated another part of."""
+    before = layer.get(spelling.canonical)
+    return before is not None and isinstance(spelling.word, Key) and spelling.word.may_stand_beside(
+        before.name, spelling.name
+    )  # fmt: skip
 
 
 class _Loading:
@@ -344,7 +355,7 @@ class _Loading:
             place = Problem(section.file or self.file, entry.line, section.name, entry.key, "")
             for spelling, text in self._spelled(entry.key, entry.value, place):
                 before = written.get(spelling.canonical)
-                if before is not None and spelling.word.name != "env":
+                if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
                 written[spelling.canonical] = entry
                 self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
@@ -361,7 +372,7 @@ class _Loading:
                 spelling = keys.find(name) if is_ours else None
                 if spelling is None and name.startswith(("ROUTER_", "LLAMA_ARG_")) and name not in CLIENT_VARIABLES:
                     self._unknown_variable(name)
-            if spelling is None or spelling.canonical in layer:
+            if spelling is None or (spelling.canonical in layer and not _completes(layer, spelling)):
                 continue
             place = Problem(name, 0, "", name, "")
             if isinstance(spelling.word, Key) and spelling.word.own:
@@ -379,7 +390,7 @@ class _Loading:
                 if isinstance(spelling.word, Key) and spelling.word.own:
                     message = "names one model; write a section [id] with it in a file for --models-preset"
                     self._fail(place, f"{message}, or use --models-dir")
-                elif spelling.canonical in layer and spelling.word.name != "env":
+                elif spelling.canonical in layer and spelling.word.name != "env" and not _completes(layer, spelling):
                     self._fail(place, f"{layer[spelling.canonical].origin} says the same; give one of the two")
                 else:
                     self._add(layer, spelling, value, place, COMMAND_LINE)
@@ -429,9 +440,15 @@ class _Loading:
             self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
             return
         try:
-            layer[spelling.canonical] = _Setting(self._read(key, spelling, text, place, quoted), rank, place)
+            value = self._read(key, spelling, text, place, quoted)
         except ValueError as error:
             self._fault(place, key.name, str(error))
+            return
+        before = layer.get(spelling.canonical)
+        if before is not None and _completes(layer, spelling) and before.value != value:
+            self._fault(place, key.name, f"{before.name} says {before.value}, and both have to agree; write one"
+                        f" {key.name}")  # fmt: skip
+        layer[spelling.canonical] = _Setting(value, rank, place, spelling.name)
 
     def _read(self, key: Key, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
         if not sendable(text):

@@ -39,7 +39,7 @@ ROUTER = [
     "router.split  router.planner  router.checkpoint  router.catalogue  router.conversions  router.remote",
     "router.ledger  router.estimate  router.names",
     "router.presets",
-    "router.settings  router.keys  router.log",
+    "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
     "router.client",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
@@ -68,14 +68,14 @@ WORKER = [
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.slices",
     "worker.engine.split",
-    "worker.engine.adapters  worker.engine.flash",
+    "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
     "  worker.engine.pace",
     "worker.engine.scheduler  worker.engine.kernels",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.readout"
-    "  worker.engine.layout  worker.engine.batching  worker.engine.alignment",
+    "  worker.engine.layout  worker.engine.batching  worker.engine.alignment  worker.engine.cache_types",
     "worker.engine.slots",
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families  worker.adapting  worker.telling"
@@ -91,8 +91,9 @@ BORDER = {"worker.contract", "worker.routes", "worker.bodies", "worker.schemas"}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""
 
 PURE = [
-    "router.errors", "router.estimate", "router.ini", "router.keys", "router.ledger", "router.lifecycle",
-    "router.answers", "router.backoff", "router.names", "router.openapi", "router.planner", "router.presets",
+    "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
+    "router.lifecycle", "router.answers", "router.backoff", "router.names", "router.openapi", "router.planner",
+    "router.presets",
     "router.settings", "router.split", "router.stages", "router.standby", "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.adapting", "worker.bodies", "worker.constraints", "worker.detokenize", "worker.errors", "worker.families",

@@ -110,6 +110,9 @@ class ModelOptions:
     """Sequences in one step."""
     kv_tokens: int = 0
     """Tokens that the cache has room for, of all sequences together; 0: ctx_size x parallel."""
+    kv_cache_dtype: str = "auto"
+    """Type in which keys and values are kept: auto (the model's own), f32, f16, bf16, int8 or int4. States of
+    state-space layers stay as they are."""
     prefill_chunk: int = 512
     """Prompt tokens of one sequence in one step."""
     max_loras: int = 0

@@ -242,8 +242,9 @@ def test_a_key_tells_apart_what_costs_differently_and_nothing_else() -> None:
         key(facts, Preset(id="a", ctx_size=2048), ["cpu"]),
         key(facts, Preset(id="a", parallel=8), ["cpu"]),
         key(facts, Preset(id="a", kv_tokens=9000), ["cpu"]),
+        key(facts, Preset(id="a", kv_cache_dtype="int8"), ["cpu"]),
         key(facts, Preset(id="a", dtype="float32"), ["cpu"]),
         key(facts, preset, ["NVIDIA H200"]),
         key(facts, preset, ["NVIDIA H200", "NVIDIA H200"]),
     ]
-    assert len({key(facts, preset, ["cpu"]), *others}) == 8
+    assert len({key(facts, preset, ["cpu"]), *others}) == 9

@@ -92,6 +92,12 @@ def warnings(text: str, **rest: Any) -> list[str]:
         ("max-model-len = 0", "ctx_size", 0),
         ("kv-tokens = 9000", "kv_tokens", 9000),
         ("kv-tokens = auto", "kv_tokens", 0),
+        ("kv-cache-dtype = bfloat16", "kv_cache_dtype", "bf16"),
+        ("ctk = q8_0", "kv_cache_dtype", "int8"),
+        ("cache-type-k = q4_0\nctv = int4", "kv_cache_dtype", "int4"),
+        ("LLAMA_ARG_CACHE_TYPE_V = f16", "kv_cache_dtype", "f16"),
+        ("cache-8bit = on", "kv_cache_dtype", "int8"),
+        ("cache-8bit = off", "kv_cache_dtype", "auto"),
         ("prefix-caching = off", "prefix_caching", False),
         ("enable-prefix-caching = off", "prefix_caching", False),
         ("no-prefix-caching = on", "prefix_caching", False),
@@ -176,7 +182,7 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
     "line",
     [
         "replicas = 1", "tensor-parallel = 1", "tp = 1", "split-mode = none", "sm = auto", "fit = off",
-        "cont-batching = on", "cb = 1", "kv-cache-dtype = auto",
+        "cont-batching = on", "cb = 1",
         "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
         "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
     ],
@@ -200,7 +206,7 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
         ("rope-scaling = yarn", "config-override"),
         ("yarn-orig-ctx = 4096", "config-override"),
         ("cont-batching = off", "parallel = 1"),
-        ("ctk = q8_0", "keys and values have the model's dtype"),
+        ("ctk = q5_1", "ctk: q5_1 is not offered by this version: int4 and int8 are"),
         ("fit = on", "choose ctx-size and parallel yourself"),
         ("hf-file = x.gguf", "use a safetensors repository"),
         ("model-url = http://x", "download the model"),
@@ -231,6 +237,8 @@ def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, m
         ("no-pin = perhaps", 'no-pin: "perhaps" is neither on nor off'),
         ("ttl = soon", 'ttl: "soon" is not a time'),
         ("start-timeout = -1", "start-timeout: this time cannot be turned off (-1)"),
+        ("ctk = f16\nctv = q8_0", "ctv: ctk says f16, and both have to agree; write one kv-cache-dtype"),
+        ("ctk = q3", 'ctk: "q3" is none of auto, f32, f16, bf16, int8, int4'),
         ("dtype = int3", 'dtype: "int3" is none of auto, float32, float16, bfloat16'),
         ("device = cpu,0", "device: cpu and accelerators do not mix"),
         ("device = tpu", 'device: "tpu" is no device'),
@@ -295,6 +303,25 @@ def test_a_repeated_key_is_warned_of_and_the_last_counts() -> None:
     text = "[m]\nmodel = demo:a\nctx-size = 1\nc = 2\n"
     assert warnings(text) == ['models.ini:4: [m] "c" repeats "ctx-size" of line 3; the last counts']
     assert read(text).presets["m"].ctx_size == 2
+
+
+def test_types_of_keys_and_of_values_agree_wherever_both_are_written() -> None:
+    model = "[m]\nmodel = demo:a\n"
+    both = {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}
+    assert read(model, environ=both).presets["m"].kv_cache_dtype == "int8"
+    (said,) = complaints(model, environ={**both, "LLAMA_ARG_CACHE_TYPE_V": "f16"})
+    assert said == "LLAMA_ARG_CACHE_TYPE_V: cache-type-k says int8, and both have to agree; write one kv-cache-dtype"
+    assert read(model, flags={"ctk": "q4_0", "cache-type-v": "int4"}).presets["m"].kv_cache_dtype == "int4"
+    assert complaints(model, flags={"ctk": "q4_0", "ctv": "q8_0"}) == [
+        "--ctv: ctk says int4, and both have to agree; write one kv-cache-dtype"
+    ]
+    assert complaints(model, flags={"ctk": "q4_0", "kv-cache-dtype": "int4"}) == [
+        "--kv-cache-dtype: --ctk says the same; give one of the two"
+    ]
+    assert warnings(f"{model}ctk = q8_0\ncache-type-v = q8_0") == []
+    assert warnings(f"{model}ctk = q8_0\nkv-cache-dtype = f16") == [
+        'models.ini:4: [m] "kv-cache-dtype" repeats "ctk" of line 3; the last counts'
+    ]
 
 
 def test_all_faults_of_all_sections_are_told() -> None:

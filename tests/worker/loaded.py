@@ -39,7 +39,7 @@ def load_with(
     loaded = loader.load_model(asked, config, attention.SDPA, _ignore)
     ctx_size = asked.ctx_size or architectures.positions(config)
     blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
-    pool = make_pool(config, blocks, loaded.dtype, loaded.device)
+    pool = make_pool(config, blocks, loaded.dtype, loaded.device, kept_as=asked.kv_cache_dtype)
     runner = wrap(PackedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
     return TransformersEngine(
@@ -100,12 +100,11 @@ async def say(engine: TransformersEngine, prompt: Sequence[int], **changes: Any)
     return told
 
 
-def generated(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
     """What transformers' own `generate` says, greedily, without the token that ends it."""
     tokens = torch.tensor([list(prompt)])
-    out = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0
-    )
+    mask = torch.ones_like(tokens)
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
     answer: list[int] = out[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
     return answer[:-1] if answer and answer[-1] == model.generation_config.eos_token_id else answer
 

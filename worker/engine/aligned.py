@@ -8,7 +8,7 @@ With an encoder, the prompt is what the encoder reads, as a whole, once its last
 those of the answer, which begins with a token of the model's own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,12 @@ class AlignedRunner:
         device: torch.device,
         tower: Tower | None = None,
         homes: Sequence[torch.device] | None = None,
+        kept_as: str = "auto",
     ):
         """`chunk`: prompt tokens of one step at most; `tower`: of a model that takes images; `homes`: the device of
-        each layer, if that is not `device` for all."""
+        each layer, if that is not `device` for all; `kept_as`: the type of keys and values (`cache_types`)."""
+        self._model, self._device, self._homes = model, device, homes
+        self._kept_as = kept_as
         self._forward = Forward(model, device)
         self._chunk = chunk
         self.rows = rows
@@ -82,7 +85,9 @@ class AlignedRunner:
         """By row: columns that hold something, or will after this step."""
         shapes = read_off(model.config, self._probe)
         self._forward.masks_past = any(shape.keys is not None for shape in shapes)
-        self._cache = AlignedCache(shapes, slots=rows, width=ctx_size, devices=homes or [device] * len(shapes))
+        self._cache = AlignedCache(
+            shapes, slots=rows, width=ctx_size, devices=homes or [device] * len(shapes), kept_as=kept_as
+        )
         self.continues = True
         """Whether states can be carried on by several tokens at once; `trial` finds out. Where the model's code cannot
         (it begins anew, as Mamba's does), a prompt's first chunk is computed as a whole and every token behind it by
@@ -124,6 +129,22 @@ class AlignedRunner:
     @property
     def has_states(self) -> bool:
         return self._cache.has_states
+
+    def tried_by(self, trial: Callable[["AlignedRunner"], None], *, tokens: int) -> None:
+        """Be used as `trial`, of up to two rows of so many `tokens`, finds that the model has to be. It compares
+        numbers, so it is given a cache that keeps them as they are."""
+        if self._kept_as == "auto":
+            return trial(self)
+        exact = AlignedRunner(
+            self._model,
+            rows=min(self.rows, 2),
+            ctx_size=tokens,
+            chunk=min(self._chunk, tokens),
+            device=self._device,
+            homes=self._homes,
+        )
+        trial(exact)
+        self.continues, self.mixes = exact.continues, exact.mixes
 
     @torch.inference_mode()
     def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,12 +3,13 @@
 Of each tensor that a layer keeps (`kept`) there is one buffer for all rows, allocated and touched at once:
 
     keys, values    [slots, heads, width, head_dim]; columns as in `alignment`. A layer with a window keeps all, and
-                    shows the model only what the window reaches
+                    shows the model only what the window reaches. Kept in another type than the model's, the last
+                    dimension is a record (`cache_types`)
     crossed         the same for keys and values of an encoder's output; they begin at column 0
     states          [slots, ...] of state-space, convolution and linear-attention layers, twice: as they are now, and
                     as they were before the newest step, which may have to be taken again
 
-Whatever the forward gets to see are views of these.
+Whatever the forward gets to see are views of these, or what was unpacked for it.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from worker.engine.alignment import Move, Swap
+from worker.engine.cache_types import CacheType
 from worker.engine.kept import LayerShape, Shape
 from worker.engine.memory import claim
 
@@ -45,10 +47,28 @@ class View:
         return self.time - self.low
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Keys, or values, of all slots: `[slots, heads, width, head_dim]`, or records in place of `head_dim`."""
+
+    tensor: torch.Tensor
+    kind: CacheType | None = None
+    """What the records are."""
+
+    def write(self, slots: slice, columns: slice, given: torch.Tensor) -> None:
+        """`[rows, heads, columns, head_dim]`."""
+        self.tensor[slots, :, columns] = given if self.kind is None else self.kind.pack(given[..., None, :])
+
+    def read(self, slots: slice, columns: slice) -> torch.Tensor:
+        """`[rows, heads, columns, head_dim]`: a view, or what was unpacked for the reader alone."""
+        found = self.tensor[slots, :, columns]
+        return found if self.kind is None else self.kind.unpack(found).squeeze(-2)
+
+
 class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of a layer, in buffers of ours."""
 
-    def __init__(self, view: View, keys: torch.Tensor, values: torch.Tensor, window: int):
+    def __init__(self, view: View, keys: _Buffer, values: _Buffer, window: int):
         super().__init__()  # type: ignore[no-untyped-call]
         self._view, self._buffers = view, (keys, values)
         self.is_sliding = window > 0
@@ -66,10 +86,13 @@ class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
         end = view.time + key_states.shape[2]
         seen = slice(view.low + self._hidden(), end)
         keys, values = self._buffers
-        keys[view.slots, :, view.time : end] = key_states
-        values[view.slots, :, view.time : end] = value_states
-        self.keys, self.values = keys[view.slots, :, seen], values[view.slots, :, seen]
-        return self.keys, self.values
+        new = slice(view.time, end)
+        keys.write(view.slots, new, key_states)
+        values.write(view.slots, new, value_states)
+        found = keys.read(view.slots, seen), values.read(view.slots, seen)
+        if keys.kind is None:  # what was unpacked nobody but the caller may hold: it takes what the cache saves
+            self.keys, self.values = found
+        return found
 
     def _hidden(self) -> int:
         """Columns of the past that are behind the window of the next token already."""
@@ -82,7 +105,7 @@ class _Keys(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._view.past
 
     def get_max_length(self) -> int:
-        return self._buffers[0].shape[2]
+        return self._buffers[0].tensor.shape[2]
 
 
 class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -90,7 +113,7 @@ class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, view: View, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, view: View, keys: _Buffer, values: _Buffer):
         super().__init__()  # type: ignore[no-untyped-call]
         self._view, self._buffers = view, (keys, values)
         self.is_initialized = True
@@ -98,16 +121,36 @@ class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the buffers are here."""
 
-    def show(self) -> None:
-        seen = slice(0, self._view.crossed)
-        self.keys, self.values = (each[self._view.slots, :, seen] for each in self._buffers)
+    @property
+    def keys(self) -> torch.Tensor:
+        """Of the columns that are shown; models ask for these in place of an update."""
+        return self._read(0)
+
+    @keys.setter
+    def keys(self, nothing: torch.Tensor | None) -> None:
+        """transformers' own layer begins so."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._read(1)
+
+    @values.setter
+    def values(self, nothing: torch.Tensor | None) -> None:
+        """As of `keys`."""
+
+    def _read(self, which: int) -> torch.Tensor:
+        return self._buffers[which].read(self._view.slots, slice(0, self._view.crossed))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = slice(0, key_states.shape[2])
         for buffer, given in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[self._view.slots, :, : given.shape[2]] = given
-        return key_states, value_states
+            buffer.write(self._view.slots, columns, given)
+        if self._buffers[0].kind is None:
+            return key_states, value_states
+        keys, values = (buffer.read(self._view.slots, columns) for buffer in self._buffers)
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._view.crossed, 0
@@ -116,13 +159,13 @@ class _Crossed(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._view.crossed
 
     def get_max_length(self) -> int:
-        return self._buffers[0].shape[2]
+        return self._buffers[0].tensor.shape[2]
 
 
 class _KeysAndStates(_Keys, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override, no-untyped-call]
     """A layer with both."""
 
-    def __init__(self, view: View, keys: torch.Tensor, values: torch.Tensor, window: int, states: int):
+    def __init__(self, view: View, keys: _Buffer, values: _Buffer, window: int, states: int):
         _Keys.__init__(self, view, keys, values, window)
         LinearAttentionLayer.__init__(self, number_of_states=states)
         self.is_initialized = True
@@ -134,8 +177,18 @@ class AlignedCache:
     A step is: carry out the moves, `prepare` the states, `show` a view, run the forward, and say what is now `done`.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], *, slots: int, width: int, devices: Sequence[torch.device]):
-        """`devices`: of each layer, in the order of `shapes`."""
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        slots: int,
+        width: int,
+        devices: Sequence[torch.device],
+        kept_as: str = "auto",
+    ):
+        """`devices`: of each layer, in the order of `shapes`; `kept_as`: in which numbers keys and values are kept
+        (`cache_types`)."""
+        self._kept_as = kept_as
         self._view = View()
         self._timed: list[torch.Tensor] = []
         self._across: list[torch.Tensor] = []
@@ -177,10 +230,13 @@ class AlignedCache:
     def _empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return claim(self._slots, *size, dtype=dtype, device=device)
 
-    def _pair(self, shapes: tuple[Shape, Shape], device: torch.device) -> list[torch.Tensor]:
-        return [
-            self._empty(each.size[0], self._width, each.size[1], dtype=each.dtype, device=device) for each in shapes
-        ]
+    def _pair(self, shapes: tuple[Shape, Shape], device: torch.device) -> list[_Buffer]:
+        return [self._buffer(*each.size, dtype=each.dtype, device=device) for each in shapes]
+
+    def _buffer(self, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> _Buffer:
+        kind = CacheType.of(self._kept_as, 1, head_dim, dtype)
+        last, dtype = (head_dim, dtype) if kind is None else (kind.width, torch.uint8)
+        return _Buffer(self._empty(heads, self._width, last, dtype=dtype, device=device), kind)
 
     def _state(self, shape: Shape, device: torch.device) -> torch.Tensor:
         now, before = (self._empty(*shape.size, dtype=shape.dtype, device=device) for _ in range(2))
@@ -189,7 +245,7 @@ class AlignedCache:
 
     def _layer(self, shape: LayerShape, device: torch.device) -> Any:
         pair = self._pair(shape.keys, device) if shape.keys is not None else []
-        self._timed.extend(pair)
+        self._timed.extend(buffer.tensor for buffer in pair)
         if not shape.has_states:
             nothing: Any = DummyLayer
             return _Keys(self._view, pair[0], pair[1], shape.window) if pair else nothing()
@@ -212,7 +268,7 @@ class AlignedCache:
 
     def _cross_layer(self, shapes: tuple[Shape, Shape], device: torch.device) -> _Crossed:
         pair = self._pair(shapes, device)
-        self._across.extend(pair)
+        self._across.extend(buffer.tensor for buffer in pair)
         return _Crossed(self._view, *pair)
 
     # What a forward sees
@@ -233,8 +289,7 @@ class AlignedCache:
             for index in layer.has_previous_state:
                 layer.has_previous_state[index] = has_past
         if isinstance(self.cache, EncoderDecoderCache):
-            for index, crossing in enumerate(self._cross):
-                crossing.show()
+            for index in range(len(self._cross)):
                 self.cache.is_updated[index] = crossed > 0
         return self.cache
 

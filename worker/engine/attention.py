@@ -63,6 +63,10 @@ class Pool:
     ):
         """`rows`: sequences that may run at once; their homes divide the pool (`kv_cache.Blocks`)."""
         self.rows, self.blocks = rows, blocks
+        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
+        """Of what is read."""
+        self.kept_as = ""
+        """The type that it is kept in, if that is another (`compact`)."""
         self.slots = blocks * BLOCK_TOKENS
         self.stride = home_stride(rows, blocks) * BLOCK_TOKENS
         """Slots from one home to the next."""
@@ -79,8 +83,8 @@ class Pool:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in one layer."""
-        return 2 * int(self.keys[0][0].nbytes)
+        """Keys and values of one token in one layer, as they are read."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """`keys`, `values` `[tokens, kv_heads, head_dim]` into `slots` `[tokens]`."""
@@ -105,6 +109,21 @@ class Pool:
         shape, strides = (rows, heads, tokens, dim), (stride * wide, dim, wide, 1)
         both = (self.keys[layer], self.values[layer])
         return [each.as_strided(shape, strides, each.storage_offset() + slot * wide) for each in both]
+
+    def rows_at_once(self, rows: int, tokens: int) -> int:
+        """Of so many `rows` of `tokens` each, how many should be read in one go."""
+        return rows
+
+    def gather(self, layer: int, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies `[rows, kv_heads, tokens, head_dim]`: the `blocks` of every row, one behind another."""
+        keys, values = (self._gather(store[layer], blocks, rows) for store in (self.keys, self.values))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
+        """`[rows, tokens, kv_heads, head_dim]`."""
+        _, kv_heads, head_dim = store.shape
+        found = store.view(self.blocks, BLOCK_TOKENS * kv_heads * head_dim).index_select(0, blocks)
+        return found.view(rows, -1, kv_heads, head_dim)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """The first block of each pair into the second, in every layer; all are read before any is written."""
@@ -271,13 +290,20 @@ class Packed:
         if decodes:
             out[:decodes] = _decode(kernel, self, layer, tokens[:decodes], window, scaling)
         for part in self.parts:
-            first, mask = self.part_mask(part, window, query.dtype)
-            spans = tuple(part.table.slots(first, part.start + part.count))
-            keys, values = pool.read(layer, spans)
             mine = query[:, :, part.first : part.first + part.count]
-            answer = kernel(mine, keys, values, mask, causal=mask is None, scaling=scaling)
+            answer = self._attend_part(kernel, layer, part, mine, window, scaling)
             out[part.first : part.first + part.count] = answer[0].transpose(0, 1)
         return out[None]
+
+    def _attend_part(
+        self, kernel: Any, layer: int, part: _Part, query: torch.Tensor, window: int, scaling: float | None
+    ) -> torch.Tensor:
+        """By itself, so that what it gathered is gone before the next one's is."""
+        first, mask = self.part_mask(part, window, query.dtype)
+        spans = tuple(part.table.slots(first, part.start + part.count))
+        keys, values = self.pool.read(layer, spans)
+        answer: torch.Tensor = kernel(query, keys, values, mask, causal=mask is None, scaling=scaling)
+        return answer
 
     def plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
         """How the decodes attend in a layer with this window (0: none) and so many heads; `dtype` of masks."""
@@ -329,7 +355,7 @@ class Packed:
         return at_home, [view for view in views if view.slot % self.pool.stride]
 
     def _can_spread(self, rows: int, heads: int, tokens: int) -> bool:
-        return tokens <= kernels.longest(rows, heads, self.pool.keys[0])
+        return tokens <= kernels.longest(rows, heads, self.pool.keys[0])  # of bytes: none
 
     def _padded(self, views: list[_View], heads: int, dtype: torch.dtype) -> _Padded:
         low, stride, rows, tokens = _rows(views)
@@ -488,26 +514,50 @@ def _call(
     Heads that share keys become queries of one head, so no key is repeated.
     """
     _, heads, head_dim = tokens.shape
+    kv_heads = pool.kv_heads
     if isinstance(call, _Shared):
         keys, values = pool.read(layer, call.spans)
-        kv_heads = keys.shape[1]
         # [1, kv_heads, decodes * group, head_dim]
         query = tokens.reshape(-1, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
         query = query.reshape(1, kv_heads, -1, head_dim)
-        mask = None
-    else:
-        keys, values = pool.read_rows(layer, call.slot, call.stride, call.rows, call.tokens)
-        kv_heads = keys.shape[1]
-        query, mask = tokens, call.mask
-        if call.row is not None:
-            query = tokens.new_zeros(call.rows, heads, head_dim)
-            query[call.row] = tokens
-        query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
-        if call.places is not None and kernel is not _eager:
-            lying = pool.keys[layer], pool.values[layer]
-            answer = kernels.spread(query, *lying, call.places, mask, scaling=scaling, told=told)
-            return _unfolded(answer, call, heads)
-    return _unfolded(kernel(query, keys, values, mask, causal=False, scaling=scaling), call, heads)
+        return _unfolded(kernel(query, keys, values, None, causal=False, scaling=scaling), call, heads)
+    query = tokens
+    if call.row is not None:
+        query = tokens.new_zeros(call.rows, heads, head_dim)
+        query[call.row] = tokens
+    query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
+    if call.places is not None and kernel is not _eager:
+        lying = pool.keys[layer], pool.values[layer]
+        answer = kernels.spread(query, *lying, call.places, call.mask, scaling=scaling, told=told)
+        return _unfolded(answer, call, heads)
+    most = pool.rows_at_once(call.rows, call.tokens)
+    if most >= call.rows:
+        return _unfolded(_attend_rows(kernel, pool, layer, query, call, 0, call.mask, scaling), call, heads)
+    answers = []
+    for first in range(0, call.rows, most):
+        mask = call.mask[first : first + most] if call.mask is not None else None
+        some = query[first : first + most]
+        answers.append(_attend_rows(kernel, pool, layer, some, call, first, mask, scaling))
+    if told is not None:
+        told[:] = [torch.cat(told)]
+    return _unfolded(torch.cat(answers), call, heads)
+
+
+def _attend_rows(
+    kernel: Any,
+    pool: Pool,
+    layer: int,
+    query: torch.Tensor,
+    call: _Padded,
+    first: int,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Answers to `query`, that of rows of `call` from the `first` on. By itself, so that what was read for them is gone
+    before the next are."""
+    keys, values = pool.read_rows(layer, call.slot + first * call.stride, call.stride, len(query), call.tokens)
+    answer: torch.Tensor = kernel(query, keys, values, mask, causal=False, scaling=scaling)
+    return answer
 
 
 def _unfolded(answer: torch.Tensor, call: _Padded | _Shared, heads: int) -> torch.Tensor:

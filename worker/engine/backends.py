@@ -1,5 +1,6 @@
 """Which backend runs a model, made and proved."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from worker import contract
 from worker.engine import architectures, attention, flash, trial
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
+from worker.engine.cache_types import CacheType
+from worker.engine.compact import CompactPool
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.engine.runner import PackedRunner
@@ -52,14 +55,26 @@ def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) 
 
 
 def make_pool(
-    config: Any, blocks: Blocks, dtype: torch.dtype, device: torch.device, *, layers: int | None = None, ranks: int = 1
+    config: Any,
+    blocks: Blocks,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    layers: int | None = None,
+    ranks: int = 1,
+    kept_as: str = "auto",
 ) -> attention.Pool:
     """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all; of one of `ranks`
-    that each have as many of its heads."""
+    that each have as many of its heads. `kept_as`: in which numbers (`cache_types`). Raises StartError if they cannot be
+    kept so."""
     shape = architectures.CacheShape.of(config)
+    count, heads = shape.layers if layers is None else layers, shape.kv_heads // ranks
+    kind = CacheType.of(kept_as, heads, shape.head_dim, dtype)
+    if kind is not None:
+        return CompactPool(kind, layers=count, rows=blocks.rows, blocks=blocks.count, device=device)
     return attention.Pool(
-        layers=shape.layers if layers is None else layers,
-        kv_heads=shape.kv_heads // ranks,
+        layers=count,
+        kv_heads=heads,
         head_dim=shape.head_dim,
         rows=blocks.rows,
         blocks=blocks.count,
@@ -89,11 +104,11 @@ def make_runner(
     """
     blocks = make_blocks(options, ctx_size, caches=caches)
     if architectures.backend(config) == "paged":
+        pool_of = partial(make_pool, config, blocks, model.dtype, kept_as=options.kv_cache_dtype)
         if split is None:
-            pool = make_pool(config, blocks, model.dtype, device, ranks=ranks)
-            return PackedRunner(model, pool, blocks, device), blocks
+            return PackedRunner(model, pool_of(device, ranks=ranks), blocks, device), blocks
         each = zip(split.devices, split.layers, strict=True)
-        pools = Pools([make_pool(config, blocks, model.dtype, at, layers=count) for at, count in each], split)
+        pools = Pools([pool_of(at, layers=count) for at, count in each], split)
         return PackedRunner(model, pools, blocks, device, tail_of(model, split)), blocks
     rows = min(options.parallel, options.kv_tokens // ctx_size) if options.kv_tokens else options.parallel
     chunk = min(options.prefill_chunk, ctx_size)
@@ -105,6 +120,7 @@ def make_runner(
         device=device,
         tower=tower,
         homes=split.by_layer if split is not None else None,
+        kept_as=options.kv_cache_dtype,
     )
     return runner, Rows(rows, ctx_size)
 
@@ -147,4 +163,4 @@ def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> N
     if isinstance(runner, PackedRunner) or ctx_size < trial.LONGEST:
         return
     if config.model_type not in architectures.VERIFIED or runner.has_states:
-        trial.trial(runner)
+        runner.tried_by(trial.trial, tokens=trial.LONGEST)

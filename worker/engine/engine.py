@@ -24,7 +24,7 @@ import transformers
 from worker import contract
 from worker.contract import Exit
 from worker.detokenize import Answer, TokenBytes
-from worker.engine import architectures, attention, backends, encoders, loader, lockstep, memory, slices
+from worker.engine import architectures, attention, backends, cache_types, encoders, loader, lockstep, memory, slices
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
 from worker.engine.embedding import Embedding, Job
@@ -625,6 +625,10 @@ def _check(options: contract.Serve) -> None:
         raise StartError(f"task {options.task!r} is none of {', '.join(tasks)}", Exit.USAGE)
     if options.attention not in backends.ATTENTION:
         raise StartError(f"attention {options.attention!r} is none of {', '.join(backends.ATTENTION)}", Exit.USAGE)
+    if options.kv_cache_dtype not in cache_types.NAMES:
+        raise StartError(
+            f"kv_cache_dtype {options.kv_cache_dtype!r} is none of {', '.join(cache_types.NAMES)}", Exit.USAGE
+        )
     least = {"parallel": 1, "prefill_chunk": 1, "threads": 1, "ctx_size": 0, "kv_tokens": 0, "queue_size": 0,
              "max_input_tokens": 0, "max_loras": 0, "max_lora_rank": 1, "max_cpu_loras": 0,
              "tensor_parallel": 1}  # fmt: skip

@@ -144,6 +144,8 @@ def choose(asked: str, pool: Pool, heads: int, device: torch.device, kernels: Ke
     if asked not in ("auto", "flash"):
         return None
     why = _unsuited(pool, device) if kernels is None else ""
+    if pool.kept_as:
+        why = f"it reads keys and values in the model's own type, and kv-cache-dtype = {pool.kept_as} keeps another"
     if not why:
         kernels = kernels or cast("Kernels", importlib.import_module(MODULE))
         why = _tried(kernels, pool, heads, device)

@@ -85,7 +85,7 @@ class FixedLayout:
     ) -> torch.Tensor:
         """`query` `[1, heads, rows, head_dim]` to `[1, rows, heads, head_dim]`; `key` and `value` go into the pool."""
         self._pool.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        keys, values = self._gather(self._pool.keys[layer]), self._gather(self._pool.values[layer])
+        keys, values = self._pool.gather(layer, self._blocks, self._rows)
         _, heads, rows, head_dim = query.shape
         kv_heads = keys.shape[1]
         # heads that share keys become queries of one head  # [rows, kv_heads, group, head_dim]
@@ -94,12 +94,6 @@ class FixedLayout:
             mine, keys, values, self._mask(window, query.dtype), causal=False, scaling=scaling
         )
         return answer.reshape(1, rows, heads, head_dim)
-
-    def _gather(self, store: torch.Tensor) -> torch.Tensor:
-        """`[rows, kv_heads, tokens, head_dim]`: the blocks of every row, one behind another."""
-        _, kv_heads, head_dim = store.shape
-        blocks = store.view(self._pool.blocks, BLOCK_TOKENS * kv_heads * head_dim).index_select(0, self._blocks)
-        return blocks.view(self._rows, -1, kv_heads, head_dim).transpose(1, 2)
 
     def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         """`[rows, 1, 1, tokens]`, added to the scores: a row sees its own tokens, the last `window` of them."""
@@ -148,9 +142,7 @@ class FixedRunner:
         """Makes the buffers; `record` makes the graphs."""
         self._runner = runner
         pool, device = runner.pool, runner.device
-        _, kv_heads, head_dim = pool.keys[0].shape
-        token_bytes = 2 * kv_heads * head_dim * pool.keys[0].element_size()
-        self._shapes = shapes(rows, ctx_size, token_bytes)
+        self._shapes = shapes(rows, ctx_size, pool.token_bytes)
         width = _BLOCKS + blocks_for(ctx_size)
         self._numbers = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self._staged = tuple(_Staging(rows, width, pinned=device.type == "cuda") for _ in range(2))

@@ -145,7 +145,8 @@ def lead(
     ranks.tell("meet")
     peers.meet(ranks.store)
     blocks = backends.make_blocks(options, ctx_size, caches=options.prefix_caching)
-    pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count)
+    kept_as = options.kv_cache_dtype
+    pool = backends.make_pool(config, blocks, loaded.dtype, loaded.device, ranks=ranks.count, kept_as=kept_as)
     log.info("%d ranks, the followers processes %s", ranks.count, ", ".join(map(str, ranks.pids)))
     return Leader(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
 
@@ -171,7 +172,8 @@ def follow(options: contract.Serve, link: Link) -> None:
 
     loaded = loader.load_model(options, config, implementation, report, share=share)
     blocks = backends.make_blocks(options, options.ctx_size, caches=False)
-    pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count)
+    kept_as = options.kv_cache_dtype
+    pool = backends.make_pool(config, blocks, loaded.dtype, device, ranks=link.count, kept_as=kept_as)
     runner = PackedRunner(loaded.model, pool, blocks, device)
     helps = slices.is_divided(loaded.model, link.count)
     _note(link, device)
