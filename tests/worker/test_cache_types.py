@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from router import kv_types
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import generated, generation, load, reference, say, serving, tell
@@ -52,6 +53,11 @@ def test_bytes_of_a_record() -> None:
     assert width("int8", 8, 128) == 8 * (128 + 4 * 2)
     assert width("int4", 8, 128) == 8 * (64 + 4 * 4)
     assert width("bf16", 8, 128) == 8 * 256
+    for name in ("f32", "f16", "bf16", *QUANTISED):
+        for dim in (8, 16, 37 if name == "int8" else 40, 64, 72, 80, 96, 128, 192, 512):
+            kind = CacheType.of(name, 2, dim, torch.float64)
+            assert kind is not None
+            assert kind.width == 2 * kv_types.head_bytes(name, dim, 8), "as the router reckons"
     assert [group_size(dim) for dim in (128, 80, 96, 72, 8, 37, 4)] == [32, 20, 32, 24, 8, 37, 4]
     with pytest.raises(StartError, match=r"int4 .* heads have 37; choose int8"):
         CacheType.of("int4", 1, 37, torch.float32)
