@@ -65,8 +65,8 @@ def make_pool(
     kept_as: str = "auto",
 ) -> attention.Pool:
     """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all; of one of `ranks`
-    that each have as many of its heads. `kept_as`: in which numbers (`cache_types`). Raises StartError if they cannot be
-    kept so."""
+    that each have as many of its heads. `kept_as`: in which numbers (`cache_types`). Raises StartError if they cannot
+    be kept so."""
     shape = architectures.CacheShape.of(config)
     count, heads = shape.layers if layers is None else layers, shape.kv_heads // ranks
     kind = CacheType.of(kept_as, heads, shape.head_dim, dtype)
