@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.worker import kept
 from tests.worker.loaded import generated, load, reference, say, serving
 from worker import contract, estimate
 from worker.engine import loader
@@ -80,6 +81,16 @@ async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Pa
         assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
         again = await say(engine, prompts[0], max_tokens=12)
         assert again.tokens == told[0].tokens
+
+
+@pytest.mark.slow
+async def test_keys_and_values_are_kept_on_each_device_as_on_one(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, **DEEP)
+    prompt = tuple(range(3, 40))
+    expected = generated(reference(folder), prompt, 12, past_key_values=kept.cache(reference(folder), "int4"))
+    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), "kv_cache_dtype": "int4", **COMMON}
+    async with serving(load(folder, **changes)) as engine:
+        assert (await say(engine, prompt, max_tokens=12)).tokens == expected
 
 
 @pytest.mark.slow

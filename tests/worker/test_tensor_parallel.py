@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.worker import kept
 from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
 from worker import contract, divided, estimate
 from worker.__main__ import _follow
@@ -84,6 +85,18 @@ async def test_four_ranks_in_bfloat16_with_a_cache_too_small_for_all(tmp_path: P
             assert len({tuple(each.tokens) for each in choices}) == 1, "greedy, so all alike"
             assert engine._generating is not None
             engine._generating._scheduler.check_integrity()
+
+
+@pytest.mark.slow
+async def test_ranks_keep_keys_and_values_as_one_would(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    model = reference(folder)
+    expected = [generated(model, each, NEW, past_key_values=kept.cache(model, "int4")) for each in PROMPTS[:3]]
+    assert expected != [generated(model, each, NEW) for each in PROMPTS[:3]]
+    with ranked(folder, kv_cache_dtype="int4") as (engine, _):
+        async with serving(engine):
+            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
+            assert [each.tokens for each in told] == expected
 
 
 async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(tmp_path: Path) -> None:
