@@ -89,7 +89,7 @@ class Pace:
 
 
 class Unanswered(Exception):
-    """The worker was lost before the first byte of its answer."""
+    """The worker was lost before the client got the first byte of its answer."""
 
     def __init__(self, error: ApiError):
         super().__init__(error.message)
@@ -149,6 +149,7 @@ class Answer:
     status: int | None = None
     """That the client was sent; None: nothing was yet."""
     first_byte: float | None = None
+    """When the client was sent the first of a worker's answer, comments not counted; until then another may answer."""
     overhead: float | None = None
     """Seconds from the request's last byte to its being handed on, waits for the worker not counted."""
     events_sent = b""
@@ -370,7 +371,7 @@ class Proxy:
         self._look = loop.call_later(LOOK, self._look_at_limits) if self._limits else None
 
     async def _attempts(self, answer: Answer) -> None:
-        """One resend on a new lease if a worker is lost before its first byte."""
+        """One resend on a new lease if a worker is lost before the client has anything of its answer."""
         try:
             await self._attempt(answer)
             return
@@ -439,7 +440,7 @@ class Proxy:
         try:
             await self._head(exchange, lease, answer)
             await self._relay(exchange, answer)
-        except WireError:
+        except WireError as error:
             if answer.finished:
                 await answer.finish()
                 return
@@ -447,13 +448,16 @@ class Proxy:
                 answer.failed = 500
                 await answer.break_off()
                 return
-            raise await _fate(lease) from None
+            fate = await _fate(lease)
+            if answer.first_byte is None and isinstance(fate, WorkerCrashed) and not isinstance(error, NotHttp):
+                raise Unanswered(fate) from None
+            raise fate from None
         finally:
             lease.on_abort = exchange.on_end = None
             exchange.close()
 
     async def _head(self, exchange: Exchange, lease: Lease, answer: Answer) -> None:
-        """Returns with the head of the worker's answer. Raises Unanswered if the worker is lost before it."""
+        """Returns with the head of the worker's answer."""
         try:
             if answer.call.stream:
                 await self._patient_head(exchange, lease, answer)
@@ -463,11 +467,6 @@ class Proxy:
             raise lease.aborted or WorkerCrashed(
                 f"{answer.call.model}: its worker's answer was not HTTP; ask again"
             ) from None
-        except WireError:
-            error = await _fate(lease)
-            if isinstance(error, WorkerCrashed):
-                raise Unanswered(error) from None
-            raise error from None
 
     async def _patient_head(self, exchange: Exchange, lease: Lease, answer: Answer) -> None:
         """As `_patiently`: comments meanwhile."""
@@ -523,11 +522,11 @@ class Proxy:
                     return False
                 tail = seen
                 return True
-            if answer.first_byte is None and form.says(seen):
-                answer.first_byte = time.monotonic()
             events = seen if at == len(seen) else seen[:at]
             if not outlet.put(events):
                 return False
+            if answer.first_byte is None and form.says(events):
+                answer.first_byte = time.monotonic()
             answer.events_sent, tail = events, seen[at:]
             return True
 
@@ -542,14 +541,14 @@ class Proxy:
 
         while chunk := await exchange.read():
             tail = tail + chunk if tail else chunk
-            if answer.first_byte is None and form.says(tail):
-                answer.first_byte = time.monotonic()  # a comment is no answer yet
             at = tail.rfind(end) + len(end)
             if at < len(end):
                 if len(tail) > longest:
                     raise WorkerCrashed(f"{answer.call.model}: its worker sent an event that does not end")
                 continue
             events, tail = tail[:at], tail[at:]
+            if answer.first_byte is None and form.says(events):
+                answer.first_byte = time.monotonic()  # a comment is no answer yet
             if answer.committed:
                 await answer.write(events)
             else:

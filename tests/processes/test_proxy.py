@@ -125,6 +125,60 @@ async def test_an_answer_that_breaks_at_any_byte_is_never_taken_for_whole(tmp_pa
         assert max(most.values()) == 2
 
 
+@pytest.mark.parametrize("behind", ["a head", "a comment", "half an event", "half a body"])
+async def test_a_worker_that_dies_before_the_client_has_anything_of_its_answer_has_a_successor(
+    tmp_path: Path, behind: str
+) -> None:
+    stream, comment = behind != "half a body", b": prefill done=1 total=2\n\n"
+    begun = {
+        "a head": STREAM,
+        "a comment": STREAM + chunk(comment),
+        "half an event": STREAM + chunk(WORDS[0][:9]),
+        "half a body": WHOLE[:-9],
+    }[behind]
+
+    async def die_once(upstream: Upstream) -> None:
+        if len(up.requests) > 1:
+            await upstream.send(ANSWER if stream else WHOLE)
+            return
+        await upstream.send(begun)
+        if behind == "a comment":
+            await heard.wait()
+        up.launcher.die("a")
+        upstream.writer.close()
+        raise ConnectionError
+
+    heard = asyncio.Event()
+    async with world(tmp_path, die_once) as up:
+        reader, writer = await up.connect()
+        writer.write(request({"stream": stream}, headers=b"Connection: close\r\n"))
+        data = await reader.readuntil(comment) if behind == "a comment" else b""
+        heard.set()
+        got = Got(data + await reader.read(), reset=False)
+        writer.close()
+        said = [frame for frame in got.body.split(b"\n\n") if not frame.startswith(b":")]
+        assert (got.status, got.whole) == (200, True)
+        assert b"\n\n".join(said) == (b"".join([*WORDS, DONE]) if stream else BODY)
+        assert len(up.requests) == 2
+        assert up.count('router_requests_total{code="200",endpoint="chat",model="a"}') == 1
+
+
+async def test_a_worker_that_dies_behind_its_first_event_has_none(tmp_path: Path) -> None:
+    async def die(upstream: Upstream) -> None:
+        await upstream.send(STREAM + chunk(WORDS[0]))
+        await seen.wait()
+        up.launcher.die("a")
+        upstream.writer.close()
+        raise ConnectionError
+
+    seen = asyncio.Event()
+    async with world(tmp_path, die) as up:
+        got = await ask(up, {"stream": True}, seen=seen)
+        assert (got.status, got.reason, got.whole) == (200, "worker_crashed", False)
+        assert got.body.startswith(WORDS[0])
+        assert len(up.requests) == 1
+
+
 async def test_what_is_not_http_is_502_at_once_and_sent_once(tmp_path: Path) -> None:
     async def garbage(upstream: Upstream) -> None:
         await upstream.send(b"SMTP 220 not the protocol\r\n\r\n")
