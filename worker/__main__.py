@@ -132,8 +132,11 @@ def _follow(words: list[str], link: "Link") -> int:
 
 
 def _log() -> None:
+    """In a nursery for all of its children: to change a level has the library look at every logger that there is."""
     import logging
 
+    if logging.getLogger().handlers:
+        return
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request
@@ -149,6 +152,7 @@ def _nurse(words: list[str]) -> int:
         return contract.Exit.USAGE
     assert isinstance(command, contract.Nursery)
     os.environ.update(_QUIET | _NURSERY)
+    _log()
     _prepare(1)  # what libraries look up when they are loaded must be so here; each child settles it once more
     return nursery.serve(command, _begin_forked)
 
@@ -163,7 +167,6 @@ def _begin_forked(words: list[str]) -> NoReturn:
 
 def _dispatch(words: list[str], tied: leash.Leash, ranks: "Ranks | None") -> None:
     began = time.monotonic()
-
     from worker import contract
     from worker.errors import StartError
 
@@ -285,6 +288,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
             modules=_family_modules(),
         )
     )
+    engine.map_rest()
     await told.wait()
     if server.is_idle and not fatal.done():  # somebody waits for our memory, and nobody for an answer
         server.leave()

@@ -101,6 +101,34 @@ def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path)
     assert told[-1] == path.stat().st_size
 
 
+def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path: Path) -> None:
+    """Nobody waits for that, and what is not mapped yet is known to come."""
+    folder = tiny.make("llama", tmp_path, hidden_size=512, intermediate_size=2048, vocab_size=4096)
+    path, asked = folder / "model.safetensors", options(folder)
+    loaded = load_model(asked, load_config(asked), None, lambda event: None)
+    weight = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert loaded.prefault is not None
+    assert resident(path) < loaded.prefault.left == weight
+    loaded.prefault.start()
+    loaded.prefault.finish()
+    assert resident(path) >= weight
+    assert loaded.prefault.left == 0
+
+
+def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({str(number): torch.zeros(1 << 20) for number in range(4)}, path)
+    opened = weights.WeightFile(path)
+    views = [view for _, view in opened.tensors()]
+    prefault = weights.Prefault([opened], [*views, torch.zeros(1 << 20)] * 1000)  # it is not soon over
+    prefault.start()
+    loaded = loader.Loaded(None, None, torch.device("cpu"), torch.float32, False, (opened,), prefault=prefault)
+    assert all(loaded.let_go(view) for view in views)
+    assert not loaded.let_go(torch.zeros(8))
+    prefault.finish()
+    assert resident(path) < 1 << 20
+
+
 def test_what_is_only_copied_from_is_never_all_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"big": torch.zeros(33 << 18)}, path)

@@ -48,6 +48,9 @@ def load(
         raise StartError(f"pooling = {options.pooling} is not for a cross-encoder; leave it out, or set task = embed")
     found = None if scores else layout.read(snapshot, options.pooling)
     loaded = loader.load_model(options, config, implementation(options), progress, over, built)
+    if loaded.prefault is not None:
+        loaded.prefault.start()
+        loaded.prefault.finish()  # it computes before it is ready
     if not options.enforce_eager:
         Linears(loaded.model)
     stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none

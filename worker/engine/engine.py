@@ -44,6 +44,7 @@ from worker.engine.shelf import shelf
 from worker.engine.slots import Use
 from worker.engine.steploop import Outbox, StepLoop
 from worker.engine.vision import Eyes, Tower, see
+from worker.engine.weights import Prefault
 from worker.errors import (
     ContextExceeded,
     Draining,
@@ -92,18 +93,20 @@ class TransformersEngine:
         vision: Eyes | None = None,
         blind: str = TEXT_ONLY,
         ahead: bool = False,
+        prefault: Prefault | None = None,
     ):
         """With a `runner` it generates, with an `encoder` it embeds or scores. Starts the step loop.
 
         `ahead`: the next step is launched before the newest tokens are known (`Generating`).
 
-        With `vision` it takes images; else `blind` says why not.
+        With `vision` it takes images; else `blind` says why not. `prefault`: of weights that are not mapped yet.
         `capacity`: what the runner's cache has room for; None: the whole context in each of `parallel` rows.
         """
         self.tokenizer = tokenizer
         self.ctx_size = ctx_size
         """Tokens that prompt and answer of one request may have together."""
         self._options = options
+        self._prefault = prefault
         self._reads_first = bool(getattr(config, "is_encoder_decoder", False))
         """An encoder reads the prompt; the answer is a text of its own, and does not go on with it."""
         self._vocab_size = int(config.get_text_config().vocab_size)
@@ -283,6 +286,7 @@ class TransformersEngine:
             vision=eyes,
             blind=blind,
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
+            prefault=loaded.prefault,
         )
 
     @classmethod
@@ -329,10 +333,16 @@ class TransformersEngine:
     def _measure(self) -> dict[str, int]:
         return self._leader.measured() if self._leader is not None else memory.measured(self._options.devices)
 
+    def map_rest(self) -> None:
+        """Have what is in the page cache mapped meanwhile, ahead of the first step; to be called once."""
+        if self._prefault is not None:
+            self._prefault.start()
+
     @property
     def later(self) -> int:
         """As in `contract.Pulse`."""
-        return memory.yet_to_copy() + (self._grammars.bytes_to_come if self._generating is not None else 0)
+        to_map = self._prefault.left if self._prefault is not None else 0
+        return to_map + memory.yet_to_copy() + (self._grammars.bytes_to_come if self._generating is not None else 0)
 
     @property
     def fatal(self) -> Future[StartError]:

@@ -69,9 +69,13 @@ class Loaded:
     """What weights on the CPU are views of."""
     split: Split | None = None
     """What lies where, if there are several devices."""
+    prefault: weights.Prefault | None = None
+    """What will have those files mapped, once started; None: they are."""
 
     def let_go(self, view: torch.Tensor) -> bool:
         """Free the pages of weights that nobody needs now; False if they are no part of a mapped file."""
+        if self.prefault is not None:
+            self.prefault.stop()  # it would have them mapped again
         return any(file.let_go(view) for file in self.files)
 
 
@@ -256,10 +260,11 @@ def load_model(
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
         if built is not None and share is None:
-            model = _filled(built, device, parts, report, over)
-            return Loaded(model, model.config, device, built.dtype, embeds, tuple(built.files), parts)
+            model, prefault = _filled(built, device, parts, report, over)
+            return Loaded(model, model.config, device, built.dtype, embeds, tuple(built.files), parts, prefault)
         cls = model_class(options, config, embeds)
         files: tuple[weights.WeightFile, ...] = ()
+        prefault = None
         with quiet():
             if share is not None:
                 model, dtype, files = _divided(cls, options, config, device, share, report, over)
@@ -268,8 +273,8 @@ def load_model(
             elif is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
-                model, dtype, files = _stored(cls, options, config, device, parts, embeds, report, over)
-        return Loaded(_set_up(model, attention), model.config, device, dtype, embeds, files, parts)
+                model, dtype, files, prefault = _stored(cls, options, config, device, parts, embeds, report, over)
+        return Loaded(_set_up(model, attention), model.config, device, dtype, embeds, files, parts, prefault)
     except Exception as error:
         if memory.is_exhausted(error):
             where = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
@@ -342,10 +347,14 @@ def build(options: contract.ModelOptions, config: Any, attention: str | None) ->
 
 def _filled(
     built: Built, device: torch.device, parts: Split | None, report: Report, over: Callable[[str], None]
-) -> Any:
-    """The model of `built` on `device`, or on several, its weights in memory."""
+) -> tuple[Any, weights.Prefault | None]:
+    """The model of `built` on `device`, or on several, its weights in memory; what will have them mapped, where
+    they only have to be."""
     if device.type != "cpu" and parts is None:
-        return sent(built.model, built.files, device, report, over)
+        return sent(built.model, built.files, device, report, over), None
+    if parts is None and weights.are_cached(built.files):
+        over("read")
+        return built.model, _prefault(built.model, built.files, report)
     with weights.ReadAhead(built.files) as ahead:
         told = partial(_tell_weights, report, ahead.total)
         told(0)
@@ -354,7 +363,14 @@ def _filled(
         ahead.finish(told)
     _let_go_of_others(built.files, model)
     over("read")
-    return model
+    return model, None
+
+
+def _prefault(model: Any, files: Sequence[weights.WeightFile], report: Report) -> weights.Prefault:
+    """For weights that are in memory as they are: whatever page is not mapped yet is when it is used."""
+    total = sum(file.size for file in files)
+    _tell_weights(report, total, total)
+    return weights.Prefault(files, [*model.parameters(), *model.buffers()])
 
 
 def sent(
@@ -464,9 +480,10 @@ def _stored(
     embeds: bool,
     report: Report,
     over: Callable[[str], None],
-) -> tuple[Any, torch.dtype, tuple[weights.WeightFile, ...]]:
+) -> tuple[Any, torch.dtype, tuple[weights.WeightFile, ...], weights.Prefault | None]:
     """Views of the mapped files where the type allows; else converted tensor by tensor, so that memory holds each
-    weight once. Returns once all is in memory: a step that waits for a disk would look like one that hangs."""
+    weight once. Returns once all is in memory, mapped or not: a step that waits for a disk would look like one that
+    hangs."""
     opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
@@ -475,7 +492,14 @@ def _stored(
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         model = build_around(cls, config, views, dtype, embeds)
         over("build")
-        return sent(model, opened, device, report, over), dtype, tuple(opened)
+        return sent(model, opened, device, report, over), dtype, tuple(opened), None
+    if device.type == "cpu" and parts is None and not converts and weights.are_cached(opened):
+        views = {name: tensor for file in opened for name, tensor in file.tensors()}
+        over("read")
+        model = build_around(cls, config, views, dtype, embeds)
+        _let_go_of_others(opened, model)
+        over("build")
+        return model, dtype, tuple(opened), _prefault(model, opened, report)
     converted = most = 0
     with weights.ReadAhead(opened, converts) as ahead:
 
@@ -503,7 +527,7 @@ def _stored(
         ahead.finish(told)
         over("read")
     _let_go_of_others(opened, model)
-    return model, dtype, tuple(opened)
+    return model, dtype, tuple(opened), None
 
 
 def _divided(

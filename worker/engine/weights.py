@@ -286,6 +286,59 @@ def _cached(descriptor: int, start: int, length: int) -> int:
     return 0 if failed else int(found.cache) * mmap.PAGESIZE
 
 
+def are_cached(files: Sequence[WeightFile]) -> bool:
+    """Whether all of them is in the page cache, so that it only has to be mapped."""
+    for file in files:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _cached(descriptor, 0, file.size) < file.size:
+                return False
+        finally:
+            os.close(descriptor)
+    return True
+
+
+class Prefault:
+    """The pages of weights that are in the page cache, mapped behind the back of whoever computes with them already.
+
+    A thread looks at them once, in the order of the views, which should be that of use; a page that is met before is
+    mapped then. It is over in some tens of milliseconds.
+    """
+
+    def __init__(self, files: Sequence[WeightFile], views: Sequence[torch.Tensor]):
+        """Views of none of the files are left out."""
+        places = ((file, file.offset(view), view.nbytes) for view in views for file in files)
+        self._stretches = [file.bytes[at : at + size] for file, at, size in places if at is not None]
+        self.left = sum(map(len, self._stretches))
+        """Bytes that it has not come to yet."""
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """To be called once."""
+        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Returns once all is mapped, if it was started."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Returns once nothing is mapped any more, however far it is."""
+        self._is_over = True
+        self.finish()
+
+    def _run(self) -> None:
+        for stretch in self._stretches:
+            for start in range(0, len(stretch), _STRETCH):
+                if self._is_over:
+                    return
+                some = stretch[start : start + _STRETCH]
+                some[::_AROUND].max()
+                self.left -= len(some)
+
+
 def _populate(stretch: torch.Tensor) -> None:
     """Have the pages of `stretch` mapped, which begins with one; where the kernel does not know how, nothing: they
     will come when they are used. The interpreter is free meanwhile, which `mmap.madvise` would hold."""
@@ -303,4 +356,4 @@ def _read(descriptor: int, start: int, length: int) -> None:
                 return
 
 
-__all__ = ["INDEX", "NAMES", "SINGLE", "ReadAhead", "WeightFile", "files"]
+__all__ = ["INDEX", "NAMES", "SINGLE", "Prefault", "ReadAhead", "WeightFile", "are_cached", "files"]
