@@ -11,8 +11,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from router import backoff, planner, standby
 from router.backoff import Failure
 from router.calibration import Calibration
 from router.costs import weigh
+from router.errand import Errand
 from router.errors import (
     AlreadyRunning,
     ApiError,
@@ -209,6 +210,7 @@ class Fleet:
         self._homes: dict[int, Model] = {}
         self._reads: set[asyncio.Task[None]] = set()
         self._holdings: dict[int, Holding] = {}
+        self._errands: dict[int, Errand] = {}
         """All that are not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()
@@ -722,11 +724,25 @@ class Fleet:
             *(each.resident(homes[each.id].comes_back) for each in self.workers() if each.state.holds_memory),
             *(worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held),
             *(holding.resident() for holding in self._holdings.values()),
+            *(errand.resident() for errand in self._errands.values()),
         ]
 
     def reserved(self, id: DeviceId) -> int:
-        """Bytes of a device that are set aside for what is ours: workers, standbys, weights of those who sleep."""
+        """Bytes of a device that are set aside for what is ours: workers, standbys, errands, weights of those who
+        sleep."""
         return sum(one.reserved.get(id, 0) for one in self._residents())
+
+    @contextmanager
+    def errand(self, preset: Preset, size: int) -> Iterator[Errand]:
+        """Charge main memory with `size` bytes for what is done in the block, which is to end once they are wanted."""
+        self._ids += 1
+        errand = self._errands[self._ids] = Errand(self._ids, preset, size, self.now())
+        self.changed()
+        try:
+            yield errand
+        finally:
+            del self._errands[errand.id]
+            self.changed()
 
     @property
     def holdings(self) -> Sequence[Holding]:
@@ -840,6 +856,8 @@ class Fleet:
         for id, eviction in plan.evict.items():
             if (holding := self._holdings.get(id)) is not None:
                 self._release(holding, eviction.reason)
+            elif (errand := self._errands.get(id)) is not None:
+                errand.released.set()
             else:
                 self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
@@ -982,7 +1000,7 @@ class Fleet:
         residents = self._residents()
         devices = self._ledger.observe(self.launcher.readings(), residents)
         found = planner.plan([demand], residents, devices, self.now(), self._policy())
-        here: list[Worker | Holding] = [*self.workers(), *self._holdings.values()]
+        here: list[Worker | Holding | Errand] = [*self.workers(), *self._holdings.values(), *self._errands.values()]
         names = {each.id: each.preset.id for each in here}
         return preview(demand, found, names, numbers(worker, devices))
 

@@ -99,7 +99,8 @@ def prepared_line(event: Event) -> str:
     """`mixtral prepared: weights 88.1GiB, estimate in 212.3s`."""
     data = event.data
     if data["why"]:
-        return f"{event.model} is not prepared ({data['outcome']}), and loads as it came: {data['why']}"
+        again = f"; tried again in {data['again']:.0f} s" if data["again"] is not None else ""
+        return f"{event.model} is not prepared ({data['outcome']}), and loads as it came: {data['why']}{again}"
     parts = [f"weights {size(data['bytes'])}"] if data["bytes"] else []
     parts += ["tokenizer"] * data["tokenizer"] + ["estimate"] * data["estimated"]
     return f"{event.model} prepared: {', '.join(parts)} in {data['seconds']:.1f}s"

@@ -3,13 +3,15 @@ footprint worked out.
 
 A model's turn comes when it was fetched, and when it was loaded for the first time. Law: nobody waits for a
 preparation, and none begins while anybody waits for anything: who comes before it is there is served as if there were
-none. What fails is told, and costs what it cost before.
+none, and who needs the memory that a conversion takes ends it. What fails is told, costs what it cost before, and is
+tried again after a pause, unless it would fail the same way again.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +36,8 @@ log = logging.getLogger("router.preparation")
 
 QUIET = 3.0
 """Seconds without a request or a load before one begins."""
+PAUSE, LONGEST_PAUSE = 60.0, 3600.0
+"""Seconds until what has failed is tried again: doubled with each further failure of the model, up to the longest."""
 LOOK_INTERVAL = 30.0
 """Seconds until it is looked again whether somebody is served, or memory is free, where no event says so."""
 STACKED_AT_ONCE = 3
@@ -54,17 +58,23 @@ class Conversions(Protocol):
         """Returns once those are deleted that are of no use any more."""
 
 
+class Postponed(Exception):
+    """Somebody needs the memory that a conversion takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """What became of one preparation."""
 
     outcome: str
-    """done, nothing (there was nothing to do), no_room (of disk), failed."""
+    """done, nothing (there was nothing to do), no_room (of disk), failed, postponed (somebody needed its memory)."""
     weights: int = 0
     """Bytes written."""
     tokenizer: bool = False
     estimated: bool = False
     why: str = ""
+    is_final: bool = True
+    """There is nothing to gain from another try."""
 
 
 class Preparation:
@@ -74,8 +84,10 @@ class Preparation:
         self._fleet = fleet
         self._conversions = conversions
         self._quiet = quiet
-        self._wanted: dict[str, None] = {}
-        """Models whose turn will come, by id, in this order."""
+        self._wanted: dict[str, float] = {}
+        """Models whose turn will come, by id, in this order; not before this time of the fleet's clock."""
+        self._failures: Counter[str] = Counter()
+        """How often they have failed, one time behind another."""
         self._stirred = asyncio.Event()
         self._busy_at = self._fleet.now()
         """When somebody was last seen to want something."""
@@ -87,28 +99,42 @@ class Preparation:
         self._busy_at = self._fleet.now()
         if event.kind == "state" and event.model in self._fleet.models:
             has_come = event.data["state"] == "queued" and event.data.get("was") == "downloading"
-            if has_come or event.data["state"] == "ready" or event.data.get("reason") == FETCHED:
-                self._wanted.setdefault(event.model)
+            if has_come or event.data.get("reason") == FETCHED:
+                self._failures.pop(event.model, None)
+                self._wanted[event.model] = 0.0
+            elif event.data["state"] == "ready":
+                self._wanted.setdefault(event.model, 0.0)
         self._stirred.set()
 
     async def run(self) -> None:
         """Never returns; cancelling it ends the preparation that runs, of which nothing is left."""
         await self._conversions.swept()
         while True:
-            await self._until_quiet()
-            id = next(iter(self._wanted))
-            del self._wanted[id]
+            id = await self._until_quiet()
             model = self._fleet.models.get(id)
             if model is None:
                 continue
             began = time.monotonic()
             done = await self._prepare(model.preset)
-            if done.outcome != "nothing":
-                self._tell(id, done, time.monotonic() - began)
+            pause = self._pause(id, done)
+            if pause is not None:
+                self._wanted[id] = self._fleet.now() + pause
+            if done.outcome not in ("nothing", "postponed"):
+                self._tell(id, done, time.monotonic() - began, pause)
             if done.weights or done.tokenizer:
                 await self._conversions.swept()
 
-    def _tell(self, id: str, done: Done, seconds: float) -> None:
+    def _pause(self, id: str, done: Done) -> float | None:
+        """Seconds until it is tried again; None: it is not."""
+        if done.is_final:
+            self._failures.pop(id, None)
+            return None
+        if done.outcome == "postponed":
+            return 0.0
+        self._failures[id] += 1
+        return min(LONGEST_PAUSE, PAUSE * 2.0 ** (self._failures[id] - 1))
+
+    def _tell(self, id: str, done: Done, seconds: float, pause: float | None) -> None:
         self._fleet.events.append(
             "prepared",
             id,
@@ -118,17 +144,21 @@ class Preparation:
             estimated=done.estimated,
             seconds=round(seconds, 3),
             why=done.why,
+            again=pause,
         )
 
-    async def _until_quiet(self) -> None:
-        """Returns once there is something to prepare, and nobody has wanted anything for a while."""
+    async def _until_quiet(self) -> str:
+        """The model whose turn it is, taken from those that wait, once nobody has wanted anything for a while."""
         while True:
             self._stirred.clear()
             left: float | None = None
             if self._wanted:
-                left = LOOK_INTERVAL if self._is_busy() else self._busy_at + self._quiet - self._fleet.now()
+                id, due = min(self._wanted.items(), key=lambda each: each[1])
+                due = max(due, self._busy_at + self._quiet)
+                left = LOOK_INTERVAL if self._is_busy() else due - self._fleet.now()
                 if left <= 0:
-                    return
+                    del self._wanted[id]
+                    return id
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._stirred.wait()
@@ -145,29 +175,44 @@ class Preparation:
         try:
             facts = await self._fleet.files.read(snapshot, preset)
             if not self._conversions.is_settled(snapshot, facts):
-                if why := self._too_little_memory(facts):
-                    return Done("failed", why=why)
-                converted = await self._convert(preset, snapshot)
+                needs = _memory_of(facts)
+                if why := self._too_little_memory(needs):
+                    return Done("failed", why=why, is_final=False)
+                converted = await self._convert(preset, snapshot, needs)
             estimated = await self._estimate(preset, snapshot)
+        except Postponed:
+            return Done("postponed", is_final=False)
         except WorkerLost as lost:
             outcome = "no_room" if lost.exit == contract.Exit.DISK_FULL else "failed"
-            return Done(outcome, why=lost.message)
+            return Done(outcome, why=lost.message, is_final=lost.final)
         except RouterError as refused:  # an estimate that cannot be made, a device that is not here
             return Done("failed", why=str(refused))
         weights, tokenizer = (converted.weights, converted.tokenizer) if converted is not None else (0, False)
         return Done("done" if weights or tokenizer or estimated else "nothing", weights, tokenizer, estimated)
 
-    async def _convert(self, preset: Preset, snapshot: str) -> contract.Converted | None:
-        """Returns once it is converted. Raises WorkerLost; what would fail the same way again is not tried again."""
+    async def _convert(self, preset: Preset, snapshot: str, needs: int) -> contract.Converted | None:
+        """Returns once it is converted, which takes `needs` bytes of main memory. Raises Postponed, and WorkerLost;
+        what would fail the same way again is not tried again."""
         target = self._conversions.target(snapshot)
         if target is None:
             return None
         command = contract.Convert(snapshot=snapshot, target=str(target))
-        try:
-            return await self._fleet.launcher.convert(program_of(preset, f"{preset.id}#0"), command, _ignore)
-        except WorkerLost:
-            self._conversions.give_up(target)
-            raise
+        with self._fleet.errand(preset, needs) as errand:
+            work = self._fleet.launcher.convert(program_of(preset, f"{preset.id}#0"), command, _ignore)
+            converting, released = asyncio.ensure_future(work), asyncio.ensure_future(errand.released.wait())
+            try:
+                await asyncio.wait({converting, released}, return_when=asyncio.FIRST_COMPLETED)
+                if not converting.done():
+                    raise Postponed
+                return converting.result()
+            except WorkerLost as lost:
+                if lost.final:
+                    self._conversions.give_up(target)
+                raise
+            finally:
+                converting.cancel()
+                released.cancel()
+                await asyncio.wait({converting, released})  # its memory is charged until its process is gone
 
     async def _estimate(self, preset: Preset, snapshot: str) -> bool:
         """Have the exact footprint, unless what is known of it is as good; whether it was worked out now."""
@@ -182,15 +227,19 @@ class Preparation:
         fleet.calibration.store_exact(costs.key, estimates.exact(said, preset, forked=costs.forked))
         return True
 
-    def _too_little_memory(self, facts: Checkpoint) -> str:
-        """Why a conversion would have others short of main memory; "" if it would not."""
-        itemsize = max((estimates.DTYPE_BYTES.get(dtype, 1) for dtype in facts.tensors), default=1)
-        needs = estimates.RUNTIME_HOST + STACKED_AT_ONCE * facts.stacked * itemsize // max(facts.layers, 1)
+    def _too_little_memory(self, needs: int) -> str:
+        """Why a conversion that takes `needs` bytes would have others short of main memory; "" if it would not."""
         devices = [each for each in self._fleet.devices if each.id.index == HOST]
         free = min((each.total - each.used - each.margin for each in devices), default=needs)
         if needs <= free:
             return ""
         return f"converting takes {needs >> 20} MiB of main memory, {max(free, 0) >> 20} are free above the margin"
+
+
+def _memory_of(facts: Checkpoint) -> int:
+    """Bytes of main memory that a conversion takes."""
+    itemsize = max((estimates.DTYPE_BYTES.get(dtype, 1) for dtype in facts.tensors), default=1)
+    return estimates.RUNTIME_HOST + STACKED_AT_ONCE * facts.stacked * itemsize // max(facts.layers, 1)
 
 
 def _ignore(event: contract.Event) -> None:

@@ -31,7 +31,7 @@ ROUTER = [
     "router.commands",
     "router.world",
     "router.worker",
-    "router.holding",
+    "router.errand  router.holding",
     "router.snapshots",
     "router.calibration  router.hubcache  router.launchers  router.launchers.environment"
     "  router.launchers.guard  router.launchers.keeper  router.launchers.oom  router.launchers.vitals",

@@ -4,11 +4,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from router.estimate import Checkpoint
+from router.estimate import RUNTIME_HOST, Checkpoint
 from router.fleet import Limits
 from router.launchers import WorkerLost
-from router.preparation import QUIET, Preparation
-from tests.fakes import GIB, FakeModel, virtual
+from router.preparation import LONGEST_PAUSE, LOOK_INTERVAL, PAUSE, QUIET, Preparation
+from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 from worker.contract import Exit
 
@@ -147,16 +147,54 @@ async def test_a_converted_snapshot_that_cannot_be_loaded_is_forsaken_and_the_re
 
 
 @virtual
-async def test_a_conversion_that_fails_is_told_and_not_tried_again() -> None:
-    full = WorkerLost("a: the disk is full", cause="crashed", exit=Exit.DISK_FULL)
-    world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_fails=[full])})
+async def test_a_conversion_that_would_fail_the_same_way_again_is_told_and_not_tried_again() -> None:
+    broken = WorkerLost("a: no such architecture", cause="crashed", exit=Exit.UNUSABLE)
+    world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_fails=[broken])})
     for _ in range(2):
         await world.schedule.ask("a")
         world.schedule.fleet.unload("a")
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(2 * LONGEST_PAUSE)
     [told] = world.told
-    assert (told["outcome"], told["why"]) == ("no_room", "a: the disk is full")
+    assert (told["outcome"], told["why"], told["again"]) == ("failed", "a: no such architecture", None)
     assert world.schedule.journal.count("convert a") == 1
+    await world.stop()
+
+
+@virtual
+async def test_a_conversion_that_fails_is_tried_again_after_pauses_that_grow() -> None:
+    """A disk may have room by then; it is told each time, and what is asked for meanwhile hastens nothing."""
+    full = [WorkerLost("a: the disk is full", cause="crashed", exit=Exit.DISK_FULL) for _ in range(3)]
+    world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_fails=full)})
+    await world.schedule.ask("a")
+    await asyncio.sleep(LOOK_INTERVAL + QUIET)
+    await world.schedule.ask("a")
+    await asyncio.sleep(0.5 * PAUSE)
+    assert world.schedule.journal.count("convert a") == 1
+    await asyncio.sleep(10 * PAUSE)
+    assert [told["outcome"] for told in world.told] == ["no_room", "no_room", "no_room", "done"]
+    assert [told["again"] for told in world.told] == [PAUSE, 2 * PAUSE, 4 * PAUSE, None]
+    await world.stop()
+
+
+@virtual
+async def test_what_a_conversion_takes_is_charged_and_given_back_to_whoever_needs_it() -> None:
+    """It goes before any model has to, and comes again once there is room."""
+    models = {name: FakeModel(shards=(GIB,), convert_seconds=100.0) for name in "ab"}
+    world = world_of("a", "b", models=models, stated=True, totals={CPU: 2 * GIB + RUNTIME_HOST // 2})
+    fleet = world.schedule.fleet
+    await world.schedule.ask("a")
+    await asyncio.sleep(LOOK_INTERVAL + QUIET)
+    assert world.schedule.journal == ["start a", "convert a"]
+    assert fleet.reserved(CPU) == GIB + RUNTIME_HOST
+    await world.schedule.ask("b")
+    assert world.when("cancelled a") <= world.when("start b")
+    assert fleet.reserved(CPU) == 2 * GIB, "a is still there"
+    await asyncio.sleep(LOOK_INTERVAL + QUIET)
+    assert [(told["outcome"], told["again"]) for told in world.told][:1] == [("failed", PAUSE)], "there is no room now"
+    fleet.unload("b")
+    await asyncio.sleep(PAUSE + 200.0)
+    assert ("a", "done") in [(told["model"], told["outcome"]) for told in world.told]
+    assert fleet.reserved(CPU) == GIB
     await world.stop()
 
 
