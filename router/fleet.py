@@ -858,6 +858,7 @@ class Fleet:
                 self._release(holding, eviction.reason)
             elif (errand := self._errands.get(id)) is not None:
                 errand.released.set()
+                self.changed()  # likewise in nobody's way
             else:
                 self._evict(by_id[id], eviction, by_id, plan)
         for id, start in plan.start.items():
