@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.estimate import Checkpoint, Linears, Tally, UnknownCheckpoint
+from router.estimate import Checkpoint, Linears, Tally, UnknownCheckpoint, numbers
 from router.presets import Preset
 
 MAX_HEADER = 100 << 20
@@ -310,7 +310,7 @@ def _assemble(
         dtype=dtype,
         tensors=_tallies(counted.values()),
         params=sum(
-            math.prod(shape) * (_packing(stored, bits) if method else 1)
+            math.prod(shape) * (numbers(stored, bits) if method else 1)
             for name, (stored, shape, _) in counted.items()
             if not _NO_PARAMETER.search(name)
         ),
@@ -322,6 +322,8 @@ def _assemble(
         largest=max((size for _, _, size in tensors.values()), default=0),
         **_tower(folder, config),
         quantization=method,
+        bits=bits,
+        group=_group(config),
         scale_bytes=scales,
         linears=_linears(counted, transposed=model_type in _TRANSPOSED),
         capabilities=capabilities,
@@ -505,13 +507,22 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
     method = str(said.get("quant_method") or "unknown")
     if method == "bitsandbytes":
         method = "bnb-4bit" if said.get("load_in_4bit") else "bnb-8bit"
-    return method, _first(said, "bits", "w_bit") or (4 if method in ("bnb-4bit", "gptq", "awq", "mxfp4") else 8)
+    groups = said.get("config_groups")
+    found = [_group_bits(each) for each in groups.values()] if isinstance(groups, dict) else []
+    usual = 4 if method in ("bnb-4bit", "gptq", "awq", "mxfp4") else 8
+    return method, _first(said, "bits", "w_bit") or min(filter(None, found), default=usual)
 
 
-def _packing(dtype: str, bits: int) -> int:
-    """Parameters in one stored element of a quantised checkpoint."""
-    stored = {"int32": 32, "uint32": 32, "uint8": 8, "int8": 8}.get(dtype, 0)
-    return max(1, stored // bits) if stored and bits else 1
+def _group(config: Mapping[str, Any]) -> int:
+    """Inputs that share a scale; 0: not stated, or all of a layer."""
+    said = config.get("quantization_config")
+    return _first(said, "group_size", "q_group_size") if isinstance(said, dict) else 0
+
+
+def _group_bits(group: Any) -> int:
+    """Of the weights of one group of layers of compressed-tensors; 0: not stated."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    return _first(weights, "num_bits") if isinstance(weights, dict) else 0
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> str:

@@ -145,9 +145,24 @@ PACKED_ROW_BYTES = 19
 PACKING_BYTES = 7
 """Of each element of a matrix of 4 bits, while main memory's kernels have it put into their order. Likewise."""
 
-UNPACKED_ON_HOST: Mapping[str, int] = {"fp8": 1, "mxfp4": 2}
-"""Parameters of one stored element, of methods whose kernels main memory has not: transformers unpacks them while it
-loads (transformers 5.23, quantizer_finegrained_fp8.py and quantizer_mxfp4.py)."""
+UNPACKED = frozenset({"compressed-tensors", "mxfp4"})
+"""Methods whose weights the worker unpacks while it loads, or may have to (worker/engine/packing.py)."""
+UNPACKED_ON_HOST = frozenset({"fp8", "mxfp8"})
+"""Likewise on main memory, which has no kernels for them."""
+
+ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
+"""Times their stored bytes that scales, zero points and orders take on main memory, whose kernel has them in 16 bits
+and side by side (worker/packed.py): 8 bytes in place of 2.5."""
+FUSED_GROUPS = frozenset({16, 32, 64, 128})
+"""Inputs with a scale of their own, for which it has that kernel, of 4 bits; for others each step unpacks matrices."""
+UNPACKING_BYTES = 8
+"""Of each element of a matrix meanwhile, beside the result (worker/packed.py)."""
+
+LIBRARY_BYTES: Mapping[str, int] = {
+    "gptq": 112 * MIB, "awq": 112 * MIB, "bnb-4bit": 44 * MIB, "bnb-8bit": 44 * MIB, "compressed-tensors": 16 * MIB,
+}  # fmt: skip
+"""Resident bytes of a method's library once it is imported. Measured: gptqmodel 7.6 100 MiB, bitsandbytes 0.50 39,
+compressed-tensors 0.20 13."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -272,6 +287,10 @@ class Checkpoint:
     """Of that image as the tower takes it."""
     quantization: str = ""
     """Method that the config states: gptq, awq, fp8, ..."""
+    bits: int = 0
+    """Of a packed number."""
+    group: int = 0
+    """Inputs that share a scale, of gptq and awq; 0: not stated."""
     scale_bytes: int = 0
     """Of a quantised checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in
     `tensors`."""
@@ -395,6 +414,7 @@ def estimate(
     check_quantization(facts, preset)
     preset = replace(preset, threads=preset.threads or threads)
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset) + picture_bytes(facts, preset)
+    libraries += LIBRARY_BYTES.get(facts.quantization or preset.quantization, 0)
     if runtime is None:
         runtime = (RUNTIME_FORKED if forked else RUNTIME_HOST) + libraries if on_host else RUNTIME_DEVICE
     beside = 0 if on_host else RUNTIME_DEVICE_HOST + libraries + _staged_bytes(facts, preset)
@@ -567,12 +587,12 @@ def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     """
     each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
     packed, kept = packing(facts, preset, on_host=on_host)
+    unpacks = is_unpacked(facts, on_host=on_host)
     total = packed + kept
     for stored, tally in facts.tensors.items():
         if _is_plain(stored, facts):
             continue
-        parameters = UNPACKED_ON_HOST.get(facts.quantization, 0) if on_host else 0
-        total += tally.elements * parameters * each if parameters else tally.bytes
+        total += tally.elements * numbers(stored, facts.bits) * each if unpacks else tally.bytes
     total = max(total, facts.file_bytes) if on_host and is_mapped(facts, preset) else total
     if facts.model_type == "gpt_bigcode":  # it makes a causal mask of all positions, a byte each
         total += facts.max_positions**2
@@ -597,11 +617,23 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
     plain = sum(tally.elements * each for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
     linears, bits = facts.linears, on_load(facts, preset)
     if not bits:  # whoever is unpacked has no scales any more
-        return 0 if on_host and facts.quantization in UNPACKED_ON_HOST else facts.scale_bytes, plain
+        times = ARRANGED.get(facts.quantization, 1.0) if on_host else 1.0
+        return 0 if is_unpacked(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
     packed = linears.elements + 4 * linears.rows
     if bits == 4:
         packed = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
     return packed, max(0, plain - linears.elements * each)
+
+
+def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:
+    """Whether the weights of a quantised checkpoint become plain numbers while they are loaded."""
+    return facts.quantization in UNPACKED or (on_host and facts.quantization in UNPACKED_ON_HOST)
+
+
+def numbers(stored: str, bits: int) -> int:
+    """How many numbers of so many bits an element of that stored type holds."""
+    word = {"int32": 32, "uint32": 32, "uint8": 8, "int8": 8}.get(stored, 0)
+    return max(1, word // bits) if word and bits else 1
 
 
 def on_load(facts: Checkpoint, preset: Preset) -> int:
@@ -722,7 +754,7 @@ def compute_bytes(
     layer = packed * (passing + max(norm, attention + making_masks, mlp))
     layer += _attention_bytes(facts, preset, packed, tokens, each, on_host=on_host)
     bits, matrix = packed_bits(facts, preset), facts.linears.largest
-    if bits and not on_load(facts, preset):  # of packed matrices only the bytes are stated
+    if facts.quantization:  # of packed matrices only the bytes are stated
         matrix = facts.hidden * max(facts.intermediate, queries)
     if bits == 4:  # a step of many tokens unpacks one matrix at a time
         layer += matrix * each
@@ -730,6 +762,11 @@ def compute_bytes(
         # inputs by way of float16, sums and scales in 32 bits; the part of a matrix that inputs which stand out meet
         widest = max(facts.intermediate, queries)
         layer += packed * PACKED_ROW_BYTES * widest + -(-matrix // OUTLIERS) * (5 + each)
+    is_gptq = on_host and facts.quantization in ARRANGED
+    if is_gptq:
+        layer += packed * (each + 4) * max(facts.intermediate, queries)  # inputs and results in 16 bits
+        if facts.bits != 4 or facts.group not in FUSED_GROUPS:
+            layer += (each + UNPACKING_BYTES) * matrix
     if is_embedder:
         return layer
     if facts.aligned:
@@ -745,7 +782,7 @@ def compute_bytes(
     logits = wanted * facts.vocab_size * (4 if each == 4 else each + 4)  # the sampler wants them in float32
     sampler = facts.vocab_size * max(rows * SAMPLER_BYTES, PROMPT_LOGITS * LIKELIHOOD_BYTES)
     largest = max(layer, packed * passing + logits + sampler)
-    if on_host and bits == 4:
+    if on_host and (bits == 4 or is_gptq):
         largest = max(largest, PACKING_BYTES * matrix)
     if on_host:
         return max(largest, _reordered_bytes(facts, preset, each))

@@ -50,6 +50,7 @@ WORKER = [
     "worker.__main__",
     "worker.divided",
     "worker.estimate",
+    "worker.packed",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
     "  worker.faces.fastchat",
@@ -70,7 +71,7 @@ WORKER = [
     "worker.engine.split",
     "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
-    "  worker.engine.pace",
+    "  worker.engine.pace  worker.engine.packing",
     "worker.engine.scheduler  worker.engine.kernels",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
@@ -104,7 +105,7 @@ PURE = [
     "worker.engine.sequence", "worker.engine.slots",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}
-WITH_TORCH = ["worker.engine.*", "worker.divided", "worker.estimate", "worker.nursery"]
+WITH_TORCH = ["worker.engine.*", "worker.divided", "worker.estimate", "worker.nursery", "worker.packed"]
 
 
 def modules() -> dict[str, Path]:

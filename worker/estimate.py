@@ -6,7 +6,6 @@ dispatch mode sees every storage come and go, so the largest sum alive at once i
 What a process takes beside that is measured on this one, which has imported and loaded what a serving one does.
 """
 
-import importlib
 import itertools
 import os
 import re
@@ -30,11 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
-from worker import contract, images, server
+from worker import contract, images, packed, server
 from worker.engine import (
     architectures,
     attention,
@@ -48,6 +44,7 @@ from worker.engine import (
     linears,
     loader,
     memory,
+    packing,
     sampler,
     split,
     staging,
@@ -85,21 +82,6 @@ KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 COSTLIEST = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
 """With this a request takes every step of the sampler, and the most memory."""
-OUTLIERS = 8
-"""One in so many inputs of a linear layer may stand out, so that bitsandbytes multiplies it in full. Published models
-have less than one in a hundred (Dettmers et al. 2022, section 4)."""
-PACKING_BYTES = 7
-"""Of each element of one matrix of 4 bits, while it is put into the order that the CPU's kernels want. Measured with
-bitsandbytes 0.50."""
-_UNPACKED_ON_CPU = {"fp8": 1, "mxfp4": 2}
-"""Parameters of one stored element, of methods for which transformers has no kernels on the CPU: it unpacks them while
-it loads (transformers 5.23, quantizer_finegrained_fp8.py and quantizer_mxfp4.py)."""
-_SCALE = re.compile(
-    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
-    r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
-    r"|\.quant_state\.\w+|_(scales|scale_inv))$"
-)
-"""As in router/checkpoint.py: what belongs to quantised tensors, and stays as it is stored."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SERVED_WITH = (server,)
 """Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
@@ -138,8 +120,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = loader.load_config(options)
-    if loader.quantization(options, config).startswith("bitsandbytes"):  # it refuses what could not be loaded
-        importlib.import_module("bitsandbytes")  # part of what a process takes
+    packing.bring_library(packing.method(options, config))  # it refuses what could not be loaded
     tokenizer = loader.load_tokenizer(options)
     device = _device(options)
     runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
@@ -197,7 +178,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weights += head_bytes(encoder)
-            packing = _pack(options, config, model)
+            arranging = packed.pretend(options, config, model)
             shorten(model)
             if device.type == "cpu" and not options.enforce_eager:
                 layers = linears.Linears(model)
@@ -209,7 +190,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
             tower = Tower(model, seeing.token, CPU) if seeing is not None else None
             runner, capacity = make_runner(model, config, options, ctx_size, tower)
             context = runner.bytes
-            packing = _pack(options, config, model)
+            arranging = packed.pretend(options, config, model)
             adapters = backends.make_adapters(runner, model, options, CPU, copies=0)
             weights += adapters.bytes if adapters is not None else 0
             if device.type == "cpu" and not options.enforce_eager:
@@ -235,9 +216,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
-    if _bits(options, config) and not getattr(config, "quantization_config", None):
+    if packing.is_quantized(options, config) and not packing.stated(config):
         loading = sum(count for _, count in stored) * dtype.itemsize  # all of it, until the last is packed
-    loading = max(loading, packing)
+    loading = max(loading, arranging)
     return Traced(
         weights,
         context,
@@ -424,7 +405,7 @@ def stored_tensors(options: contract.ModelOptions) -> list[tuple[torch.dtype, in
     if options.load_format == "dummy":
         return []
     files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
-    return [(view.dtype, view.numel()) for file in files for _, view in file.tensors()]
+    return [(dtype, count) for file in files for _, dtype, count in file.listed()]
 
 
 def _stacked(options: contract.ModelOptions, config: Any) -> int:
@@ -433,7 +414,7 @@ def _stacked(options: contract.ModelOptions, config: Any) -> int:
     if options.load_format == "dummy" or getattr(config, "quantization_config", None):
         return 0
     files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
-    stacked: int = sum(view.numel() for file in files for name, view in file.tensors() if _EXPERT.search(name))
+    stacked = sum(count for file in files for name, _, count in file.listed() if _EXPERT.search(name))
     return stacked + stacked // int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -447,11 +428,11 @@ def _weight_bytes(
     """Bytes of the weights as they will sit in memory, and of the buffers that the model makes itself."""
     saved = model.state_dict()
     own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
-    if getattr(config, "quantization_config", None):
-        return own + _packed_bytes(options, config, dtype)
+    if packing.stated(config):
+        return own + packed.stored_bytes(options, config, dtype)
     built = tensor_bytes(model)
     if options.quantization.startswith("bnb"):
-        return built - _saved_by_bitsandbytes(model, dtype, bits=4 if options.quantization == "bnb-4bit" else 8)
+        return built - packed.saved_by_bitsandbytes(model, dtype, bits=4 if options.quantization == "bnb-4bit" else 8)
     if options.load_format == "dummy":
         return built
     return built + _kept_in_float32(model, dtype)
@@ -463,113 +444,6 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> int:
     kept = (each for name, each in model.named_parameters() if any(part in name for part in names))
     elements: int = sum(parameter.numel() for parameter in kept)
     return elements * (torch.float32.itemsize - dtype.itemsize)
-
-
-def _packed_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
-    the type of the model; unpacked where there are no kernels for it."""
-    said = config.quantization_config
-    method = str((said if isinstance(said, dict) else said.to_dict()).get("quant_method", ""))
-    parameters = _UNPACKED_ON_CPU.get(method, 0) if _device(options).type == "cpu" else 0
-    total = 0
-    for file in map(weights.WeightFile, weights.files(Path(options.snapshot))):
-        for name, view in file.tensors():
-            is_plain = view.dtype.is_floating_point and view.dtype.itemsize > 1
-            if _SCALE.search(name):
-                total += 0 if parameters else view.nbytes
-            elif is_plain or parameters:
-                total += view.numel() * (1 if is_plain else parameters) * dtype.itemsize
-            else:
-                total += view.nbytes
-    return total
-
-
-def _packed_layers(model: Any) -> Iterator[Any]:
-    """The layers that transformers has bitsandbytes pack, by transformers' own rules."""
-    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, Conv1D) or type(module) is torch.nn.Linear
-        if is_linear and should_convert_module(name, kept):
-            yield module
-
-
-def _saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
-    """Bytes by which quantising on load shrinks the model.
-
-    8 bits: one byte each, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
-    float32 for each block of 64, and a table of 16 for each layer (Dettmers et al. 2023, section 3; bitsandbytes'
-    defaults, without double quantisation).
-    """
-    saved = 0
-    for module in _packed_layers(model):
-        elements = module.weight.numel()
-        rows = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
-        packed = elements + 4 * rows if bits == 8 else -(-elements // 2) + 4 * -(-elements // 64) + 64
-        saved += elements * dtype.itemsize - packed
-    return saved
-
-
-def _pack(options: contract.ModelOptions, config: Any, model: Any) -> int:
-    """Have the layers that bitsandbytes packs take in a step what they will, and return what packing one takes."""
-    bits = _bits(options, config)
-    layers = set(_packed_layers(model)) if bits else set()
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if layer in layers:
-                setattr(parent, name, _Packed(layer, bits))
-    largest = max((int(layer.weight.numel()) for layer in layers), default=0)
-    return PACKING_BYTES * largest if bits == 4 and _device(options).type == "cpu" else 0
-
-
-class _Packed(torch.nn.Linear):
-    """What a step has alive of a linear layer that bitsandbytes has packed (0.50: autograd/_functions.py, and
-    backends/default/ops.py); only sizes matter.
-
-    4 bits are unpacked into a matrix of the inputs' type, where there is no kernel that does without. With 8 bits the
-    inputs are quantised row by row, by way of float16; inputs that stand out are multiplied as they are, with the
-    weights that they meet unpacked.
-    """
-
-    def __init__(self, layer: Any, bits: int):
-        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-        outputs, inputs = weight.shape
-        super().__init__(inputs, outputs, device="meta")
-        self.weight, self.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
-        self._bits = bits
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs, inputs = self.out_features, self.in_features
-        if self._bits == 4:
-            return F.linear(x, torch.empty(outputs, inputs, dtype=x.dtype), self.bias)
-        rows = x.reshape(-1, inputs)
-        half = rows.to(torch.float16)
-        stands_out = half.abs() >= 0
-        scales = half.abs().amax(dim=1, keepdim=True).float()
-        packed = torch.round(half * (127.0 / scales)).to(torch.int8)
-        del half, stands_out
-        few = -(-inputs // OUTLIERS)
-        met = torch.empty(outputs, few, dtype=torch.int8)
-        unpacked = met.float().to(x.dtype)
-        if torch.backends.cpu.get_cpu_capability() == "AVX512":
-            sums = torch.empty(len(rows), outputs, dtype=torch.int32)
-        else:  # without kernels for bytes both are unpacked
-            sums = F.linear(packed.float(), torch.empty(outputs, inputs)).to(torch.int32)
-        out = sums.float() * (scales * torch.empty(1, outputs))  # on the CPU whole numbers are converted by a copy
-        if self.bias is not None:
-            out += self.bias
-        out = out.to(x.dtype).addmm(rows[:, :few], unpacked.t())
-        return out.view(*x.shape[:-1], outputs)
-
-
-def _bits(options: contract.ModelOptions, config: Any) -> int:
-    """Bits to which bitsandbytes packs linear layers, or has packed them; 0: it does not."""
-    said = getattr(config, "quantization_config", None)
-    if not said:
-        return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
-    stated = said if isinstance(said, dict) else said.to_dict()
-    if not str(stated.get("quant_method", "")).startswith("bitsandbytes"):
-        return 0
-    return 4 if stated.get("load_in_4bit") or stated.get("_load_in_4bit") else 8
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:
@@ -622,13 +496,14 @@ def spread_steps(
     heads: int,
     use: Use | None = None,
 ) -> Iterator[Step]:
-    """On the CPU rows that are still short attend in another way: all of them as long as that goes, beside a chunk of a
-    prompt. Every other row has the adapter `use`."""
-    rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
-    short = min(ctx_size, kernels.longest(rows, heads, runner.pool.keys[0]))
-    if short:
-        part = _segment(capacity, rows - 1, ctx_size - chunk, chunk, use=use)
-        yield partial(_generate, runner, (*_decodes(capacity, rows - 1, ctx_size=short, use=use), part))
+    """On the CPU rows that are still short attend in another way: all of them as long as that goes, alone and beside a
+    chunk of a prompt. Every other row has the adapter `use`."""
+    chunk = min(options.prefill_chunk, ctx_size)
+    last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk, use=use)
+    for rows, beside in ((capacity.rows - 1, (last,)), (capacity.rows, ())):
+        short = min(ctx_size, kernels.longest(rows, heads, runner.pool.keys[0]))
+        if short:
+            yield partial(_generate, runner, (*_decodes(capacity, rows, ctx_size=short, use=use), *beside))
 
 
 def costly_steps(

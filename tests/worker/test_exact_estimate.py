@@ -17,7 +17,7 @@ from router import checkpoint
 from router.estimate import compute_bytes, weight_bytes
 from router.presets import Preset
 from tests import tiny
-from worker import contract, estimate
+from worker import contract, estimate, packed
 from worker.contract import Exit
 from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader
 from worker.engine.graphs import shapes
@@ -169,14 +169,14 @@ def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers
         cls = loader.model_class(chosen, config, loader.is_embedder(chosen, config))
         with FakeTensorMode():
             model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
-            saved = estimate._saved_by_bitsandbytes(model, torch.float32, bits=bits)
-        plain, packed = (
+            saved = packed.saved_by_bitsandbytes(model, torch.float32, bits=bits)
+        plain, small = (
             weight_bytes(facts, Preset(id="m", quantization=each), on_host=False) for each in ("auto", method)
         )
-        assert plain - packed == saved > 0
+        assert plain - small == saved > 0
     traced = estimate.trace(options(snapshot), loader.load_config(options(snapshot)))
-    small = options(snapshot, quantization="bnb-4bit")
-    assert estimate.trace(small, loader.load_config(small)).weights == traced.weights - saved
+    asked = options(snapshot, quantization="bnb-4bit")
+    assert estimate.trace(asked, loader.load_config(asked)).weights == traced.weights - saved
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
@@ -191,15 +191,16 @@ def test_a_packed_checkpoint_is_counted_alike_by_headers_and_by_the_worker(
     if method == "gptq":
         stored[f"{layer}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
         stored[f"{layer}.scales"] = torch.zeros(1, rows, dtype=torch.float16)
+        stored[f"{layer}.qzeros"] = torch.zeros(1, rows // 8, dtype=torch.int32)
     else:
         stored[f"{layer}.weight"] = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
         stored[f"{layer}.weight_scale_inv"] = torch.zeros(1, 1)
     safetensors.torch.save_file(stored, snapshot / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((snapshot / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": columns}
     (snapshot / "config.json").write_text(json.dumps(config))
     chosen = options(snapshot, devices=(device,))
-    by_worker = estimate._packed_bytes(chosen, loader.load_config(chosen), torch.bfloat16)
+    by_worker = packed.stored_bytes(chosen, loader.load_config(chosen), torch.bfloat16)
     by_headers = weight_bytes(checkpoint.read(snapshot), Preset(id="m"), on_host=device == "cpu")
     assert by_worker == by_headers
 

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import loader, weights
+from worker.engine import loader, packing, weights
 from worker.errors import StartError
 
 Say = Callable[[contract.Event], None]
@@ -221,7 +221,7 @@ def is_converted_by_loads(options: contract.ModelOptions, config: Any) -> bool:
     What only has another name is no conversion, nor what the model does not use. Quantised weights, which only their
     libraries understand, and code of the snapshot's own are left to loads. Raises StartError.
     """
-    if loader.is_quantized(options, config) or "auto_map" in config.to_dict():
+    if packing.is_quantized(options, config) or "auto_map" in config.to_dict():
         return False
     cls = loader.model_class(options, config, loader.is_embedder(options, config))
     stored = {

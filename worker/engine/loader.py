@@ -4,7 +4,6 @@ Safetensors only; on the CPU the weights are the mapped files themselves, unless
 in the way is a StartError that names it and the way out.
 """
 
-import importlib.util
 import json
 import logging
 import mmap
@@ -20,7 +19,7 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.engine import architectures, layout, memory, slices, split, staging, weights
+from worker.engine import architectures, layout, memory, packing, slices, split, staging, weights
 from worker.engine.slices import Group, Slice
 from worker.engine.split import Split
 from worker.errors import StartError
@@ -29,17 +28,6 @@ Report = Callable[[contract.Progress], None]
 
 log = logging.getLogger(__name__)
 
-_LIBRARIES = {
-    "aqlm": ("aqlm", "pip install aqlm"),
-    "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
-    "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
-    "compressed-tensors": ("compressed_tensors", "pip install compressed-tensors"),
-    "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
-    "hqq": ("hqq", "pip install hqq"),
-    "quanto": ("optimum.quanto", "pip install optimum-quanto"),
-    "torchao": ("torchao", "pip install torchao"),
-}
-"""What a quantisation method needs beside transformers: module, and how to get it."""
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
 """How classes are called that have a head for text."""
 _UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
@@ -270,7 +258,7 @@ def load_model(
                 model, dtype, files = _divided(cls, options, config, device, share, report, over)
             elif options.load_format == "dummy":
                 model, dtype = _random(cls, options, config, device, parts)
-            elif is_quantized(options, config):
+            elif packing.is_quantized(options, config):
                 model, dtype = _quantized(cls, options, config, device, report)
             else:
                 model, dtype, files, prefault = _stored(cls, options, config, device, parts, embeds, report, over)
@@ -321,7 +309,7 @@ def _set_up(model: Any, attention: str | None) -> Any:
 def build(options: contract.ModelOptions, config: Any, attention: str | None) -> Built | None:
     """The model for `load_model` to fill, where its weights can be used as they lie on disk: None if any would have to
     be converted, put together or quantised. Reads headers only. Raises StartError."""
-    if is_quantized(options, config) or "auto_map" in config.to_dict():
+    if packing.is_quantized(options, config) or "auto_map" in config.to_dict():
         return None
     embeds = is_embedder(options, config)
     cls = model_class(options, config, embeds)
@@ -585,11 +573,6 @@ def _owned(
     return mine
 
 
-def is_quantized(options: contract.ModelOptions, config: Any) -> bool:
-    """Whether the checkpoint is quantised, or is to be."""
-    return bool(getattr(config, "quantization_config", None)) or options.quantization not in ("auto", "none")
-
-
 def _dtype(
     options: contract.ModelOptions, config: Any, files: Sequence[weights.WeightFile], device: torch.device
 ) -> torch.dtype:
@@ -650,83 +633,20 @@ def _random(
 def _quantized(
     cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, report: Report
 ) -> tuple[Any, torch.dtype]:
-    """As transformers loads it, with the library of its method. Raises StartError naming a library that is missing."""
-    method = quantization(options, config)
-    on_load = None
-    if not getattr(config, "quantization_config", None):
-        asked = options.quantization
-        on_load = {"load_in_8bit": asked == "bnb-8bit", "load_in_4bit": asked == "bnb-4bit"}
-    if method.startswith("bitsandbytes"):  # it would tell of each layer in each step that numbers are converted
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    """As transformers loads it, with the library of its method. Raises StartError."""
     files = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
     total = sum(file.size for file in files)
     report(contract.Progress(stage="weights", done=0, total=total))
     dtype = _dtype(options, config, files, device)
-    bits: Any = transformers.BitsAndBytesConfig
-    given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
-    if on_load:
-        # of our own mapping: pages that are packed can be let go, where transformers would keep all of them
-        given = {"state_dict": _tensors(files, dtype), "quantization_config": bits(**on_load)}
-    try:
-        model = cls.from_pretrained(
-            None if on_load else options.snapshot, config=config, dtype=dtype, device_map={"": device}, **given
-        )
-    except (ImportError, ValueError) as error:
-        raise StartError(f"transformers cannot load this {method} checkpoint here: {memory.one_line(error)}") from error
-    given.clear()
+    model = packing.load(cls, options, config, device, dtype, files)
     _let_go_of_others(files, model)
     if device.type == "cpu":
-        _arrange(model, dtype)
+        packing.arrange(model, dtype)
         for parameter in model.parameters():  # what lies in the files has not been read yet
             parameter.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
     memory.give_back()
     report(contract.Progress(stage="weights", done=total, total=total))
     return model, dtype
-
-
-def _tensors(files: Sequence[weights.WeightFile], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors by name, floating point in `dtype`; views where they are so in the files."""
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        found.update(file.converted(dtype, lambda read: None) if file.converts_to(dtype) else file.tensors())
-    return found
-
-
-def _arrange(model: Any, dtype: torch.dtype) -> None:
-    """Have bitsandbytes put what it has packed into the order that the CPU's kernels want: else the first request
-    would, and take the memory for it then."""
-    with torch.inference_mode():
-        for module in model.modules():
-            if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
-                module(torch.zeros(1, 1, module.in_features, dtype=dtype))
-
-
-def quantization(options: contract.ModelOptions, config: Any) -> str:
-    """The method by which the model's weights are packed, or will be; "": they are not.
-
-    Raises StartError if the preset wants another than the checkpoint has, or if its library is not here.
-    """
-    stored = getattr(config, "quantization_config", None) or {}
-    method = str((stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method", ""))
-    asked = options.quantization
-    if not method and asked in ("auto", "none"):
-        return ""
-    if not method and asked in ("bnb-8bit", "bnb-4bit"):
-        method = "bitsandbytes"
-    elif asked != "auto" and not method.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
-        fact = f"quantised with {method}" if method else "not quantised"
-        raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
-    needs = _LIBRARIES.get("bitsandbytes" if method.startswith("bitsandbytes") else method)
-    if needs is not None and not _is_installed(needs[0]):
-        raise StartError(f"a checkpoint quantised with {method} needs the library {needs[0]}: {needs[1]}")
-    return method
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @contextmanager

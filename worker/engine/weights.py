@@ -27,7 +27,7 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """What the format calls torch's types."""
@@ -129,6 +129,11 @@ class WeightFile:
         """Names and views. Views keep the file mapped."""
         for entry in self._entries:
             yield entry.name, self._view(entry)
+
+    def listed(self) -> Iterator[tuple[str, torch.dtype, int]]:
+        """Names, types and numbers of elements, without a look at any of them."""
+        for entry in self._entries:
+            yield entry.name, entry.dtype, prod(entry.shape)
 
     def _view(self, entry: _Entry) -> torch.Tensor:
         if not entry.nbytes:

@@ -1,0 +1,175 @@
+"""Packed weights: which methods there are, what each needs, and what becomes of its tensors while they are loaded.
+
+Some stay packed, and are put into the order that kernels want; others are unpacked, because there are no kernels for
+them, or none that keep what was promised of memory: compressed-tensors would unpack a whole model in its first step.
+"""
+
+import copy
+import importlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+from worker import contract
+from worker.engine import memory, weights
+from worker.errors import StartError
+
+LIBRARIES = {
+    "aqlm": ("aqlm", "pip install aqlm"),
+    "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
+    "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
+    "compressed-tensors": ("compressed_tensors", "pip install compressed-tensors"),
+    "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
+    "hqq": ("hqq", "pip install hqq"),
+    "quanto": ("optimum.quanto", "pip install optimum-quanto"),
+    "torchao": ("torchao", "pip install torchao"),
+}
+"""What a method needs beside transformers: module, and how to get it."""
+_UNPACKED = frozenset({"compressed-tensors"})
+_UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4", "mxfp8"})
+"""Methods without kernels there: transformers unpacks them while it loads."""
+_UNPACKED_WITHOUT = {"mxfp4": ("kernels", "triton")}
+"""Likewise on accelerators where these libraries are not installed (transformers 5.23, quantizer_mxfp4.py)."""
+_WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
+
+
+def is_quantized(options: contract.ModelOptions, config: Any) -> bool:
+    """Whether the checkpoint is quantised, or is to be."""
+    return bool(stated(config)) or options.quantization not in ("auto", "none")
+
+
+def stated(config: Any) -> dict[str, Any]:
+    """What config.json says of how the weights are packed; empty: they are not."""
+    said = getattr(config, "quantization_config", None) or {}
+    return said if isinstance(said, dict) else dict(said.to_dict())
+
+
+def method(options: contract.ModelOptions, config: Any) -> str:
+    """How the model's weights are packed, or will be; "": they are not.
+
+    Raises StartError if the preset wants another way than the checkpoint has, or if its library is not here.
+    """
+    found = str(stated(config).get("quant_method", ""))
+    asked = options.quantization
+    if not found and asked in ("auto", "none"):
+        return ""
+    if not found and asked in ("bnb-8bit", "bnb-4bit"):
+        found = "bitsandbytes"
+    elif asked != "auto" and not found.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
+        fact = f"quantised with {found}" if found else "not quantised"
+        raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
+    module, command = LIBRARIES.get(family(found), ("", ""))
+    if module and not _is_installed(module):
+        raise StartError(f"a checkpoint quantised with {found} needs the library {module}: {command}")
+    if family(found) != "bitsandbytes" and found not in AUTO_QUANTIZER_MAPPING:
+        raise StartError(
+            f"the checkpoint is quantised with {found!r}, which transformers {transformers.__version__} cannot load;"
+            " take one that is not quantised, or quantised otherwise"
+        )
+    return found
+
+
+def family(method: str) -> str:
+    """The name by which a method's library is known."""
+    return "bitsandbytes" if method.startswith("bitsandbytes") else method
+
+
+def bring_library(method: str) -> None:
+    """Import what `method` needs, if it needs anything: it is part of what a process takes."""
+    module, _ = LIBRARIES.get(family(method), ("", ""))
+    if module:
+        importlib.import_module(module)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def unpacks(method: str, device: torch.device) -> bool:
+    """Whether the weights are plain numbers, of the model's type, once they are loaded."""
+    if method in _UNPACKED or (device.type == "cpu" and method in _UNPACKED_ON_CPU):
+        return True
+    return not all(map(_is_installed, _UNPACKED_WITHOUT.get(method, ())))
+
+
+def numbers(stored: torch.dtype, said: dict[str, Any]) -> int:
+    """How many numbers an element of a packed tensor of that type holds, by what config.json `said`."""
+    bits = said.get("bits") or said.get("w_bit") or _group_bits(said)
+    if said.get("quant_method") in ("fp8", "mxfp4") and stored in (torch.int8, torch.uint8):
+        bits = 4  # experts of a checkpoint in 8 bits may have 4
+    return max(1, _WORD_BITS.get(stored, 0) // int(bits)) if bits else 1
+
+
+def _group_bits(said: dict[str, Any]) -> int:
+    """Of compressed-tensors, which has groups of layers: the fewest, as then there are the most numbers."""
+    groups = said.get("config_groups") or {}
+    found = [(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, dict)]
+    return min((int(bits) for bits in found if bits), default=0)
+
+
+def load(
+    cls: Any,
+    options: contract.ModelOptions,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    files: Sequence[weights.WeightFile],
+) -> Any:
+    """The model on `device`, as transformers loads it. Raises StartError."""
+    found = method(options, config)
+    if family(found) == "bitsandbytes":  # it would tell of each layer in each step that numbers are converted
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    said = stated(config)
+    source: str | None = options.snapshot
+    given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+    if not said:
+        bits: Any = transformers.BitsAndBytesConfig
+        asked = options.quantization
+        on_load = bits(load_in_8bit=asked == "bnb-8bit", load_in_4bit=asked == "bnb-4bit")
+        # of our own mapping: pages that are packed can be let go, where transformers would keep all of them
+        source, given = None, {"state_dict": _tensors(files, dtype), "quantization_config": on_load}
+    elif unpacks(found, device):
+        config = copy.deepcopy(config)
+        config.quantization_config = {**said, "dequantize": True}
+    try:
+        model = cls.from_pretrained(source, config=config, dtype=dtype, device_map={"": device}, **given)
+    except (ImportError, ValueError, RuntimeError) as error:
+        if memory.is_exhausted(error):
+            raise
+        raise StartError(f"transformers cannot load this {found} checkpoint here: {memory.one_line(error)}") from error
+    if said and unpacks(found, device):
+        _unify(model, dtype)
+    return model
+
+
+def _tensors(files: Sequence[weights.WeightFile], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors by name, floating point in `dtype`; views where they are so in the files."""
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found.update(file.converted(dtype, lambda read: None) if file.converts_to(dtype) else file.tensors())
+    return found
+
+
+def _unify(model: Any, dtype: torch.dtype) -> None:
+    """What was not packed keeps the type of the files, where the rest is unpacked to `dtype`: both have to be one."""
+    kept = tuple(model._get_dtype_plan(dtype))
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
+def arrange(model: Any, dtype: torch.dtype) -> None:
+    """Have packed weights put into the order that the CPU's kernels want: else the first request would, and take the
+    memory for it then."""
+    with torch.inference_mode():
+        for layer in model.modules():
+            if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") or hasattr(layer, "qweight"):
+                layer(torch.zeros(1, 1, layer.in_features, dtype=dtype))

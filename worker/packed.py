@@ -1,0 +1,188 @@
+"""What packed weights take: in memory, in a step, and while they are loaded. Of files the headers are read, and of the
+model, which has no memory, its layers (worker/estimate.py)."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from worker import contract
+from worker.engine import packing, weights
+
+OUTLIERS = 8
+"""One in so many inputs of a linear layer may stand out, so that bitsandbytes multiplies it in full. Published models
+have less than one in a hundred (Dettmers et al. 2022, section 4)."""
+PACKING_BYTES = 7
+"""Of each element of one matrix of 4 bits, while it is put into the order that the CPU's kernels want. Measured with
+bitsandbytes 0.50; gptqmodel 7.6 takes less."""
+UNPACKING_BYTES = 8
+"""Of each element of a matrix that gptqmodel unpacks in each step, beside the result."""
+_GPTQ = frozenset({"gptq", "awq"})
+_FUSED_GROUPS = frozenset({16, 32, 64, 128})
+_SCALE = re.compile(
+    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
+    r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
+    r"|\.quant_state\.\w+|_(scales|scale_inv))$"
+)
+"""As in router/checkpoint.py: what belongs to quantised tensors, and stays as it is stored."""
+
+
+def stored_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
+    the type of the model; all of it in that type if it is unpacked, and then without scales."""
+    said = packing.stated(config)
+    device = torch.device(options.devices[0])
+    unpacks = packing.unpacks(str(said.get("quant_method", "")), device)
+    fused = _is_fused(options, config)
+    total = 0
+    for file in map(weights.WeightFile, weights.files(Path(options.snapshot))):
+        for name, stored, count in file.listed():
+            is_plain = stored.is_floating_point and stored.itemsize > 1
+            if _SCALE.search(name):
+                total += 0 if unpacks else _arranged(name, stored, count) if fused else count * stored.itemsize
+            elif is_plain or unpacks:
+                total += count * (1 if is_plain else packing.numbers(stored, said)) * dtype.itemsize
+            else:
+                total += count * stored.itemsize
+    return total
+
+
+def _is_fused(options: contract.ModelOptions, config: Any) -> bool:
+    """Whether gptqmodel takes the CPU's own kernel for 4 bits (7.6: torch_aten_kernel.py)."""
+    said = packing.stated(config)
+    suits = said.get("quant_method") in _GPTQ and said.get("bits", 4) == 4 and said.get("group_size") in _FUSED_GROUPS
+    return suits and options.devices[0] == "cpu"
+
+
+def _arranged(name: str, stored: torch.dtype, count: int) -> int:
+    """Bytes of scales and the like once they are as that kernel wants them: scales and zero points in 16 bits, and both
+    once more side by side; the order of inputs and its inverse, with a table of eight shifts."""
+    if name.endswith("qzeros"):
+        return 0
+    if name.endswith("scales"):
+        return 8 * count
+    return 2 * count * stored.itemsize + 32
+
+
+def _packed_layers(model: Any) -> Iterator[Any]:
+    """The layers that transformers has bitsandbytes pack, by transformers' own rules."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, Conv1D) or type(module) is torch.nn.Linear
+        if is_linear and should_convert_module(name, kept):
+            yield module
+
+
+def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
+    """Bytes by which quantising on load shrinks the model.
+
+    8 bits: one byte each, and a float32 scale for each row (Dettmers et al. 2022, section 3). 4 bits: half a byte, a
+    float32 for each block of 64, and a table of 16 for each layer (Dettmers et al. 2023, section 3; bitsandbytes'
+    defaults, without double quantisation).
+    """
+    saved = 0
+    for module in _packed_layers(model):
+        elements = module.weight.numel()
+        rows = module.weight.shape[1 if isinstance(module, Conv1D) else 0]
+        packed = elements + 4 * rows if bits == 8 else -(-elements // 2) + 4 * -(-elements // 64) + 64
+        saved += elements * dtype.itemsize - packed
+    return saved
+
+
+def pretend(options: contract.ModelOptions, config: Any, model: Any) -> int:
+    """Have layers that are or will be packed take in a step what they will; returns the bytes that it takes to put one
+    into order."""
+    bits, on_cpu = _bits(options, config), options.devices[0] == "cpu"
+    is_gptq = on_cpu and packing.stated(config).get("quant_method") in _GPTQ
+    if not bits and not is_gptq:
+        return 0
+    fused = _is_fused(options, config)
+    layers = set(_packed_layers(model))
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if layer in layers:
+                setattr(parent, name, _Gptq(layer, fused=fused) if is_gptq else _Bitsandbytes(layer, bits))
+    largest = max((int(layer.weight.numel()) for layer in layers), default=0)
+    return PACKING_BYTES * largest if on_cpu and (bits == 4 or is_gptq) else 0
+
+
+class _Bitsandbytes(torch.nn.Linear):
+    """What a step has alive of a linear layer that bitsandbytes has packed (0.50: autograd/_functions.py, and
+    backends/default/ops.py); only sizes matter.
+
+    4 bits are unpacked into a matrix of the inputs' type, where there is no kernel that does without. With 8 bits the
+    inputs are quantised row by row, by way of float16; inputs that stand out are multiplied as they are, with the
+    weights that they meet unpacked.
+    """
+
+    def __init__(self, layer: Any, bits: int):
+        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, device="meta")
+        self.weight, self.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
+        self._bits = bits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = self.out_features, self.in_features
+        if self._bits == 4:
+            return F.linear(x, torch.empty(outputs, inputs, dtype=x.dtype), self.bias)
+        rows = x.reshape(-1, inputs)
+        half = rows.to(torch.float16)
+        stands_out = half.abs() >= 0
+        scales = half.abs().amax(dim=1, keepdim=True).float()
+        packed = torch.round(half * (127.0 / scales)).to(torch.int8)
+        del half, stands_out
+        few = -(-inputs // OUTLIERS)
+        met = torch.empty(outputs, few, dtype=torch.int8)
+        unpacked = met.float().to(x.dtype)
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            sums = torch.empty(len(rows), outputs, dtype=torch.int32)
+        else:  # without kernels for bytes both are unpacked
+            sums = F.linear(packed.float(), torch.empty(outputs, inputs)).to(torch.int32)
+        out = sums.float() * (scales * torch.empty(1, outputs))  # on the CPU whole numbers are converted by a copy
+        if self.bias is not None:
+            out += self.bias
+        out = out.to(x.dtype).addmm(rows[:, :few], unpacked.t())
+        return out.view(*x.shape[:-1], outputs)
+
+
+class _Gptq(torch.nn.Linear):
+    """The same of one that gptqmodel computes on the CPU (7.6: torch_aten_kernel.py, torch.py): inputs in 16 bits and
+    in their order, or a whole matrix that is unpacked."""
+
+    def __init__(self, layer: Any, *, fused: bool):
+        super().__init__(layer.in_features, layer.out_features, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self._fused = fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape, dtype = (*x.shape[:-1], self.out_features), x.dtype
+        x = x.reshape(-1, self.in_features)
+        if self._fused:
+            x = x.clone()
+            if dtype != torch.bfloat16:
+                x = x.to(torch.bfloat16)
+            out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16).to(dtype)
+        else:
+            beside = torch.empty(self.in_features, self.out_features, UNPACKING_BYTES, dtype=torch.uint8)
+            out = torch.matmul(x, torch.empty(self.in_features, self.out_features, dtype=dtype))
+            del beside
+        if self.bias is not None:
+            out += self.bias
+        return out.view(shape)
+
+
+def _bits(options: contract.ModelOptions, config: Any) -> int:
+    """Bits to which bitsandbytes packs linear layers, or has packed them; 0: it does not."""
+    said = packing.stated(config)
+    if not said:
+        return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
+    if packing.family(str(said.get("quant_method", ""))) != "bitsandbytes":
+        return 0
+    return 4 if said.get("load_in_4bit") or said.get("_load_in_4bit") else 8
