@@ -315,6 +315,9 @@ def _assemble(
             if not _NO_PARAMETER.search(name)
         ),
         by_layer=_by_layer(counted, layers),
+        matrices=sum(
+            math.prod(shape) for name, (_, shape, _) in counted.items() if _LAYER.search(name) and len(shape) > 1
+        ),
         behind=sum(math.prod(shape) for name, (_, shape, _) in counted.items() if _BEHIND.search(name)),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),

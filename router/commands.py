@@ -28,9 +28,10 @@ def program_of(preset: Preset, worker: str) -> Program:
     )
 
 
-def threads(preset: Preset, *, on_host: bool) -> int:
-    """torch threads of the preset's worker; half the cores on main memory, so that two workers do not fight."""
-    return preset.threads or (max(1, (os.cpu_count() or 2) // 2) if on_host else 1)
+def threads(preset: Preset, *, on_host: bool, ranks: int = 1) -> int:
+    """torch threads of the preset's worker, or of each of its ranks; on main memory half the cores for all of them, so
+    that two workers do not fight."""
+    return preset.threads or (max(1, (os.cpu_count() or 2) // 2 // ranks) if on_host else 1)
 
 
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:
@@ -44,6 +45,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
         worker.snapshot,
         on_host=on_host,
         layers=worker.choice.layers,
+        ranks=worker.choice.ranks,
         **fields,
     )
 
@@ -56,15 +58,18 @@ def model_options(
     *,
     on_host: bool,
     layers: tuple[int, ...] = (),
+    ranks: int = 1,
     **fields: Any,
 ) -> Any:
-    """A command of `kind` for a model that nobody runs yet; `layers`: of each device, if there are several."""
+    """A command of `kind` for a model that nobody runs yet; `layers` and `ranks` as in `split.Choice`."""
+    devices = ("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or ranks))
     return kind(
         snapshot=snapshot,
         tokenizer=preset.tokenizer,
         task=preset.task,
-        devices=("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or 1)),
+        devices=devices,
         layers=tuple(map(str, layers)),
+        tensor_parallel=ranks,
         dtype=preset.dtype,
         quantization=preset.quantization,
         load_format=preset.load_format,
@@ -80,7 +85,7 @@ def model_options(
         limit_images=preset.limit_images,
         max_loras=preset.adapter_slots,
         max_lora_rank=preset.max_lora_rank,
-        threads=threads(preset, on_host=on_host),
+        threads=threads(preset, on_host=on_host, ranks=ranks),
         **fields,
     )
 

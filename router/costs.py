@@ -85,7 +85,7 @@ def _hold_to(bounds: Mapping[DeviceId, int], worker: Worker, costs: Costs) -> No
     """What the preset allows of single devices binds, though there be room. Raises LoadFailed for what needs more."""
     choice, shards = worker.choice, costs.estimate.shards
     if split.fits(choice, shards, bounds):
-        if not choice.layers:
+        if choice.shards == 1:
             worker.choice = replace(choice, devices=frozenset(id for id in choice.devices if bounds[id] >= shards[0]))
     elif costs.sure or not split.fits(choice, split.floor(costs.estimate), bounds):
         most = ", ".join(f"{size >> 20} MiB of {device}" for device, size in bounds.items())
@@ -103,14 +103,8 @@ def _cost(worker: Worker, world: World, *, stands: bool) -> Costs:
     forked = world.launcher.forks(program_of(preset, str(worker)))
     key = key_of(worker, world, forked=forked)
     seconds = world.calibration.load_seconds(key) or 0.0
-    static = estimates.estimate(
-        facts,
-        preset,
-        layers=worker.choice.layers,
-        on_host=on_host,
-        threads=threads(preset, on_host=on_host),
-        forked=forked,
-    )
+    threaded = threads(preset, on_host=on_host, ranks=worker.choice.ranks)
+    static = split.cost(worker.choice, facts, preset, on_host=on_host, threads=threaded, forked=forked)
     if static.source == "preset":  # holds for whatever is started
         return Costs(static, True, key, seconds)
     known = world.calibration.learned(key) or world.calibration.exact(key)
@@ -133,13 +127,17 @@ def key_of(worker: Worker, world: World, *, forked: bool) -> str:
     assert worker.facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
     names = {reading.id: reading.name for reading in world.launcher.readings()}
-    kinds = ["cpu"] if on_host else kinds_of(worker.choice, names)
+    kinds = kinds_of(worker.choice, {} if on_host else names)
     return calibration.key(worker.facts, worker.preset, kinds, forked=forked)
 
 
 def kinds_of(choice: split.Choice, names: Mapping[DeviceId, str]) -> list[str]:
-    """What kinds of accelerator a figure for such a placement holds for, and how many layers each has."""
-    name = names.get(min(choice.devices), "")
+    """What kinds of device a figure for such a placement holds for, and how many layers each has, or of how many ranks
+    it is one. `names`: of accelerators."""
+    first = min(choice.devices)
+    name = "cpu" if first.index == HOST else names.get(first, "")
+    if choice.ranks > 1:
+        return [f"{name}, of {choice.ranks} ranks"] * choice.shards
     return [f"{name}, {count} layers" for count in choice.layers] or [name]
 
 

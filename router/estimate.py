@@ -269,6 +269,8 @@ class Checkpoint:
     """Parameters of the model; packed quantised ones are counted unpacked."""
     by_layer: tuple[int, ...] = ()
     """Elements of each layer's tensors; empty: they cannot be told from the rest."""
+    matrices: int = 0
+    """Elements of all layers' matrices, without their vectors; 0: they cannot be told from the rest."""
     behind: int = 0
     """Elements of what stands behind the layers: a head that is not the embedding, the last norm."""
     file_bytes: int = 0
@@ -420,7 +422,7 @@ def estimate(
     beside = 0 if on_host else RUNTIME_DEVICE_HOST + libraries + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
     shards = len(layers) or 1
-    required = _required(preset, shards=shards, on_host=on_host)
+    required = required_shards(preset, shards=shards, on_host=on_host)
     if required is not None:
         none = (0,) * shards
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
@@ -456,7 +458,7 @@ def estimate(
             " required-memory would replace this"
         )
     else:
-        compute = _kept_bytes(facts, preset, compute, context) if on_host else compute
+        compute = kept_bytes(facts, preset, compute, context) if on_host else compute
     return Estimate(
         weights=(weights,),
         context=(context,),
@@ -528,7 +530,7 @@ def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked:
     return min(most, (RUNTIME_FORKED if forked else RUNTIME_HOST) + facts.vocab_size * TOKENIZER_BYTES)
 
 
-def _kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -> int:
+def kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -> int:
     """Bytes beside weights and pool that main memory has to hold: those that steps leave with malloc, or those that are
     needed only while the model is loaded, before there is a pool."""
     kept = RETENTION * compute
@@ -881,7 +883,7 @@ def _spread_bytes(facts: Checkpoint, preset: Preset, tokens: int, each: int) -> 
     return scores * SPREAD_SCORE_BYTES + min(widened, WIDENED_BYTES)
 
 
-def _required(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:
+def required_shards(preset: Preset, *, shards: int, on_host: bool) -> tuple[int, ...] | None:
     """What the preset itself says that each shard needs; None if it does not say so for all of them."""
     said = preset.required_memory
     if not said:

@@ -71,6 +71,8 @@ class Forecast:
     """Bytes of the weights that are quantised, scales included."""
     unpacked: int
     """Bytes of the weights that are plain floating point: all, or what stays in high precision."""
+    ranks: int
+    """Among how many processes its matrices are divided; 1: they are not."""
     beside: tuple[str, ...]
     """Other models of the presets, files here, that fit beside it on an empty device, each alone."""
 
@@ -78,7 +80,7 @@ class Forecast:
     def fits(self) -> bool:
         """On some device that it may take, or on all that it is split over, with main memory for what stands beside."""
         mains = [room for room in self.rooms if room.is_main]
-        is_held = all if self.estimate.layers else any
+        is_held = all if len(self.estimate.shards) > 1 else any
         return is_held(room.fits for room in mains) and all(room.fits for room in self.rooms if not room.is_main)
 
 
@@ -123,11 +125,11 @@ def forecast(
         for choice in split.choices(facts, preset, places, costs.in_order(preset, readings, places), room):
             found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
             if exact and found.source in ("static", "weights", "exact"):
-                found = _exactly(preset, facts, str(folder), environ, on_host=on_host, layers=choice.layers)
+                found = _exactly(preset, facts, str(folder), environ, on_host=on_host, choice=choice)
             if split.fits(choice, found.shards, bounds):
                 break
     needs = dict.fromkeys(choice.devices, found.shards[0])
-    if choice.layers:
+    if choice.shards > 1:
         needs = dict(zip(split.assigned(choice, found.shards, bounds), found.shards, strict=True))
     rooms = tuple(
         _room(
@@ -154,6 +156,7 @@ def forecast(
         rooms=rooms,
         packed=max(0, estimates.weight_bytes(facts, preset, on_host=on_host) - plain),
         unpacked=plain,
+        ranks=choice.ranks,
         beside=tuple(_beside(preset, loaded, settings, readings, places, known, left)),
     )
 
@@ -201,12 +204,12 @@ def cost(
     """
     on_host = all(place.index == HOST for place in choice.devices)
     forked = nursery and commands.program_of(preset, preset.id).may_fork
-    threads = commands.threads(preset, on_host=on_host)
-    static = estimates.estimate(facts, preset, layers=choice.layers, on_host=on_host, threads=threads, forked=forked)
+    threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
+    static = split.cost(choice, facts, preset, on_host=on_host, threads=threads, forked=forked)
     if static.sure or known is None:
         return static
     names = {reading.id: reading.name for reading in readings}
-    kinds = ["cpu"] if on_host else costs.kinds_of(choice, names)
+    kinds = costs.kinds_of(choice, {} if on_host else names)
     keys = [calibration.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
     found = (known.learned(key) or known.exact(key) for key in keys)
     best = next((each for each in found if each is not None and len(each.shards) == choice.shards), static)
@@ -246,12 +249,14 @@ def _exactly(
     environ: Mapping[str, str],
     *,
     on_host: bool,
-    layers: tuple[int, ...],
+    choice: split.Choice,
 ) -> Estimate:
     """What `worker estimate` says, in a process with the environment that a worker gets."""
-    command = commands.model_options(contract.Estimate, preset, facts, folder, on_host=on_host, layers=layers)
+    command = commands.model_options(
+        contract.Estimate, preset, facts, folder, on_host=on_host, layers=choice.layers, ranks=choice.ranks
+    )
     argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
-    threads = commands.threads(preset, on_host=on_host)
+    threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
     env = environment.environment(
         environ, "estimate", tag="estimate", visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
     )
@@ -266,7 +271,7 @@ def _exactly(
     events = [contract.decode(line) for line in done.stdout.splitlines()]
     said = next((event for event in events if isinstance(event, contract.Estimated)), None)
     if said is not None:
-        return estimates.exact(said, preset, layers=layers)
+        return estimates.exact(said, preset, layers=choice.layers)
     failed = next((event.message for event in events if isinstance(event, contract.Failed)), "")
     last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
     raise ForecastError(f"{preset.id}: no exact estimate (exit {done.returncode}): {failed or last}")
@@ -333,6 +338,7 @@ def document(found: Forecast) -> dict[str, Any]:
         "total": estimate.total,
         "fits": found.fits,
         "layers": list(estimate.layers),
+        "ranks": found.ranks,
         "devices": [
             {
                 "device": room.id,
@@ -404,6 +410,8 @@ def _shard_lines(found: Forecast) -> list[str]:
     """What lies on each of several devices."""
     estimate, lines = found.estimate, []
     names = [room.id for room in found.rooms if room.is_main]
+    if found.ranks > 1:
+        return _rank_lines(found)
     if not estimate.layers:
         return []
     first = 0
@@ -416,6 +424,17 @@ def _shard_lines(found: Forecast) -> list[str]:
         first += count
     lines.append(f"{'split':9} {'':>11}   over {len(names)} devices; no CUDA graphs")
     return lines
+
+
+def _rank_lines(found: Forecast) -> list[str]:
+    """What each rank takes; on main memory they lie side by side."""
+    estimate, shards = found.estimate, len(found.estimate.shards)
+    what = f"{'':9} {'':>11}   each matrix divided among {found.ranks} processes; no CUDA graphs, no reordered weights"
+    if shards == 1:
+        return [f"{'ranks':9}{what[9:]}"]
+    parts = (estimate.weights, estimate.context, estimate.compute, estimate.runtime)
+    sizes = " + ".join(_size(part[0]) for part in parts)
+    return [f"{'each of':9} {_size(estimate.shards[0]):>11}   {shards} devices: {sizes}", f"{'ranks':9}{what[9:]}"]
 
 
 def _on_load(found: Forecast) -> str:

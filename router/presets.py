@@ -107,9 +107,11 @@ class Preset:
     # Placement
     device: tuple[str, ...] = ()
     """`cpu`, `cuda:N` or a UUID; empty: the planner chooses among the accelerators, or the CPU without any."""
-    split_mode: Literal["auto", "none", "layer"] = "auto"
+    split_mode: Literal["auto", "none", "layer", "tensor"] = "auto"
     pipeline_parallel: int = 1
     """Accelerators that its layers are split over."""
+    tensor_parallel: int = 1
+    """Accelerators that each of its matrices is divided among; processes, on main memory."""
     gpu_split: tuple[int, ...] = ()
     """Bytes that it may take: one figure for each accelerator, or one by one."""
     tensor_split: tuple[float, ...] = ()
@@ -611,6 +613,7 @@ class _Loading:
         """n-gpu-layers = 0 is device = cpu, unless something stronger says where; and what a split contradicts."""
         self._on_host(settings, fields)
         shares = [share for share in fields.get("tensor_split", ()) if share]
+        self._divide(settings, fields, shares)
         count = len(shares) or fields.get("pipeline_parallel", 1)
         if count == 1:
             return
@@ -623,6 +626,21 @@ class _Loading:
             self._fail(place, "split-mode = none forbids what this asks for; remove one of the two")
         if fields.get("device") == ("cpu",):
             self._fail(place, "wants accelerators, and device is cpu; remove one of the two")
+
+    def _divide(self, settings: _Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
+        """What contradicts that matrices are divided."""
+        ranks, mode = fields.get("tensor_parallel", 1), fields.get("split_mode", "auto")
+        if ranks == 1 and mode != "tensor":
+            return
+        place = settings["tensor-parallel" if ranks > 1 else "split-mode"].place
+        if shares:
+            self._fail(place, "all devices get equal parts of each matrix: remove tensor-split, or this")
+        if fields.get("pipeline_parallel", 1) > 1:
+            self._fail(place, "pipeline-parallel splits it by layers, and this divides each: remove one of the two")
+        if ranks > 1 and mode in ("none", "layer"):
+            self._fail(place, f"split-mode = {mode} forbids what this asks for; remove one of the two")
+        if ranks == keys.ALL_DEVICES and fields.get("device") == ("cpu",):
+            self._fail(place, "max counts accelerators, and device is cpu; write how many processes")
 
     def _on_host(self, settings: _Layer, fields: dict[str, Any]) -> None:
         layers, device = settings.get("n-gpu-layers"), settings.get("device")

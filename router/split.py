@@ -1,13 +1,14 @@
-"""A model on several devices: on how many, with how many layers each, and which.
+"""A model on several devices: on how many, with how many layers each or which part of each matrix, and which.
 
 One that fits on a device never lies on several, unless its preset wants that. Else its layers go to the fewest devices
-that hold them: those with the most room, each as full as the others. What a preset says of single devices (gpu-split,
-tensor-split) says which devices they are, too. Law: PURE.
+that hold them: those with the most room, each as full as the others. Only a preset that says so has its matrices
+divided. What a preset says of single devices (gpu-split, tensor-split) says which devices they are, too. Law: PURE.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from router import divided
 from router.estimate import (
     Checkpoint,
     Estimate,
@@ -34,15 +35,18 @@ class Choice:
     """One way to place a model."""
 
     layers: tuple[int, ...] = ()
-    """Of each shard; empty: one device has them all."""
+    """Of each shard; empty: each has all, or a part of all."""
     devices: frozenset[DeviceId] = frozenset()
     """Those that its shards may take."""
     place: tuple[DeviceId, ...] = ()
     """The device of each shard; empty: any of `devices`."""
+    ranks: int = 1
+    """Among how many each matrix is divided: as many shards, or one shard if that is main memory."""
 
     @property
     def shards(self) -> int:
-        return len(self.layers) or 1
+        on_host = all(device.index == HOST for device in self.devices)
+        return len(self.layers) or (1 if on_host else self.ranks)
 
 
 def choices(
@@ -58,6 +62,9 @@ def choices(
     Indivisible where the preset wants what cannot be.
     """
     on_host = all(device.index == HOST for device in devices)
+    if preset.tensor_parallel > 1 or preset.split_mode == "tensor":
+        yield from _divided(facts, preset, devices, order, room)
+        return
     least, most = _counts(preset, 0 if on_host else len(devices))
     if on_host or most == 1:
         yield Choice(devices=frozenset(devices))
@@ -97,6 +104,57 @@ def choices(
         if layers:
             is_given = len(preset.gpu_split) > 1
             yield Choice(layers, frozenset(place if is_given else bounds), place if is_given else ())
+
+
+def _divided(
+    facts: Checkpoint,
+    preset: Preset,
+    devices: Collection[DeviceId],
+    order: Sequence[DeviceId],
+    room: Mapping[DeviceId, int],
+) -> Iterator[Choice]:
+    """The ways to divide each matrix among some of `devices`, the fewest first. Raises Indivisible."""
+    asked, on_host = preset.tensor_parallel, all(device.index == HOST for device in devices)
+    if on_host and asked != ALL_DEVICES:
+        _check_divided(facts, preset, asked)
+        yield Choice(ranks=asked, devices=frozenset(devices))
+        return
+    bounds = bounded(preset, order, {} if on_host else room)
+    offered = 0 if on_host else len(bounds)
+    counts = [offered if asked == ALL_DEVICES else asked]
+    if asked == 1:
+        counts = [count for count in range(2, offered + 1) if not divided.cannot(facts, preset, count)]
+        if offered > 1 and not counts:
+            _check_divided(facts, preset, 2)
+    if counts and (counts[0] > offered or not offered):
+        wanted = "max" if asked == ALL_DEVICES else f"{asked}"
+        raise Indivisible(
+            f"{preset.id}: tensor-parallel = {wanted} wants so many accelerators, and there are {offered} that it may"
+            " use; lower it"
+        )
+    for count in counts:
+        _check_divided(facts, preset, count)
+        roomiest = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
+        place = tuple(device for device in order if device in roomiest) if len(preset.gpu_split) > 1 else ()
+        yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
+    if not counts:  # the only accelerator there is
+        yield Choice(devices=frozenset(bounds))
+
+
+def _check_divided(facts: Checkpoint, preset: Preset, ranks: int) -> None:
+    """Raises Indivisible, with the way out, for a model that cannot be divided among so many."""
+    why = divided.cannot(facts, preset, ranks) if ranks > 1 else ""
+    if why:
+        key = f"tensor-parallel = {ranks}" if preset.tensor_parallel > 1 else "split-mode = tensor"
+        instead = "" if indivisible(facts, preset) else ", or write pipeline-parallel, which splits it by layers"
+        raise Indivisible(f"{preset.id}: {key} cannot be: {why}; remove it{instead}")
+
+
+def cost(choice: Choice, facts: Checkpoint, preset: Preset, *, on_host: bool, threads: int, forked: bool) -> Estimate:
+    """What a model takes that is placed so, as far as can be told at once; see `router.estimate.estimate`."""
+    if choice.ranks > 1:
+        return divided.estimate(facts, preset, choice.ranks, on_host=on_host, threads=threads, forked=forked)
+    return estimate(facts, preset, layers=choice.layers, on_host=on_host, threads=threads, forked=forked)
 
 
 def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
@@ -208,4 +266,4 @@ def floor(found: Estimate) -> tuple[int, ...]:
     return found.weights if any(found.weights) else found.shards
 
 
-__all__ = ["Choice", "Indivisible", "assigned", "boundaries", "bounded", "choices", "fits", "floor"]
+__all__ = ["Choice", "Indivisible", "assigned", "boundaries", "bounded", "choices", "cost", "fits", "floor"]

@@ -205,7 +205,8 @@ class Worker:
         assert self.costs is not None
         assert self.facts is not None
         traits = contract.ENGINES[self.preset.engine]
-        may = not (self.luxury or traits.quiet or self.standing.wanted.is_set() or self.standing.over.is_set())
+        may = self.choice.ranks == 1  # followers are told what to load before they begin
+        may = may and not (self.luxury or traits.quiet or self.standing.wanted.is_set() or self.standing.over.is_set())
         runtime = 0
         if may:
             costs = self.costs

@@ -36,7 +36,8 @@ ROUTER = [
     "router.calibration  router.hubcache  router.launchers  router.launchers.environment"
     "  router.launchers.guard  router.launchers.keeper  router.launchers.oom  router.launchers.vitals",
     "router.standby",
-    "router.split  router.planner  router.checkpoint  router.catalogue  router.conversions  router.remote",
+    "router.split",
+    "router.divided  router.planner  router.checkpoint  router.catalogue  router.conversions  router.remote",
     "router.ledger  router.estimate  router.names",
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
@@ -93,9 +94,8 @@ BORDER = {"worker.contract", "worker.routes", "worker.bodies", "worker.schemas"}
 
 PURE = [
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
-    "router.lifecycle", "router.answers", "router.backoff", "router.names", "router.openapi", "router.planner",
-    "router.presets",
-    "router.settings", "router.split", "router.stages", "router.standby", "router.values",
+    "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",
+    "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby", "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.adapting", "worker.bodies", "worker.constraints", "worker.detokenize", "worker.errors", "worker.families",
     "worker.fields", "worker.filling", "worker.generation", "worker.images", "worker.samplers",

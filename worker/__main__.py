@@ -330,9 +330,10 @@ def _report(error: BaseException, tied: leash.Leash) -> int:
     import traceback
 
     from worker import contract
+    from worker.errors import RankLost
 
     code, message = diagnose(error)
-    if code == CRASHED:
+    if code == CRASHED and not isinstance(error, RankLost):
         traceback.print_exception(error)
     print(f"worker: {message}", file=sys.stderr)
     if tied.leashed:
@@ -343,13 +344,15 @@ def _report(error: BaseException, tied: leash.Leash) -> int:
 def diagnose(error: BaseException) -> tuple[int, str]:
     """Exit code and one line for a person; CRASHED for whatever is not known to mean something."""
     from worker.contract import Exit
-    from worker.errors import StartError
+    from worker.errors import RankLost, StartError
 
     text = " ".join(str(error).split()) or type(error).__name__
     # By name, since torch may never have been imported.
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     if isinstance(error, StartError):
         return error.exit, text
+    if isinstance(error, RankLost):
+        return diagnose(error.__cause__)[0] if error.__cause__ is not None else CRASHED, text
     if "torch.OutOfMemoryError" in kinds:
         return Exit.DEVICE_MEMORY, f"out of device memory: {text}"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or getattr(error, "errno", 0) == errno.ENOMEM:

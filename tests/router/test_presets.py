@@ -181,7 +181,7 @@ def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any)
 @pytest.mark.parametrize(
     "line",
     [
-        "replicas = 1", "tensor-parallel = 1", "tp = 1", "split-mode = none", "sm = auto", "fit = off",
+        "replicas = 1", "split-mode = none", "sm = auto", "fit = off",
         "cont-batching = on", "cb = 1",
         "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
         "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
@@ -196,12 +196,7 @@ def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
     [
         ("model-draft = x", "model-draft is not offered by this version: remove it"),
         ("md = x", "model-draft is not offered"),
-        (
-            "tensor-parallel-degree = 2",
-            "tensor-parallel is not offered by this version: remove it; pipeline-parallel = N puts",
-        ),
         ("min-workers = 2", "min-workers is not offered by this version: remove it; write replicas = MIN-MAX"),
-        ("split-mode = row", "split-mode: tensor is not offered by this version: layer puts whole layers"),
         ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
         ("rope-scaling = yarn", "config-override"),
         ("yarn-orig-ctx = 4096", "config-override"),
@@ -475,8 +470,7 @@ def test_lmis_variables_are_read_where_they_mean_a_key() -> None:
     environ = {"MAX_CONCURRENT_REQUESTS": "9", "HF_MODEL_TRUST_REMOTE_CODE": "true", "OPTION_DTYPE": "fp16"}
     preset = one("", environ=environ)
     assert (preset.queue_size, preset.trust_remote_code, preset.dtype) == (9, True, "float16")
-    (said,) = complaints("[m]\nmodel = demo:a", environ={"TENSOR_PARALLEL_DEGREE": "max"})
-    assert said.startswith("TENSOR_PARALLEL_DEGREE: tensor-parallel is not offered by this version")
+    assert one("", environ={"TENSOR_PARALLEL_DEGREE": "max"}).tensor_parallel == keys.ALL_DEVICES
 
 
 def test_variables_of_the_router_itself_are_left_to_it() -> None:
@@ -683,7 +677,10 @@ def test_companions_are_models_that_there_are() -> None:
         ("sm = none", "split_mode", "none"),
         ("pipeline-parallel = 3", "pipeline_parallel", 3),
         ("pipeline-parallel-degree = max", "pipeline_parallel", keys.ALL_DEVICES),
-        ("num-gpus = 2", "pipeline_parallel", 2),
+        ("num-gpus = 2", "tensor_parallel", 2),
+        ("tp = 4", "tensor_parallel", 4),
+        ("tensor-parallel-degree = max", "tensor_parallel", keys.ALL_DEVICES),
+        ("split-mode = row", "split_mode", "tensor"),
         ("gpu-split = 16,24.5", "gpu_split", (16 << 30, 49 << 29)),
         ("max-gpu-memory = 20GiB", "gpu_split", (20 << 30,)),
         ("exllama-gpu-split = 0, 8000MiB", "gpu_split", (0, 8000 << 20)),
@@ -713,6 +710,12 @@ def test_a_split_is_said_in_the_words_of_many_servers(line: str, field: str, val
         ("pipeline-parallel = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
         ("tensor-split = 1,1\ndevice = cpu", "wants accelerators, and device is cpu"),
         ("pipeline-parallel = 2\nngl = 0", "wants accelerators, and device is cpu"),
+        ("tp = 0", 'tp: "0" is not a whole number between 1 and 64'),
+        ("tp = 2\npipeline-parallel = 2", "pipeline-parallel splits it by layers, and this divides each: remove one"),
+        ("tp = 2\nsplit-mode = layer", "split-mode = layer forbids what this asks for; remove one of the two"),
+        ("tp = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
+        ("split-mode = tensor\ntensor-split = 3,1", "all devices get equal parts of each matrix: remove tensor-split"),
+        ("tp = max\ndevice = cpu", "max counts accelerators, and device is cpu; write how many processes"),
     ],
 )
 def test_a_split_that_contradicts_itself_is_refused(lines: str, message: str) -> None:

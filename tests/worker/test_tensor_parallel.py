@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from router import divided as in_router
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
@@ -140,6 +141,10 @@ def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Pat
 
 
 # What can be told without any rank
+
+
+def test_the_router_divides_what_the_worker_does() -> None:
+    assert in_router.FAMILIES == architectures.DIVIDED
 
 
 @pytest.mark.parametrize("family", sorted(architectures.DIVIDED))

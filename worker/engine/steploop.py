@@ -159,7 +159,8 @@ class StepLoop:
             self._loop()
             self._end(Draining("the model is being unloaded"))
         except Exception as error:
-            log.exception("the step loop has died")
+            is_told = isinstance(error, RankLost | StartError)  # it says what happened, and where: in another process
+            log.error("the step loop has died: %s", error if is_told else type(error).__name__, exc_info=not is_told)
             self._end(Draining("the engine has failed and its worker is being replaced"))
             if isinstance(error, RankLost):
                 self.fatal.set_exception(error)

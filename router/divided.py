@@ -1,0 +1,127 @@
+"""A model whose matrices are divided among ranks: whether it can be, and what that takes. Law: PURE.
+
+Each rank has a part of every matrix of the layers, and of a head that is not the embeddings; what is small, and the
+embeddings, each has as a whole. It keeps the keys and values of its own heads. On accelerators a rank is a device; on
+main memory all of them lie side by side.
+"""
+
+from dataclasses import replace
+
+from router.estimate import (
+    DTYPE_BYTES,
+    RUNTIME_DEVICE,
+    RUNTIME_DEVICE_HOST,
+    RUNTIME_FORKED,
+    RUNTIME_HOST,
+    STAGING_BYTES,
+    TOKENIZER_BYTES,
+    Checkpoint,
+    Estimate,
+    compute_bytes,
+    compute_dtype,
+    context_bytes,
+    effective_ctx,
+    embeds,
+    grammar_bytes,
+    is_mapped,
+    kept_bytes,
+    on_load,
+    required_shards,
+    weight_bytes,
+)
+from router.estimate import estimate as estimate_whole
+from router.presets import Preset
+
+MIB = 1 << 20
+
+FAMILIES = frozenset(
+    {"cohere", "exaone4", "gemma", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo", "phi", "qwen2",
+     "qwen3", "smollm3", "starcoder2"}
+)  # fmt: skip
+"""Architectures that the worker divides (worker/engine/architectures.py)."""
+
+NCCL_BYTES = 256 * MIB
+"""Of each device, for the way to the others (worker/engine/lockstep.py): a guess until measured."""
+
+GLOO_BYTES = 8 * MIB
+"""Of main memory, likewise (worker/divided.py)."""
+
+
+def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
+    """Why the model cannot be divided among so many; empty: it can."""
+    if embeds(facts, preset):
+        return "it embeds or scores texts"
+    if facts.cross_attention:
+        return "it has an encoder and a decoder"
+    if "vision" in facts.capabilities:
+        return "it sees images"
+    if facts.quantization or on_load(facts, preset):
+        return "its weights are quantised"
+    if preset.adapter_slots:
+        return "requests may name adapters"
+    if facts.model_type not in FAMILIES:
+        return f"this version divides {', '.join(sorted(FAMILIES))}, and this is {facts.model_type or 'unknown'}"
+    for number, what in (
+        (facts.heads, "attention heads"),
+        (facts.kv_heads, "heads of keys and values"),
+        (facts.intermediate, "columns in its MLP"),
+    ):
+        if number % ranks:
+            return f"it has {number} {what}, which {ranks} does not divide"
+    if not facts.matrices:
+        return "its files do not tell its layers from the rest"
+    return ""
+
+
+def estimate(
+    facts: Checkpoint, preset: Preset, ranks: int, *, on_host: bool, threads: int = 0, forked: bool = False
+) -> Estimate:
+    """As `router.estimate.estimate`, of a model that is divided among so many: on as many devices, or all of them on
+    main memory. Raises EstimateError."""
+    shards = 1 if on_host else ranks
+    if required_shards(preset, shards=shards, on_host=on_host) is not None:
+        said = estimate_whole(facts, preset, layers=() if on_host else (1,) * ranks, on_host=on_host, forked=forked)
+        return replace(said, layers=())
+    # every step is computed by kernels as torch starts them
+    preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
+    tokens = effective_ctx(facts, preset)
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    part = replace(
+        facts,
+        heads=facts.heads // ranks,
+        kv_heads=facts.kv_heads // ranks,
+        expanded=facts.expanded // ranks,
+        intermediate=facts.intermediate // ranks,
+    )
+    whole = weight_bytes(facts, preset, on_host=on_host)
+    divided = divided_elements(facts, ranks) * each
+    weights = whole - divided + -(-divided // ranks)
+    context = context_bytes(part, preset, tokens, on_host=on_host)
+    logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # as they are put together
+    compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
+    libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
+    loading = whole if preset.load_format == "dummy" else 2 * facts.largest
+    extra = preset.reserved_memory
+    if on_host:
+        kept = max(kept_bytes(facts, preset, compute, context), loading - context)
+        if not is_mapped(facts, preset):
+            kept = max(kept, 2 * facts.largest - context)
+        runtime = ranks * ((RUNTIME_FORKED if forked else RUNTIME_HOST) + GLOO_BYTES) + libraries
+        return Estimate((ranks * weights,), (ranks * context,), (ranks * kept,), (runtime + extra,), reserved=extra)
+    return Estimate(
+        weights=(weights,) * ranks,
+        context=(context,) * ranks,
+        compute=(compute,) * ranks,
+        runtime=(RUNTIME_DEVICE + NCCL_BYTES + extra,) * ranks,
+        host=ranks * (RUNTIME_DEVICE_HOST + STAGING_BYTES + loading) + libraries,
+        reserved=extra,
+    )
+
+
+def divided_elements(facts: Checkpoint, ranks: int) -> int:
+    """Of the weights those that each rank has a part of."""
+    head = 0 if facts.tied or facts.vocab_size % ranks else facts.vocab_size * facts.hidden
+    return facts.matrices + (head if facts.behind >= head else 0)
+
+
+__all__ = ["FAMILIES", "cannot", "divided_elements", "estimate"]
