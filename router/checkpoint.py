@@ -276,8 +276,9 @@ def _assemble(
         counted = {name: each for name, each in counted.items() if not (_HEAD.search(name) and each[1] == embedding)}
     dtype = _dtype(text, config, counted)
     width = _intermediate(text, hidden)
+    queries, keys = heads * head_dim, kv_heads * (head_dim + value_dim)
     if not tensors:
-        counted = _implied(dtype, layers, hidden, heads * head_dim, kv_heads * (head_dim + value_dim), width, vocab)
+        counted = _implied(dtype, layers, hidden, queries, keys, width, vocab)
     template = _template(folder)
     capabilities = _capabilities(folder, config, template)
     return Checkpoint(
@@ -315,9 +316,7 @@ def _assemble(
             if not _NO_PARAMETER.search(name)
         ),
         by_layer=_by_layer(counted, layers),
-        matrices=sum(
-            math.prod(shape) for name, (_, shape, _) in counted.items() if _LAYER.search(name) and len(shape) > 1
-        ),
+        matrices=_matrices(counted) if tensors else layers * hidden * (2 * queries + keys + 3 * width),
         behind=sum(math.prod(shape) for name, (_, shape, _) in counted.items() if _BEHIND.search(name)),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),
@@ -561,6 +560,11 @@ def _by_layer(tensors: Mapping[str, _Tensor], layers: int) -> tuple[int, ...]:
         if match:
             found[int(match[1])] = found.get(int(match[1]), 0) + math.prod(shape)
     return tuple(found[layer] for layer in range(layers)) if sorted(found) == list(range(layers)) else ()
+
+
+def _matrices(tensors: Mapping[str, _Tensor]) -> int:
+    """Elements of all matrices that belong to layers."""
+    return sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if len(shape) > 1 and _LAYER.search(name))
 
 
 def _tallies(tensors: Iterable[_Tensor]) -> dict[str, Tally]:

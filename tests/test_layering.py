@@ -95,7 +95,8 @@ BORDER = {"worker.contract", "worker.routes", "worker.bodies", "worker.schemas"}
 PURE = [
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",
-    "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby", "router.values",
+    "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby",
+    "router.values",
     "router.launchers.environment", "router.launchers.vitals",
     "worker.adapting", "worker.bodies", "worker.constraints", "worker.detokenize", "worker.errors", "worker.families",
     "worker.fields", "worker.filling", "worker.generation", "worker.images", "worker.samplers",

@@ -209,6 +209,8 @@ def _become(parent: int, follow: Callable[[Link], int], link: Link) -> NoReturn:
     """In the child: nothing of the leader's own business is left."""
     code = 1
     try:
+        if (memory := sys.modules.get("worker.engine.memory")) is not None:
+            memory.inheritance.take()  # what it shares with a nursery, it can only tell while it may look at itself
         leash.follow(parent)
         code = follow(link)
     finally:

@@ -71,3 +71,11 @@ def test_where_one_card_has_room_nothing_is_split_and_where_all_have_not_each_sa
     assert (none["fits"], none["layers"]) == (False, [])
     text = asked(library, tmp_path, [SMALL, LARGE], "--models-memory-margin", "8192")
     assert text.count("does not fit: ") == 2
+
+
+def test_what_each_of_several_devices_takes_of_a_divided_model_is_shown(library: Path, tmp_path: Path) -> None:
+    text = asked(library, tmp_path, [LARGE, LARGE, SMALL], "--tensor-parallel", "2")
+    assert "2 devices: " in text
+    assert "each matrix divided among 2 processes; no CUDA graphs" in text
+    assert "cuda:0    fits when empty" in text
+    assert "cpu       does not fit" in text, "random weights are drawn as a whole by each process"

@@ -25,7 +25,7 @@ from worker import contract
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).resolve().parents[2]
-FORKED, EXECUTED = Program(model="m", worker="m#1"), Program(model="m", worker="m#2", forks=False)
+FORKED = Program(model="m", worker="m#1")
 CTX, ROWS = 256, 4
 INI = "[*]\nctx-size = 128\nparallel = 2\n[divided]\nmodel = {0}\ntensor-parallel = 2\n"
 
@@ -63,9 +63,8 @@ async def post(worker: Any, **body: Any) -> Any:
         return told
 
 
-@pytest.mark.parametrize("program", [FORKED, EXECUTED], ids=["forked", "executed"])
 async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
-    launcher: ForkingLauncher, snapshot: Path, program: Program
+    launcher: ForkingLauncher, snapshot: Path
 ) -> None:
     """What all its processes take together is what is measured; both figures of it are no less."""
     pulses: asyncio.Queue[contract.Pulse] = asyncio.Queue()
@@ -76,10 +75,10 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
 
     said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
     shared: dict[str, Any] = {"snapshot": str(snapshot), "ctx_size": CTX, "parallel": ROWS, "tensor_parallel": 2}
-    traced = await launcher.estimate(program, contract.Estimate(**shared))
-    static = divided.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=program.forks)
+    traced = await launcher.estimate(FORKED, contract.Estimate(**shared))
+    static = divided.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=True)
     command = contract.Serve(**shared, listen="", name="m")
-    async with launcher.serve(program, command, {CPU: GIB}, listen) as worker:
+    async with launcher.serve(FORKED, command, {CPU: GIB}, listen) as worker:
         (follower,) = followers(worker.pid)
         assert os.getpgid(follower) == os.getpgid(worker.pid)
         full = {"prompt": [5 + at % 300 for at in range(CTX - 24)], "max_tokens": 24, "temperature": 1.0, "top_p": 0.9}
@@ -92,7 +91,7 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
         last = await asyncio.wait_for(pulses.get(), DEADLINE)
     await_end(follower, 1.0)
     most = last.measured["cpu"] + last.later
-    for each in (static, exact(traced, said, forked=program.forks)):
+    for each in (static, exact(traced, said, forked=True)):
         assert most <= each.total <= 1.4 * most, f"{each.source}: {most >> 20} MiB of {each.total >> 20}"
 
 

@@ -56,7 +56,7 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--api-key-file", "/gone"], "/gone: no such file or directory\n"),
         (["--ctx-size", "x"], '--ctx-size: "x" is not a whole number of 0 or more\n'),
         (["-np", "0"], '--np: "0" is not a whole number between 1 and 4096\n'),
-        (["--tensor-parallel", "2"], "--tensor-parallel: tensor-parallel is not offered by this version: remove it"),
+        (["--cpu-offload", "4"], "--cpu-offload: cpu-offload is not offered by this version: remove it"),
         (["-m", "x.gguf"], "-m: names one model; write a section [id] with it in a file for --models-preset"),
         (["--default-model", "gpt-5"], '--default-model: there is no model "gpt-5"\n'),
         (["--strict-presets", "--numa", "x"], '--numa: "numa" has no meaning here; remove it\n'),

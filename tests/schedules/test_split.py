@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from router import commands
 from router.errors import DoesNotFit, LoadFailed
 from router.launchers import WorkerLost
 from router.worker import Worker
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
 from tests.schedules.worlds import LLAMA, Schedule
+from worker import contract
 
 FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)
 """Of weights: a GiB of elements in each of its 4 layers, 2 bytes each."""
@@ -161,6 +163,35 @@ def test_what_gpu_split_does_not_leave_room_for_is_refused_though_there_is_room(
         with pytest.raises(LoadFailed, match=r"and gpu-split and the devices' sizes let it have .* raise gpu-split"):
             await scene.ask("big")
         assert scene.launcher.over_commits == []
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved_at_once() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
+        scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
+        await scene.ask("a")
+        await scene.ask("b")
+        await scene.ask("big")
+        worker = only(scene)
+        assert (set(worker.place), worker.choice.ranks) == ({GPU0, GPU1}, 2)
+        assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
+        command = commands.options(worker, contract.Estimate)
+        assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
+        assert worker.candidate().runtime == 0, "its followers are told what to load before they begin"
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_a_model_that_cannot_be_divided_as_its_preset_says_is_refused_with_the_way_out() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, tensor_parallel=2)
+        scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
+        with pytest.raises(LoadFailed, match="it has 3 attention heads, which 2 does not divide; remove it, or write"):
+            await scene.ask("big")
         await scene.stop()
 
     run_virtual(story())

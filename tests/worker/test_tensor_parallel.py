@@ -30,14 +30,14 @@ from worker.ranks import Ranks
 
 torch.set_num_threads(1)
 COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
-NEW = 12
+NEW = 8
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
 
 
-PROMPTS = (words(35), words(50), words(9, 1), words(70, 2), words(35), words(3, 3))
+PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))
 """Some begin alike; more than run at once."""
 
 
@@ -64,8 +64,9 @@ async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> N
         async with serving(engine):
             told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
             assert [each.tokens for each in told] == expected
-            again = await say(engine, PROMPTS[1], max_tokens=NEW)
-            assert again.tokens == expected[1]
+            for _ in range(2):
+                again = await say(engine, PROMPTS[1], max_tokens=NEW)
+                assert again.tokens == expected[1]
             assert again.timings is not None
             assert again.timings.cached_tokens == 48, "found by all ranks, or the text would be another"
 
@@ -223,7 +224,7 @@ def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path
     embeddings = 512 * 64 * 4
     half = (whole.weights - embeddings) / 2
     assert half <= weights - embeddings <= half + 4096, "vectors are on both"
-    assert 0 < compute < whole.compute
+    assert 0 < compute <= whole.compute
     said = divided.divided_estimate(each)
     assert said.weights == [weights] * 2
     assert len(said.runtime) == len(said.compute) == 2
