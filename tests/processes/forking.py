@@ -4,6 +4,7 @@ A preset's environment makes its workers be executed, and tells fake ones how to
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -69,3 +70,13 @@ class ForkingLauncher(LocalLauncher):
 def parent(pid: int) -> int:
     """Of a process that is there."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is that one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has just ended
+                found += [int(entry.name)] * (parent(int(entry.name)) == pid)
+    return found

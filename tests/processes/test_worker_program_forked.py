@@ -3,23 +3,26 @@
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from router import checkpoint
+from router import checkpoint, divided
 from router.estimate import Estimate, estimate, exact
 from router.launchers import NotForked, Program, WorkerLost
 from router.launchers.local import LocalWorker
 from router.presets import Preset
 from tests import tiny
+from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
 from tests.processes.asking import asked, everything
-from tests.processes.forking import ForkingLauncher, parent
+from tests.processes.forking import ForkingLauncher, children, parent
 from worker import contract
 from worker.contract import Exit
 
@@ -202,3 +205,44 @@ async def test_a_forked_worker_says_why_it_fails(launcher: ForkingLauncher, tmp_
         ):
             raise AssertionError("it got ready")
     assert lost.value.exit == Exit.UNUSABLE
+
+
+async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
+    launcher: ForkingLauncher, snapshot: Path
+) -> None:
+    """What all its processes take together is what is measured; both figures of it are no less."""
+    pulses: asyncio.Queue[contract.Pulse] = asyncio.Queue()
+
+    def listen(event: contract.Event) -> None:
+        if isinstance(event, contract.Pulse):
+            pulses.put_nowait(event)
+
+    said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
+    shared: dict[str, Any] = {"snapshot": str(snapshot), "ctx_size": CTX, "parallel": ROWS, "tensor_parallel": 2}
+    traced = await launcher.estimate(FORKED, contract.Estimate(**shared))
+    static = divided.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=True)
+    async with launcher.serve(FORKED, contract.Serve(**shared, listen="", name="m"), {CPU: GIB}, listen) as worker:
+        (follower,) = children(worker.pid)
+        assert os.getpgid(follower) == os.getpgid(worker.pid)
+        await fill(worker)
+        while not pulses.empty():
+            pulses.get_nowait()
+        last = await asyncio.wait_for(pulses.get(), DEADLINE)
+    await_end(follower, 1.0)
+    most = last.measured["cpu"] + last.later
+    for each in (static, exact(traced, said, forked=True)):
+        assert most <= each.total <= 1.4 * most, f"{each.source}: {most >> 20} MiB of {segments(each)}"
+
+
+async def test_followers_die_with_a_leader_that_is_killed(launcher: ForkingLauncher, snapshot: Path) -> None:
+    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, tensor_parallel=4)
+    with pytest.raises(WorkerLost, match=r"2 heads of keys and values, which 4 does not divide"):
+        async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None):
+            raise AssertionError("it got ready")
+    command = replace(command, tensor_parallel=2)
+    async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
+        (follower,) = children(worker.pid)
+        os.kill(worker.pid, signal.SIGKILL)
+        lost = await asyncio.wait_for(worker.lost(), DEADLINE)
+        assert (lost.cause, lost.exit) == ("crashed", -signal.SIGKILL)
+        await_end(follower, 1.0)
