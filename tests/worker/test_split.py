@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import generated, load, reference, say, serving
 from worker import contract, estimate
-from worker.engine import loader
+from worker.engine import loader, split, staging
+from worker.engine.weights import WeightFile
 from worker.errors import StartError
 
 torch.set_num_threads(1)
@@ -104,6 +106,44 @@ async def test_a_prompt_that_was_cached_is_found_on_all_devices(tmp_path: Path) 
         assert again.timings is not None
         assert again.timings.cached_tokens == 32
         assert first.tokens == again.tokens == generated(reference(folder), prompt, 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_path: Path) -> None:
+    """`cpu:0` is no other memory, but another device by its name: what belongs there goes the way through the ring."""
+    folder = tiny.make(family, tmp_path)
+    expected = {name: each.clone() for name, each in reference(folder).named_parameters()}
+    model, files, told = reference(folder), [WeightFile(folder / "model.safetensors")], list[int]()
+    views = dict(files[0].tensors())
+    for name, parameter in model.named_parameters():
+        parameter.data = views.get(name, parameter.data)
+    there = torch.device("cpu", 0)
+    split.place(
+        model, split.Split((torch.device("cpu"), there), (1, model.config.num_hidden_layers - 1)), files, told.append
+    )
+    assert all(torch.equal(each, expected[name]) for name, each in model.named_parameters())
+    _, stack = split.stack_of(model)
+    assert all(files[0].offset(each) is None for each in stack[1:].parameters())
+    assert all(files[0].offset(each) is not None for each in stack[0].parameters())
+    assert told == sorted(told)
+    assert told[-1] >= sum(each.nbytes for each in stack[1:].parameters())
+
+
+def test_several_devices_divide_the_ring(tmp_path: Path) -> None:
+    tensors = {str(number): torch.full((5000,), float(number)) for number in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    file, told = WeightFile(tmp_path / "model.safetensors"), list[int]()
+    views = dict(file.tensors())
+    here, there = torch.device("cpu"), torch.device("cpu", 0)
+    shares = {here: [views[each] for each in "0246"], there: [views[each] for each in "1357"]}
+    brought = staging.bring_each(shares, [file], told.append, buffer_bytes=4096)
+    for device, share in shares.items():
+        for view in share:
+            new = brought[device](view)
+            assert file.offset(new) is None
+            assert torch.equal(new, view)
+    assert told == sorted(told)
+    assert told[-1] == sum(each.nbytes for each in tensors.values())
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,20 @@ def _settled(model: Any, device: torch.device, parts: Split | None) -> Any:
     return model
 
 
+def _send(
+    model: Any,
+    files: Sequence[weights.WeightFile],
+    device: torch.device,
+    parts: Split | None,
+    report: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Have `model` on its device, or devices; `report` gets the bytes that have arrived there."""
+    if parts is None:
+        staging.move(model, files, device, report)
+    else:
+        split.place(model, parts, files, report)
+
+
 def _set_up(model: Any, attention: str | None) -> Any:
     if attention is not None:
         model.set_attn_implementation(attention)
@@ -338,8 +352,8 @@ def _filled(
 ) -> tuple[Any, weights.Prefault | None]:
     """The model of `built` on `device`, or on several, its weights in memory; what will have them mapped, where
     they only have to be."""
-    if device.type != "cpu" and parts is None:
-        return sent(built.model, built.files, device, report, over), None
+    if device.type != "cpu":
+        return sent(built.model, built.files, device, report, over, parts), None
     if parts is None and weights.are_cached(built.files):
         over("read")
         return built.model, _prefault(built.model, built.files, report)
@@ -362,13 +376,18 @@ def _prefault(model: Any, files: Sequence[weights.WeightFile], report: Report) -
 
 
 def sent(
-    model: Any, files: Sequence[weights.WeightFile], device: torch.device, report: Report, over: Callable[[str], None]
+    model: Any,
+    files: Sequence[weights.WeightFile],
+    device: torch.device,
+    report: Report,
+    over: Callable[[str], None],
+    parts: Split | None = None,
 ) -> Any:
-    """`model` on `device`, to which its weights go from their files; of those nothing stays mapped."""
+    """`model` on `device`, or on several, to which its weights go from their files; of those nothing stays mapped."""
     total = sum(file.size for file in files)
     told = partial(_tell_weights, report, total)
     told(0)
-    staging.move(model, files, device, lambda done: told(min(done, total - 1)))
+    _send(model, files, device, parts, lambda done: told(min(done, total - 1)))
     told(total)
     _let_go_of_others(files, model)
     over("read")
@@ -476,11 +495,11 @@ def _stored(
     dtype = _dtype(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
     converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
-    if device.type != "cpu" and parts is None and not converts:
+    if device.type != "cpu" and not converts:
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         model = build_around(cls, config, views, dtype, embeds)
         over("build")
-        return sent(model, opened, device, report, over), dtype, tuple(opened), None
+        return sent(model, opened, device, report, over, parts), dtype, tuple(opened), None
     if device.type == "cpu" and parts is None and not converts and weights.are_cached(opened):
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         over("read")
@@ -507,8 +526,8 @@ def _stored(
             tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
         over("read")
         model = build_around(cls, config, tensors, dtype, embeds)
-        if device.type != "cpu" and parts is None:
-            staging.move(model, opened, device)
+        if device.type != "cpu":
+            _send(model, opened, device, parts)
         else:
             model = _settled(model, device, parts)
         over("build")

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from worker.contract import Exit, ModelOptions
+from worker.engine import staging
 from worker.engine.attention import Layout, Packed, Pool
 from worker.engine.scheduler import Batch
+from worker.engine.weights import WeightFile
 from worker.errors import StartError
 
 
@@ -90,10 +92,16 @@ def tail_of(model: Any, split: Split) -> torch.device:
     return split.devices[0 if is_tied else -1]
 
 
-def place(model: Any, split: Split) -> None:
-    """Move the parts of `model` to their devices, and have whatever they compute with follow them.
+def place(
+    model: Any,
+    split: Split,
+    files: Sequence[WeightFile] = (),
+    report: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Move the parts of `model` to their devices, to all at once, and have whatever they compute with follow them.
 
-    Raises StartError if its layers cannot be told from the rest.
+    Weights that are views of `files` are read from there; `report` gets the bytes that have arrived. Raises StartError
+    if its layers cannot be told from the rest, and what `staging.bring` raises.
     """
     parent, stack = stack_of(model)
     first, last, tail = split.devices[0], split.devices[-1], tail_of(model, split)
@@ -102,7 +110,7 @@ def place(model: Any, split: Split) -> None:
     homes |= dict.fromkeys(_behind(parent, stack), last)
     if head is not None:
         homes[head] = tail
-    _move(model, homes, first)
+    _move(model, homes, first, files, report)
     visit = _Visit()
     parent.register_forward_pre_hook(visit.begin)
     for each in (*stack, *_beside(model, stack)):
@@ -146,30 +154,40 @@ def _beside(model: nn.Module, stack: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _move(model: nn.Module, homes: dict[nn.Module, torch.device], first: torch.device) -> None:
+def _move(
+    model: nn.Module,
+    homes: dict[nn.Module, torch.device],
+    first: torch.device,
+    files: Sequence[WeightFile],
+    report: Callable[[int], None],
+) -> None:
     """Weights and buffers to the home of the part that they belong to; what several parts share, once."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    home_of: dict[int, torch.device] = {}
+    shares: dict[torch.device, list[torch.Tensor]] = {}
 
-    def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if tensor.device == device:
-            return tensor
-        if id(tensor) not in moved:
-            new: torch.Tensor = tensor.to(device)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            moved[id(tensor)] = tensor, new
-        return moved[id(tensor)][1]
-
-    def settle(module: nn.Module, home: torch.device) -> None:
+    def find(module: nn.Module, home: torch.device) -> None:
         home = homes.get(module, home)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = to(tensor, home)  # type: ignore[assignment]
+                if tensor is None or tensor.device == home_of.get(id(tensor), home):
+                    continue
+                places.append((tensors, name, tensor))
+                if home_of.setdefault(id(tensor), home) is home:
+                    shares.setdefault(home, []).append(tensor)
         for child in module.children():
-            settle(child, home)
+            find(child, home)
 
-    settle(model, first)
+    find(model, first)
+    brought = staging.bring_each(shares, files, report)
+    moved: dict[int, torch.Tensor] = {}
+    for tensors, name, tensor in places:
+        if id(tensor) not in moved:
+            new = brought[home_of[id(tensor)]](tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            moved[id(tensor)] = new
+        tensors[name] = moved[id(tensor)]
 
 
 class _Visit:

@@ -5,6 +5,8 @@ there), the caller's thread sends it off, and it is filled again once what was s
 bus work at once, and main memory holds the ring and no more. On the device the weights of one file lie in one piece;
 tensors are views of it. On CUDA the ring is pinned and copies run on a stream of their own; on the CPU, where loads map
 their files instead, the same code copies within main memory: that is for tests.
+Several devices, each with layers of its own, are served at once and divide the ring.
+
 Law: a buffer is filled by nobody before its last copy has arrived, whatever fails meanwhile.
 """
 
@@ -14,8 +16,10 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -111,19 +115,77 @@ def move(
     buffer_bytes: int = BUFFER_BYTES,
     readers: int = READERS,
 ) -> None:
-    """Have all parameters and buffers of `model` on `device`: those that are views of `files` are read from there.
+    """Have all parameters and buffers of `model` on `device`, as `bring` does; where that raises, `model` is as it
+    was."""
+    brought = bring(
+        [*model.parameters(), *model.buffers()],
+        files,
+        device,
+        report,
+        lane=lane,
+        buffers=buffers,
+        buffer_bytes=buffer_bytes,
+        readers=readers,
+    )
+    send: Any = model._apply  # what `to` does for each tensor
+    send(brought)
+
+
+def bring(
+    tensors: Sequence[torch.Tensor],
+    files: Sequence[WeightFile],
+    device: torch.device,
+    report: Callable[[int], None],
+    *,
+    lane: Lane | None = None,
+    buffers: int = BUFFERS,
+    buffer_bytes: int = BUFFER_BYTES,
+    readers: int = READERS,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What each of `tensors` is on `device`, once all are there: those that are views of `files` are read from there.
 
     Tensors that are one stay one. `report` gets the bytes that are there so far. Raises StartError (Exit.DAMAGED) for a
-    file that has become shorter, and what the device's allocator raises; `model` is as it was then.
+    file that has become shorter, and what the device's allocator raises.
     """
     lane = lane or (Bus(device) if device.type == "cuda" else Direct())
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
-    stretches = _plan(model, files, device, moved, buffer_bytes)
+    stretches = _plan(tensors, files, device, moved, buffer_bytes)
     if stretches:
         with _ring(min(buffers, len(stretches)), buffer_bytes, device) as ring:
             _Transfer(stretches, ring, lane).run(min(readers, os.cpu_count() or 1), report)
-    send: Any = model._apply  # what `to` does for each tensor
-    send(lambda tensor: moved[_key(tensor)] if _key(tensor) in moved else tensor.to(device))
+    return lambda tensor: moved[_key(tensor)] if _key(tensor) in moved else tensor.to(device)
+
+
+def bring_each(
+    shares: Mapping[torch.device, Sequence[torch.Tensor]],
+    files: Sequence[WeightFile],
+    report: Callable[[int], None],
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> dict[torch.device, Callable[[torch.Tensor], torch.Tensor]]:
+    """As `bring`, of each device's tensors, to all at once. Raises what one of them raises, once all are over."""
+    done, lock = dict.fromkeys(shares, 0), threading.Lock()
+
+    def told(device: torch.device, size: int) -> None:
+        with lock:
+            done[device] = size
+            report(sum(done.values()))
+
+    with ThreadPoolExecutor(max(len(shares), 1)) as pool:
+        begun = {
+            device: pool.submit(
+                bring,
+                tensors,
+                files,
+                device,
+                partial(told, device),
+                buffers=max(1, BUFFERS // len(shares)),
+                buffer_bytes=buffer_bytes,
+                readers=max(1, READERS // len(shares)),
+            )
+            for device, tensors in shares.items()
+        }
+    return {device: each.result() for device, each in begun.items()}
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -134,16 +196,16 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _plan(
-    model: torch.nn.Module,
+    tensors: Sequence[torch.Tensor],
     files: Sequence[WeightFile],
     device: torch.device,
     moved: dict[tuple[Any, ...], torch.Tensor],
     buffer_bytes: int,
 ) -> list[Stretch]:
-    """Room on the device for all tensors of `model`, which are told in `moved`, and what goes there, by file and
-    place. What is not in one piece is left to torch."""
+    """Room on the device for all of `tensors`, which are told in `moved`, and what goes there, by file and place. What
+    is not in one piece is left to torch."""
     here: dict[tuple[Any, ...], torch.Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel() and tensor.is_contiguous():
             here[_key(tensor)] = tensor.detach()
     by_file: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
@@ -327,4 +389,4 @@ def _nothing() -> None:
     pass
 
 
-__all__ = ["RING_BYTES", "Direct", "Lane", "move"]
+__all__ = ["RING_BYTES", "Direct", "Lane", "bring", "bring_each", "move"]
