@@ -360,7 +360,7 @@ def make_runner(
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of the engine, with its cache."""
     attention.register()
-    implementation = backends.implementation(options.attention, config)
+    implementation = backends.implementation(options.attention, config, options.devices)
     if implementation is not None:
         model.set_attn_implementation(implementation)
     if getattr(config, "is_encoder_decoder", False) and model.get_encoder().config._attn_implementation == "sdpa":

@@ -7,10 +7,12 @@ the values, and that the host asks for numbers once a step.
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,6 +46,7 @@ from worker.engine.readout import Readout
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Masks, Pick, draw, uniform
 from worker.engine.scheduler import Batch, Scheduler, Segment
+from worker.engine.sequence import Repeats
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.errors import SequenceFailed
 from worker.generation import Generation, Grammar, Sampling
@@ -397,18 +400,71 @@ async def test_no_numbers_found_in_vain_stay_nowhere_either(runner: tuple[Packed
     assert all(bool(store.isfinite().all()) for store in (*pool.keys, *pool.values))
 
 
-async def test_whoever_the_host_has_to_look_at_is_never_run_ahead(runner: tuple[PackedRunner, Blocks]) -> None:
-    from worker.engine.sequence import Repeats
+async def test_for_whom_the_host_has_to_look_first_it_has_when_it_chooses_and_nobody_waits(
+    runner: tuple[PackedRunner, Blocks],
+) -> None:
+    told = []
+    for ahead, penalty in ((True, -50.0), (False, -50.0), (False, 0.0)):
+        journal = Journal(runner[0])
+        drive = Drive(journal, runner[1], ahead=ahead)
+        stream = drive.ask(0, most=20, sampling=replace(GREEDY, presence_penalty=penalty))
+        (choice,) = stream.choices
+        choice.repeats = Repeats(choice.sequence, -1)
+        drive.ask(1, most=12)
+        drive.work.step()
+        assert journal.said == ["run 0,1", "ahead 0,1"][: 1 + ahead]
+        drive.to_the_end()
+        told.append([await drive.told(0), await drive.told(1)])
+    assert told[0] == told[1]
+    assert len(set(told[1][0][:-1])) == 1 < len(set(told[2][0][:-1])), "what was said last is said again"
 
-    journal = Journal(runner[0])
-    drive = Drive(journal, runner[1])
-    stream = drive.ask(0, most=6)
-    (choice,) = stream.choices
-    choice.repeats = Repeats(choice.sequence, -1)
-    drive.ask(1, most=12)
-    drive.to_the_end()
-    assert "ahead 0,1" not in journal.said
-    assert "ahead 1" in journal.said, "once that one has ended"
+
+class Masking:
+    """Grammars that allow everything, and can be made to fail."""
+
+    def __init__(self, failing: int):
+        self.asked = 0
+        self._failing = failing
+
+    def masks(self, matchers: Sequence[Any]) -> "Future[Any]":
+        self.asked += 1
+        found: Future[Any] = Future()
+        if self.asked == self._failing:
+            found.set_exception(RuntimeError("no masks this time"))
+        else:
+            found.set_result(np.full((len(matchers), 4096), 255, np.uint8))
+        return found
+
+
+class Anything:
+    """Where a sequence stands in such a grammar."""
+
+    is_over = False
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def take(self, token: int) -> None:
+        self.taken.append(token)
+
+
+async def test_a_step_ahead_whose_tokens_cannot_be_chosen_is_computed_in_its_turn(
+    runner: tuple[PackedRunner, Blocks],
+) -> None:
+    told = []
+    for failing in (0, 3):
+        journal, grammars = Journal(runner[0]), Masking(failing)
+        drive = Drive(journal, runner[1])
+        drive.work._grammars = grammars  # type: ignore[assignment]
+        stream = drive.ask(0, most=6)
+        matcher: Any = Anything()
+        stream.choices[0].matcher = matcher
+        drive.ask(1, most=6)
+        drive.to_the_end()
+        told.append([await drive.told(0), await drive.told(1)])
+        assert matcher.taken == told[-1][0][:-1], "each token once"
+        assert journal.said.count("run 0,1") == (2 if failing else 1)
+    assert told[0] == told[1]
 
 
 # Waiting for a device

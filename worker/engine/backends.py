@@ -1,5 +1,6 @@
 """Which backend runs a model, made and proved."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,12 @@ ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.
 """transformers' name of the packed backend's attention, by the preset's. FlashAttention takes that of torch's place."""
 
 
-def implementation(asked: str, config: Any) -> str | None:
-    """transformers' name of the attention; None: what the model's own code prefers. Raises StartError if an aligned
-    cache is to be read by FlashAttention."""
+def implementation(asked: str, config: Any, devices: Sequence[str] = ()) -> str | None:
+    """transformers' name of the attention; None: what the model's own code prefers. Raises StartError if FlashAttention
+    is to read an aligned cache, or there is none for `devices`."""
     if architectures.backend(config) == "paged":
+        if asked == "flash" and devices:
+            flash.demand(torch.device(devices[0]))
         return ATTENTION[asked]
     if asked == "flash":
         raise flash.refused(f"{config.model_type} models keep no blocks that it could read")

@@ -201,7 +201,7 @@ class TransformersEngine:
     ) -> "TransformersEngine":
         config = prepared.config
         attention.register()
-        implementation = backends.implementation(options.attention, config)
+        implementation = backends.implementation(options.attention, config, options.devices)
         ctx_size = context_size(options, architectures.positions(config))
         share = lockstep.begin(options, ctx_size, ranks) if slices.wanted(options, config) > 1 else None
         loaded = loader.load_model(options, config, implementation, progress, over, prepared.built, share)

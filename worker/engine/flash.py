@@ -166,13 +166,24 @@ def refused(why: str) -> StartError:
     )
 
 
+def demand(device: torch.device) -> None:
+    """Raises StartError if it cannot be had on `device`, whatever the model: known before any weight is read."""
+    if why := _absent(device):
+        raise refused(why)
+
+
 def _unsuited(pool: Pool, device: torch.device) -> str:
     """Why it need not be tried; empty if it has to be."""
     dtype = pool.keys[0].dtype
+    if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, and this model in {str(dtype).removeprefix('torch.')}"
+    return _absent(device)
+
+
+def _absent(device: torch.device) -> str:
+    """Why there is none for `device`; empty if there is."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, and this model is on {device}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, and this model in {str(dtype).removeprefix('torch.')}"
     if importlib.util.find_spec(MODULE) is None:
         return f"FlashAttention 3 (the module {MODULE}) is not installed; version 2 cannot read blocks as small as ours"
     return ""

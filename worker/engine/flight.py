@@ -2,19 +2,21 @@
 
 To launch is to hand a device all that a step takes, sampling and the way back included, without waiting for any of it;
 to land is to wait until the host has the numbers. In between the step behind it may be launched as well: a token that
-this one chooses goes into that one on the device, before the host has seen it (`Flight.fed`).
+this one chooses goes into that one on the device, before the host has seen it (`Flight.fed`). Where the host has to
+know it before the next one can be chosen (a grammar, penalties), that step is computed meanwhile all the same, and its
+tokens are chosen once this one has landed (`Attempt.choose`).
 
 Law: nothing here changes a sequence, so a launch may be repeated with fewer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from worker.engine import sequence as sequences
-from worker.engine.grammar import Grammars, Matcher
+from worker.engine.grammar import Bits, Grammars, Matcher
 from worker.engine.memory import upload
 from worker.engine.readout import Readout
 from worker.engine.runner import Runner
@@ -57,11 +59,62 @@ class Part(NamedTuple):
     choosers: Sequence[Chooser]
 
 
-class Attempt:
-    """One forward that was launched."""
+class Masking:
+    """What the grammars of some choosers allow next, computed beside the model."""
 
-    def __init__(self, parts: Sequence[Part], prompts: Sequence[Told | None], drawn: Drawn | None, readout: Readout):
-        self._parts, self._prompts, self._drawn, self._readout = parts, prompts, drawn, readout
+    def __init__(self, grammars: Grammars | None, choosers: Iterable[Chooser]):
+        held = [each for each in choosers if each.matcher is not None]
+        self._held = {each.sequence.id for each in held}
+        matchers = [each.matcher for each in held if each.matcher is not None]
+        self._future = grammars.masks(matchers) if grammars and matchers else None
+
+    def holds(self, chooser: Chooser) -> bool:
+        return chooser.sequence.id in self._held
+
+    def bits(self) -> Bits:
+        """Of those that it holds, in their order. Waits."""
+        assert self._future is not None
+        return self._future.result()
+
+
+class Attempt:
+    """One forward that was launched, and what is chosen by its `logits`."""
+
+    def __init__(self, parts: Sequence[Part], logits: torch.Tensor):
+        self._parts, self._readout = parts, Readout()
+        self._logits: torch.Tensor | None = logits
+        self._prompts: list[Told | None] = []
+        self._drawn: Drawn | None = None
+
+    @property
+    def is_chosen(self) -> bool:
+        return self._logits is None
+
+    def choose(self, masking: Masking) -> None:
+        """Launch the choice of all tokens, and the way back to the host. Sequences have all tokens before those now."""
+        logits = self._logits
+        assert logits is not None, "it is done once"
+        rows: list[int] = []
+        picks: list[Pick] = []
+        held: list[int] = []
+        end = 0
+        for part in self._parts:
+            end += part.segment.logits
+            asked = part.segment.sequence.prompt_logprobs
+            mine = logits[end - part.segment.logits : end] if asked else None
+            self._prompts.append(_prompt_likelihoods(part.segment, mine, self._readout) if mine is not None else None)
+            for chooser in part.choosers:
+                if masking.holds(chooser):
+                    held.append(len(rows))
+                rows.append(end - 1)
+                picks.append(_pick(chooser, part.segment))
+        if rows:
+            masks = Masks(held, masking.bits()) if held else None
+            is_whole = rows == list(range(len(logits)))
+            mine = logits if is_whole else logits[upload(rows, torch.int64, logits.device)]
+            self._drawn = draw(mine, picks, masks, self._readout)
+        self._readout.send()
+        self._logits = None
 
     def wait(self) -> None:
         """Returns once the device has done all of it."""
@@ -104,6 +157,15 @@ class Flight:
         """Whether the device may still be reading and writing this sequence's place."""
         return any(segment.sequence is sequence for segment in self.batch)
 
+    @property
+    def is_chosen(self) -> bool:
+        return all(attempt.is_chosen for attempt in self.attempts)
+
+    def choose(self, masking: Masking) -> None:
+        """See `Attempt.choose`; there was one."""
+        (attempt,) = self.attempts
+        attempt.choose(masking)
+
     def fed(self, batch: Batch) -> torch.Tensor:
         """See `Attempt.fed`; there was one."""
         (attempt,) = self.attempts
@@ -118,40 +180,23 @@ def launch(
     runner: Runner, grammars: Grammars | None, parts: Sequence[Part], fed: torch.Tensor | None = None
 ) -> Attempt:
     """Compute `parts` and choose; `fed`: the tokens of segments that run ahead, as all of them do then."""
-    matchers = [each.matcher for part in parts for each in part.choosers if each.matcher is not None]
-    masking = grammars.masks(matchers) if grammars and matchers else None  # goes on beside the model
+    masking = Masking(grammars, (each for part in parts for each in part.choosers))
+    attempt = compute(runner, parts, fed)
+    attempt.choose(masking)
+    return attempt
+
+
+def compute(runner: Runner, parts: Sequence[Part], fed: torch.Tensor | None = None) -> Attempt:
+    """As `launch`, but for the choice."""
     batch = tuple(part.segment for part in parts)
-    logits = runner.run(batch) if fed is None else runner.run(batch, fed)
-    readout = Readout()
-    prompts: list[Told | None] = []
-    rows: list[int] = []
-    picks: list[Pick] = []
-    held: list[int] = []
-    end = 0
-    for part in parts:
-        end += part.segment.logits
-        asked = part.segment.sequence.prompt_logprobs
-        mine = logits[end - part.segment.logits : end] if asked else None
-        prompts.append(_prompt_likelihoods(part.segment, mine, readout) if mine is not None else None)
-        for chooser in part.choosers:
-            if chooser.matcher is not None:
-                held.append(len(rows))
-            rows.append(end - 1)
-            picks.append(_pick(chooser, part.segment))
-    drawn = None
-    if rows:
-        masks = Masks(held, masking.result()) if masking is not None else None
-        is_whole = rows == list(range(len(logits)))
-        drawn = draw(logits if is_whole else logits[upload(rows, torch.int64, logits.device)], picks, masks, readout)
-    readout.send()
-    return Attempt(parts, prompts, drawn, readout)
+    return Attempt(parts, runner.run(batch) if fed is None else runner.run(batch, fed))
 
 
 def _pick(chooser: Chooser, segment: Segment) -> Pick:
     sequence = chooser.sequence
     if chooser.repeats is not None:
         chooser.repeats.update()
-    answered = sequence.answered + segment.ahead
+    answered = segment.end - sequence.prompt_tokens  # of whom runs ahead one more than it has, or had at the launch
     return Pick(
         sequence.sampling,
         uniform=uniform(sequence.seed, answered) if sequence.sampling.temperature > 0.0 else 0.0,

@@ -6,8 +6,9 @@ keys and values are written at fixed places, so a step can be computed again wit
 Running ahead, the step behind is launched before one lands, so that a device never waits for the host. It has the
 sequences that go on unless the step in front ends them; what it finds for one that did end is thrown away, and that
 one's place is given back when the step has landed. So a cancel takes effect within two steps, in place of one. Where
-the host has to know a token before the next one can be chosen (a grammar, penalties), where a prompt is to be computed,
-a place to be given or room to be made, one step is landed before the next is launched.
+the host has to know a token before the next one can be chosen (a grammar, penalties), the step behind is computed
+meanwhile, and its tokens are chosen when the one in front has landed. Where a prompt is to be computed, a place to be
+given or room to be made, one step is landed before the next is launched.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ import torch
 from worker.detokenize import Answer, Piece
 from worker.engine import memory
 from worker.engine.adapters import Adapters
-from worker.engine.flight import Attempt, Flight, Part, Result, launch
+from worker.engine.flight import Attempt, Flight, Masking, Part, Result, compute, launch
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.kv_cache import Capacity
 from worker.engine.linears import Linears
@@ -206,6 +207,8 @@ class Generating:
         flight = self._flight or self._launch(self._next())
         self._flight = self._launch_ahead(flight) if self._runs_ahead else None
         self._land(flight)
+        if self._flight is not None and not self._flight.is_chosen:
+            self._choose(self._flight)
 
     def _next(self) -> Batch:
         decoding = self._scheduler.decoding
@@ -230,8 +233,11 @@ class Generating:
         if not batch:
             return None
         begin = time.monotonic()
+        parts = self._parts(batch)
+        waits = any(each.matcher is not None or each.repeats is not None for part in parts for each in part.choosers)
         try:
-            attempt = self._attempt(batch, flight.fed(batch))
+            fed = flight.fed(batch)
+            attempt = compute(self._runner, parts, fed) if waits else launch(self._runner, self._grammars, parts, fed)
         except Exception as error:
             if memory.is_sticky(error):
                 raise
@@ -240,8 +246,20 @@ class Generating:
         self.steps_ahead += 1
         return Flight(batch, (attempt,), begin)
 
+    def _choose(self, flight: Flight) -> None:
+        """The step in front of `flight` has landed, so the host knows all that its tokens depend on."""
+        here = [self._choices[id] for id in (each.sequence.id for each in flight.batch) if id in self._choices]
+        try:
+            flight.choose(Masking(self._grammars, here))
+        except Exception as error:
+            if memory.is_sticky(error):
+                raise
+            log.warning("a step that ran ahead is computed again: %s", memory.one_line(error))
+            self._flight = None
+            self._release(())
+
     def _going(self, flight: Flight) -> set[int]:
-        """Those who go on behind `flight` unless it ends them, by id; nobody, if one of them has to be waited for."""
+        """Those who go on behind `flight` unless it ends them, by id; nobody, if others begin behind one of them."""
         going: set[int] = set()
         if len(flight.attempts) != 1:
             return going
@@ -250,7 +268,7 @@ class Generating:
             choice = self._choices.get(sequence.id)
             if choice is None or sequence.answered + 1 >= sequence.limit:
                 continue
-            if choice.matcher is not None or choice.repeats is not None or self._scheduler.followers(sequence):
+            if self._scheduler.followers(sequence):
                 return set()
             going.add(sequence.id)
         return going
@@ -329,10 +347,12 @@ class Generating:
         """Those whose sequences have not ended meanwhile."""
         return tuple(segment for segment in segments if segment.sequence.id in self._choices)
 
-    def _attempt(self, batch: Batch, fed: torch.Tensor | None = None) -> Attempt:
+    def _attempt(self, batch: Batch) -> Attempt:
         """Compute and choose. Changes no sequence, so it may be repeated with fewer."""
-        parts = [Part(segment, self._choosers(segment)) for segment in batch]
-        return launch(self._runner, self._grammars, parts, fed)
+        return launch(self._runner, self._grammars, self._parts(batch))
+
+    def _parts(self, batch: Batch) -> list[Part]:
+        return [Part(segment, self._choosers(segment)) for segment in batch]
 
     def _choosers(self, segment: Segment) -> list[Choice]:
         """Who takes a token by the last logits of `segment`: its own choice, then those for whom it completes the

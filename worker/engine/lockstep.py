@@ -165,7 +165,7 @@ def follow(options: contract.Serve, link: Link) -> None:
     device = loader.device_of(options, link.rank)
     memory.cap((str(device),), options.reserved)
     share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
-    implementation = backends.implementation(options.attention, config)
+    implementation = backends.implementation(options.attention, config, (str(device),))
 
     def report(progress: contract.Progress) -> None:
         link.note(LOADED_BYTES, progress.done)

@@ -78,7 +78,7 @@ class Shelf:
         if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
             implementation = encoders.implementation(options)
         else:
-            implementation = backends.implementation(options.attention, config)
+            implementation = backends.implementation(options.attention, config, options.devices)
         built = loader.build(options, config, implementation)
         if built is not None:
             linears.look_at(built.model)
