@@ -204,8 +204,11 @@ class App:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._site.access.check_host(request)
-            if not request.headers.get("Transfer-Encoding", "chunked").strip():
+            coding = request.headers.get("Transfer-Encoding", "chunked").strip()
+            if not coding:
                 raise BadRequest("the Transfer-Encoding header is empty", headers=CLOSE)
+            if coding.casefold() != "chunked":
+                raise EncodingUnsupported("send the body with no Transfer-Encoding but chunked", headers=CLOSE)
             if request.method == "OPTIONS":
                 return web.Response()
             self._site.access.check_origin(request, changes_state=_changes_state(request))
@@ -232,7 +235,10 @@ class App:
 
     def _error(self, request: web.Request, error: ApiError) -> web.Response:
         headers, body = self._refusal(request.get(_ROUTE), request.path, request[_ID], error)
-        return web.Response(status=error.status, headers=headers, body=body)
+        response = web.Response(status=error.status, headers=headers, body=body)
+        if headers.get("Connection") == "close":
+            response.force_close()  # the header alone says so and does nothing
+        return response
 
     def _refusal(self, route: Route | None, path: str, id: str, error: ApiError) -> tuple[dict[str, str], bytes]:
         """Headers and body of an error, which is counted."""
@@ -254,7 +260,7 @@ class App:
             headers["Retry-After"] = str(min(LATEST, max(1, round(error.retry_after))))
         data = orjson.dumps(body)
         if route is not None and route.always_streams:
-            data = refusal(route.path, data)
+            headers["Content-Type"], data = refusal(route.path, data)
         return headers, data
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -415,9 +421,9 @@ class App:
 
     # Plain calls
 
-    def listener(self, runner: web.AppRunner) -> Listener:
+    def listener(self, runner: web.AppRunner, *, keep_alive: float = KEEP_ALIVE) -> Listener:
         """Of this application: plain calls are answered by it, all others by aiohttp. `runner` has been set up, and is
-        to be cleaned up after the listener is closed."""
+        to be cleaned up after the listener is closed. `keep_alive`: seconds that aiohttp waits for a request's head."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None
         routes = {
@@ -425,7 +431,7 @@ class App:
             for route in ROUTES
             if route.worker and "{" not in route.path and route.method == "POST"
         }
-        options = {**PROTOCOL, "access_log": None, "keepalive_timeout": KEEP_ALIVE}
+        options = {**PROTOCOL, "access_log": None, "keepalive_timeout": keep_alive}
         return Listener(routes, self._serve, lambda: Connection(server, loop=loop, **options))
 
     async def _serve(self, asked: Asked) -> None:

@@ -168,7 +168,7 @@ def _operation(route: Route) -> dict[str, Any]:
         "summary": answer.about or _refusal(route),
         "responses": {
             **_success(route, answer),
-            **{str(status): {"$ref": f"#/components/responses/{error}{status}"} for status in statuses(route)},
+            **{str(status): _refused(route, status, error) for status in statuses(route)},
             **{str(status): _json(schema, _WORDS.get(status, _BEGUN)) for status, schema in answer.further.items()},
         },
     }
@@ -241,6 +241,14 @@ def _error(status: int, component: str) -> dict[str, Any]:
     if status == 401:
         headers["WWW-Authenticate"] = {"schema": TEXT, "required": True}
     return {**_json(ref(component), _WORDS[status]), "headers": headers}
+
+
+def _refused(route: Route, status: int, component: str) -> dict[str, Any]:
+    if not route.always_streams:
+        return {"$ref": f"#/components/responses/{component}{status}"}
+    media = stream(route.face).headers["Content-Type"]
+    content = {media: {"schema": _stream(media, ref(component), route.face)}}
+    return {**_error(status, component), "content": content}
 
 
 def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:

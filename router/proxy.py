@@ -485,7 +485,7 @@ class Proxy:
         if answer.committed and not answer.call.stream:
             return  # it was said at once
         headers = _passed(exchange)
-        if exchange.headers.get("content-type", "").startswith(answer.form.headers["Content-Type"]):
+        if _streams(exchange, answer):
             await self._relay_events(exchange, answer, {**headers, **answer.form.headers})
             return
         body = await _read_up_to(exchange, BUFFERED)
@@ -574,10 +574,15 @@ def _passed(exchange: Exchange) -> dict[str, str]:
     return {name: theirs[lower] for name, lower in _PASSED if lower in theirs and _is_fit(theirs[lower])}
 
 
+def _streams(exchange: Exchange, answer: Answer) -> bool:
+    """Whether a worker's answer is a stream of events, and no refusal in the form of one."""
+    type_ = exchange.headers.get("content-type", "")
+    return exchange.status == 200 and type_.startswith(answer.form.headers["Content-Type"])
+
+
 def _say_at_once(exchange: Exchange, answer: Answer) -> None:
     """Hand on an answer whose last byte has just come, before anything else happens, if the client takes it."""
-    type_ = exchange.headers.get("content-type", "")
-    if exchange.piled > BUFFERED or answer.committed or type_.startswith(answer.form.headers["Content-Type"]):
+    if exchange.piled > BUFFERED or answer.committed or _streams(exchange, answer):
         return
     if not answer.outlet.has_room(exchange.piled):
         return

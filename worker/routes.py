@@ -388,9 +388,11 @@ def _fastchat_code(status: int, reason: str) -> int:
     return own.get(reason) or by_status.get(status) or (40001 if status < 500 else 50001)
 
 
-def refusal(path: str, body: bytes) -> bytes:
-    """An error's body as an answer of its own: where clients read nothing but frames, as one."""
-    return body + b"\0" if path in _FRAMES_ONLY else body
+def refusal(path: str, body: bytes) -> tuple[str, bytes]:
+    """An error's body as an answer of its own, and its type: where clients read nothing but frames, as one."""
+    if path in _FRAMES_ONLY:
+        return stream(Face.FASTCHAT).headers["Content-Type"], body + b"\0"
+    return "application/json", body
 
 
 _FRAMES_ONLY = frozenset(route.path for route in ROUTES if route.always_streams)

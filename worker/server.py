@@ -481,7 +481,7 @@ class Server:
             request_id=request[_ID],
         )
         response = _json(body, status=error.status, headers=headers)
-        response.body = routes.refusal(request.path, orjson.dumps(body))
+        response.content_type, response.body = routes.refusal(request.path, orjson.dumps(body))
         return response
 
     def _retry_after(self, error: RequestError) -> int:

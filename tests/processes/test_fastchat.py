@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from router.proxy import Pace
 from tests.processes.upstreams import END, Upstream, World, chunk, world
@@ -99,11 +100,40 @@ async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
         framed = await asking.post(PATH, json={"model": "b", "prompt": "x"})
         assert framed.content.endswith(b"\0"), "its clients look at frames, and at no status"
         assert json.loads(framed.content[:-1]) == plain.json()
+        assert framed.headers["Content-Type"] == "application/octet-stream", "a frame is no JSON"
         for path in ("/count_token", "/worker_get_conv_template"):
             told = await asking.post(path, json={"model": "a", "prompt": "x"})
             assert (told.status_code, told.json()["error_code"]) == (400, 40001)
             assert "not loaded" in told.json()["text"]
         assert up.launcher.journal == []
+
+
+async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_that_has_begun(tmp_path: Path) -> None:
+    said = b'{"text":"no","error_code":40001}\0'
+    type_ = b"Content-Type: application/octet-stream\r\n"
+
+    async def refuse(upstream: Upstream) -> None:
+        if b"late" in upstream.body:
+            await begun.wait()
+        await upstream.send(b"HTTP/1.1 400 No\r\n%bContent-Length: %d\r\n\r\n%b" % (type_, len(said), said))
+
+    begun, seen = asyncio.Event(), list[bytes]()
+    async with world(tmp_path, refuse) as up, client(up) as asking:
+        early = await asking.post(PATH, json={"model": "a", "prompt": "early"})
+        assert (early.status_code, early.content) == (400, said)
+
+    async def listen(asking: httpx.AsyncClient) -> None:
+        async with asking.stream("POST", PATH, json={"model": "a", "prompt": "late"}) as got:
+            assert got.status_code == 200
+            begun.set()
+            async for part in got.aiter_raw():
+                seen.append(part)
+
+    (tmp_path / "late").mkdir()
+    async with world(tmp_path / "late", refuse, pace=Pace(commit=0.05)) as up, client(up) as asking:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await listen(asking)
+    assert seen[-1] == said
 
 
 async def test_fastchats_statuses_load_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,197 @@
+"""Where one request ends and the next begins: what can be read in two ways is refused, and ends its connection."""
+
+import asyncio
+from pathlib import Path
+
+from aiohttp import web
+
+from router.listener import SWEEP
+from tests.processes.test_listener import BODY, respond
+from tests.processes.upstreams import PATH, World, until, world
+
+SENT = b'{"model":"a","messages":[]}'
+CHUNKED = b"1b\r\n%b\r\n0\r\n\r\n" % SENT
+LENGTH = b"Content-Length: 27"
+TE = b"Transfer-Encoding: chunked"
+LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+"""Asked behind each case: it must not be answered where the case was refused."""
+
+
+def post(*headers: bytes, body: bytes = SENT, version: str = "1.1", target: str = PATH, host: bytes = b"x") -> bytes:
+    head = f"POST {target} HTTP/{version}\r\n".encode() + (b"Host: %b\r\n" % host if host else b"")
+    return head + b"".join(header + b"\r\n" for header in headers) + b"\r\n" + body
+
+
+REFUSED = {
+    "a length and chunks": post(LENGTH, TE, body=CHUNKED),
+    "chunks and a length": post(TE, LENGTH, body=CHUNKED),
+    "a length and chunks behind a space": post(LENGTH, b"Transfer-Encoding : chunked", body=CHUNKED),
+    "another coding": post(b"Transfer-Encoding: xchunked", body=CHUNKED),
+    "chunked is not the last coding": post(b"Transfer-Encoding: chunked, identity", body=CHUNKED),
+    "chunked twice": post(TE, TE, body=CHUNKED),
+    "a vertical tab": post(b"Transfer-Encoding: \x0bchunked", body=CHUNKED),
+    "chunks in HTTP/1.0": post(TE, body=CHUNKED, version="1.0"),
+    "two lengths": post(LENGTH, b"Content-Length: 3"),
+    "one length twice": post(LENGTH, LENGTH),
+    "a list of lengths": post(b"Content-Length: 27, 27"),
+    "a sign": post(b"Content-Length: +27"),
+    "below zero": post(b"Content-Length: -27"),
+    "hexadecimal": post(b"Content-Length: 0x1b"),
+    "a space in a number": post(b"Content-Length: 2 7"),
+    "an underscore": post(b"Content-Length: 2_7"),
+    "digits of another script": post("Content-Length: \uff12\uff17".encode()),
+    "an empty length": post(b"Content-Length:"),
+    "a length beyond reason": post(b"Content-Length: 99999999999999999999999"),
+    "a folded line": post(LENGTH, b"X-A: b\r\n c"),
+    "a length in a folded line": post(b"X-A: b\r\n Content-Length: 3", LENGTH),
+    "bare line feeds": post(LENGTH).replace(b"\r\n", b"\n"),
+    "one bare line feed": post(LENGTH, b"X-A: b\nX-B: c"),
+    "a bare carriage return": post(LENGTH, b"X-A: b\rX-B: c"),
+    "a space before the colon": post(b"Content-Length : 27"),
+    "no name": post(LENGTH, b": x"),
+    "no colon": post(LENGTH, b"XA"),
+    "a zero byte": post(LENGTH, b"X-A: a\0b"),
+    "spaces before the method": b"  " + post(LENGTH),
+    "two hosts": post(LENGTH, b"Host: y"),
+    "a header too long": post(LENGTH, b"X-A: " + b"a" * 20_000),
+    "too many headers": post(LENGTH, *(b"X-%d: a" % number for number in range(2000))),
+    "a target too long": post(LENGTH, target=PATH + "?a=" + "a" * 20_000),
+    "another version": post(LENGTH, version="1.2"),
+    "HTTP/2.0": post(LENGTH, version="2.0"),
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "a preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a greeting of TLS": bytes.fromhex("16030100a5010000a10303") + b"x" * 150,
+    "a method in small letters": post(LENGTH).replace(b"POST", b"post"),
+    "no size of a chunk": post(TE, body=b"zz\r\nabc\r\n0\r\n\r\n"),
+    "a chunk's size with a prefix": post(TE, body=b"0x" + CHUNKED),
+    "a chunk's size beyond reason": post(TE, body=b"f" * 17 + b"\r\nabc"),
+    "bare line feeds between chunks": post(TE, body=CHUNKED.replace(b"\r\n", b"\n")),
+}
+TAKEN = {
+    "a length": post(LENGTH),
+    "chunks": post(TE, body=CHUNKED),
+    "chunks with an extension": post(TE, body=CHUNKED.replace(b"1b", b"1b;a=b", 1)),
+    "zeros before a length": post(b"Content-Length: 00027"),
+    "an empty line before": b"\r\n" + post(LENGTH),
+    "an empty header": post(LENGTH, b"X-A:"),
+    "a tab around a value": post(LENGTH, b"X-A:\tb\t"),
+    "a byte that is no ASCII": post(LENGTH, b"X-A: \xe4"),
+    "a whole address": post(LENGTH, target=f"http://x{PATH}"),
+    "HTTP/1.0 that lasts": post(LENGTH, b"Connection: keep-alive", version="1.0"),
+    "a header that calls the length its own": post(LENGTH, b"Connection: content-length"),
+    "an expectation of nothing known": post(LENGTH, b"Expect: tea"),
+    "an offer of another protocol": post(LENGTH, b"Connection: Upgrade", b"Upgrade: websocket"),
+}
+
+
+async def exchange(up: World, sent: bytes) -> list[int]:
+    """The statuses of all answers on a connection, which the router has to end."""
+    reader, writer = await up.connect()
+    writer.write(sent)
+    data = b""
+    async with asyncio.timeout(20):
+        while more := await reader.read(1 << 16):
+            data += more
+    writer.close()
+    return [int(part[2:5]) for part in data.split(b"HTTP/1.")[1:]]
+
+
+async def test_what_can_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_read(tmp_path: Path) -> None:
+    """Also behind a request that was in order, of which the router's own listener has read the head."""
+    async with world(tmp_path, respond) as up:
+        assert await exchange(up, post(LENGTH) + LAST) == [200, 200]  # the model is there now
+        for name, sent in REFUSED.items():
+            before = len(up.requests)
+            assert await exchange(up, sent + LAST) == [400], name
+            assert len(up.requests) == before, name
+            assert await exchange(up, post(LENGTH) + sent + LAST) == [200, 400], f"{name}, as the second"
+            assert len(up.requests) == before + 1, name
+
+
+async def test_what_is_odd_and_has_one_meaning_is_answered_and_so_is_what_comes_behind_it(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        for name, sent in TAKEN.items():
+            assert await exchange(up, sent + LAST) == [200, 200], name
+            assert up.requests[-1].body == SENT, name
+            assert b"transfer-encoding" not in up.requests[-1].head.encode().lower(), name
+
+
+async def test_a_request_within_a_body_is_no_request(tmp_path: Path) -> None:
+    inner = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with world(tmp_path, respond) as up:
+        body = b'{"model":"a","user":"' + inner.replace(b"\r\n", b" ") + b'"}'
+        assert await exchange(up, post(b"Content-Length: %d" % len(body), body=body) + LAST) == [200, 200]
+        broken = inner + SENT  # no JSON: refused as that, and still one request
+        assert await exchange(up, post(b"Content-Length: %d" % len(broken), body=broken) + LAST) == [400, 200]
+
+
+async def test_a_coding_that_nobody_undoes_is_415_and_ends_the_connection(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        assert await exchange(up, post(b"Transfer-Encoding: gzip, chunked", body=CHUNKED) + LAST) == [415]
+        assert await exchange(up, post(LENGTH, b"Content-Encoding: gzip") + LAST) == [415, 200]
+        assert await exchange(up, post(b"Transfer-Encoding: ", body=CHUNKED) + LAST) == [400]
+        assert up.requests == []
+
+
+async def test_who_waits_to_be_told_to_go_on_is_told(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(post(LENGTH, b"Expect: 100-continue", body=b""))
+        async with asyncio.timeout(20):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(SENT + LAST)
+            assert (await reader.read()).count(b"HTTP/1.1 200 OK") == 2
+        writer.close()
+        assert up.requests[-1].body == SENT
+
+
+async def test_head_has_no_body_and_says_how_long_it_would_be(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(
+            b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n" + post(b"X-Odd: 1").replace(b"POST", b"HEAD")[: -len(SENT)]
+        )
+        writer.write(LAST)
+        async with asyncio.timeout(20):
+            heads = [await reader.readuntil(b"\r\n\r\n") for _ in range(3)]
+            assert b"status" in await reader.read()
+        writer.close()
+        assert [head.split(b" ")[1] for head in heads] == [b"200", b"405", b"200"]
+        assert b"Content-Length: 15\r\n" in heads[0]
+        assert b"Allow: OPTIONS, POST\r\n" in heads[1]
+
+
+async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
+    """However often another byte of it comes."""
+    async with world(tmp_path, respond) as up:
+        app = up.listener.serve.__self__  # type: ignore[attr-defined]
+        runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        impatient = app.listener(runner, keep_alive=0.2)
+        up.listener.otherwise = impatient.otherwise
+        reader, writer = await up.connect()
+        writer.write(post(LENGTH)[:20])
+        await until(lambda: any(each._data for each in up.listener.connections))
+        for connection in tuple(up.listener.connections):
+            connection.look(asyncio.get_running_loop().time() + SWEEP * 1.1)
+        ended = asyncio.ensure_future(reader.read())
+        async with asyncio.timeout(20):
+            while not ended.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.02)  # what is tested is that time passes
+        assert ended.exception() is not None or ended.result() == b""
+        writer.close()
+        assert up.requests == []
+        await impatient.close(0.0)
+        await runner.cleanup()
+
+
+async def test_an_old_client_gets_its_answer_and_the_end_of_its_connection(tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(post(LENGTH, version="1.0", host=b""))
+        async with asyncio.timeout(20):
+            got = await reader.read()
+        writer.close()
+    assert got.startswith(b"HTTP/1.0 200 OK\r\n")
+    assert got.endswith(b"\r\n\r\n" + BODY)
