@@ -250,7 +250,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="max-loras", kind=Integer(1, 1024), field="max_loras", group=ADAPTERS,
         help="adapters in use at once; memory is kept for all of them"),
     Key(name="max-lora-rank", kind=Integer(1, 4096), field="max_lora_rank", group=ADAPTERS,
-        help="largest rank that an adapter may have"),
+        unset="16, or what the model's own adapters need", help="largest rank that an adapter may have"),
     Key(name="max-cpu-loras", kind=Integer(0, 1 << 20), field="max_cpu_loras", group=ADAPTERS, unset="all",
         help="adapters whose files stay open beside those in use"),
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from router import ini, keys
 from router.ini import Problem
 from router.keys import Key, Meaningless, Refused, Spelling
+from router.ranks import USUAL, rank_of
 from router.settings import BY_FLAG, BY_VARIABLE, LATER
 from router.values import JsonObject, Strings, plain, sendable, shown
 from worker.contract import AdapterSource
@@ -133,7 +134,7 @@ class Preset:
     adapters_dir: str = ""
     enable_lora: str = "auto"
     max_loras: int = 4
-    max_lora_rank: int = 16
+    max_lora_rank: int = USUAL
     max_cpu_loras: int = 0
     adapters: tuple[AdapterSource, ...] = ()
     """All that requests may name: of the keys above, and those that came by a call. The path of one that is on the hub
@@ -684,10 +685,30 @@ class _Loading:
                 named.add(name)
                 found[name] = AdapterSource(name=name, path=path, scale=float(scale))
         fields["adapters"] = tuple(found.values())
+        self._ranks(settings, fields)
         default = fields.get("default_lora", "")
         if default and default not in found:
             near = next(iter(difflib.get_close_matches(default, sorted(found), n=1)), "")
             self._fail(settings["default-lora"].place, f"default-lora: there is no adapter {shown(default)}", near)
+
+    def _ranks(self, settings: _Layer, fields: dict[str, Any]) -> None:
+        """Slots are as large as the largest adapter that is here, unless the preset says how large."""
+        ranks = {each.name: self._rank(each.path) for each in fields["adapters"]}
+        stated = fields.get("max_lora_rank")
+        if stated is None:
+            fields["max_lora_rank"] = max([USUAL, *ranks.values()])
+            return
+        place = settings["max-lora-rank"].place
+        for name, rank in ranks.items():
+            if rank > stated:
+                self._warn(place, f"max-lora-rank is {stated}, and adapter {name} has rank {rank}: raise it")
+
+    def _rank(self, folder: str) -> int:
+        """0 for an adapter that is not here yet."""
+        try:
+            return rank_of(self.disk.read(f"{folder}/adapter_config.json"))
+        except (OSError, ValueError):
+            return 0
 
     def _unique(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
         """Ids and aliases are one set of names."""

@@ -44,6 +44,7 @@ ROUTER = [
     "router.answers",
     "router.client",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
+    "  router.ranks"
     "  router.listener  router.watch  router.wire",
     "router",
 ]
@@ -97,7 +98,7 @@ PURE = [
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",
     "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby",
     "router.values",
-    "router.launchers.environment", "router.launchers.vitals",
+    "router.ranks", "router.launchers.environment", "router.launchers.vitals",
     "worker.adapting", "worker.bodies", "worker.constraints", "worker.detokenize", "worker.errors", "worker.families",
     "worker.fields", "worker.filling", "worker.generation", "worker.images", "worker.samplers",
     "worker.sampling", "worker.schemas", "worker.telling", "worker.tools",

@@ -73,6 +73,34 @@ def test_a_running_worker_goes_on_when_adapters_come_and_go_but_not_when_their_s
     assert args(some)[-2:] == ["--lora", "a=hub:org/a:main"]
 
 
+def ranked(*ranks: tuple[str, str]) -> Disk:
+    """A disk with adapters of these names and configurations."""
+    folders = [path for name, _ in ranks for path in (f"/etc/llm/{name}/", f"/etc/llm/{name}/adapter_config.json")]
+    disk = Disk(*folders)
+    disk.texts = {f"/etc/llm/{name}/adapter_config.json": config for name, config in ranks}
+    return disk
+
+
+def test_slots_are_as_large_as_the_largest_adapter_that_is_here() -> None:
+    disk = ranked(("a", '{"r": 8}'), ("b", '{"r": 64}'), ("c", '{"r": 4, "rank_pattern": {"x": 96}}'))
+    assert one("lora = a", disk=disk).max_lora_rank == 16
+    assert one("lora = a, b, org/german", disk=disk).max_lora_rank == 64
+    assert one("lora-scaled = b:0.5, c:1", disk=disk).max_lora_rank == 96
+    assert one("").max_lora_rank == 16
+    odd = ranked(
+        ("a", "{"), ("b", '{"r": true}'), ("c", '{"r": 5000}'), ("d", "[]"), ("e", '{"r": 8, "rank_pattern": 5}')
+    )
+    assert one("lora = a, b, c, d, e", disk=odd).max_lora_rank == 16
+
+
+def test_an_adapter_that_is_larger_than_the_stated_rank_is_told_at_the_start() -> None:
+    disk = ranked(("a", '{"r": 8}'), ("b", '{"r": 64}'))
+    loaded = read("[m]\nmodel = demo:a\nlora = a, b\nmax-lora-rank = 32", disk=disk)
+    assert loaded.presets["m"].max_lora_rank == 32
+    [warning] = loaded.warnings
+    assert "max-lora-rank is 32, and adapter b has rank 64: raise it" in str(warning)
+
+
 def test_slots_are_part_of_the_static_estimate() -> None:
     """Of each linear layer inputs and outputs, times slots and rank."""
     facts = Checkpoint(linears=Linears(count=2, ends=2 * (64 + 128)))
