@@ -514,7 +514,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "architecture": shape({"input_modalities": several(TEXT), "output_modalities": several(TEXT)}),
             "source": enum("preset", "models_dir", "cache"),
             "can_remove": FLAG,
-            "capabilities": several(enum("chat", "completion", "tools", "embedding", "rerank")),
+            "capabilities": several(enum("chat", "completion", "tools", "vision", "embedding", "rerank")),
             "meta": shape(
                 {},
                 {
