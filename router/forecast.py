@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from router import calibration, checkpoint, commands, costs, presets, remote, split
+from router import calibration, checkpoint, commands, costs, kv_types, presets, remote, split
 from router import estimate as estimates
 from router.calibration import Calibration
 from router.catalogue import LocalDisk, find_snapshot
@@ -324,6 +324,7 @@ def document(found: Forecast) -> dict[str, Any]:
         "source": estimate.source,
         "note": estimate.note,
         "dtype": found.dtype,
+        "kv_cache_dtype": found.preset.kv_cache_dtype,
         "quantization": found.facts.quantization or _on_load(found),
         "packed": found.packed,
         "unpacked": found.unpacked,
@@ -453,14 +454,14 @@ def _context_words(found: Forecast) -> str:
     if found.estimate.source == "weights":
         return "not known"
     attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
-    size = estimates.DTYPE_BYTES.get(found.dtype, 4)
-    elements = facts.head_dim + (facts.value_dim or facts.head_dim)
+    size, kept_as = estimates.DTYPE_BYTES.get(found.dtype, 4), found.preset.kv_cache_dtype
+    sides = facts.head_dim, facts.value_dim or facts.head_dim
+    head = f"{sum(sides)} elements x {size} B"
+    if kv_types.is_compact(kept_as, found.dtype):
+        head = f"{sum(kv_types.head_bytes(kept_as, elements, size) for elements in sides)} B of {kept_as}"
     words = []
     if attending:
-        words.append(
-            f"{_count(attending, 'layer')} x {_count(facts.kv_heads, 'KV head')} x {elements} elements x {size} B"
-            f" x {tokens} tokens"
-        )
+        words.append(f"{_count(attending, 'layer')} x {_count(facts.kv_heads, 'KV head')} x {head} x {tokens} tokens")
     if facts.cross_attention:
         words.append("as much for what the encoder read")
     if facts.state_layers:

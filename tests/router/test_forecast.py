@@ -106,6 +106,17 @@ def test_a_folder_is_weighed_and_the_segments_sum_to_the_total(
     assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
 
 
+def test_a_cache_in_other_numbers_is_weighed_and_explained_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
+    _, said = estimate(capsys, *words)
+    assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
+    assert said["context"] == 2 * 2 * 2 * (16 + 2) * 512, "layers, keys and values, heads, a head's bytes, tokens"
+    main(["estimate", *words])
+    assert "2 layers x 2 KV heads x 36 B of int8 x 512 tokens" in capsys.readouterr().out
+
+
 def test_a_converted_snapshot_is_weighed_where_loads_take_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

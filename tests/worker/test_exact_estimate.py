@@ -107,6 +107,24 @@ def test_weights_and_context_are_exact_and_compute_is_close(
     assert compute <= traced(said) <= compute * 1.08
 
 
+@pytest.mark.parametrize(("family", "kept_as"), [("llama", "int8"), ("gemma2", "int4"), ("t5", "int8")])
+def test_a_cache_in_other_numbers_is_exact_with_what_is_unpacked_of_it(
+    tmp_path: Path, family: str, kept_as: str
+) -> None:
+    """Small models with long contexts: what is unpacked is much of what a step takes."""
+    sizes = {"n_positions": 800} if family == "t5" else {"max_position_embeddings": 800}
+    snapshot = tiny.make(family, tmp_path / "m", **sizes)
+    chosen = options(snapshot, prefill_chunk=32, parallel=6, ctx_size=800, kv_cache_dtype=kept_as)
+    config = loader.load_config(chosen)
+    found = estimate.trace(chosen, config)
+    _, context, compute = really(chosen)
+    assert found.context == context
+    assert compute <= found.compute <= compute * 1.08
+    assert context < estimate.trace(dataclasses.replace(chosen, kv_cache_dtype="auto"), config).context
+    preset = Preset(id="m", ctx_size=800, parallel=6, prefill_chunk=32, kv_cache_dtype=kept_as)
+    assert 0.98 * found.compute <= compute_bytes(checkpoint.read(snapshot), preset, 800, on_host=True)
+
+
 @pytest.mark.parametrize(("asked", "bytes_each"), [("bfloat16", 2), ("auto", 4)])
 def test_the_type_in_memory_decides_not_the_type_on_disk(tmp_path: Path, asked: str, bytes_each: int) -> None:
     """float16 becomes float32 on the CPU, if nobody says otherwise."""
