@@ -138,7 +138,7 @@ async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str
         ("deepseek_v3", "int4"),  # compressed rows
         ("jamba", "int4"),  # states beside layers with keys
         ("falcon_h1", "int4"),  # states and keys in one layer
-        ("t5", "int8"),  # keys of what an encoder read
+        ("t5", "int4"),  # keys of what an encoder read
     ],
 )
 async def test_so_it_is_where_a_model_runs_by_its_own_forward(family: str, name: str, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import transformers
 from router import kv_types
 from tests import tiny
 from tests.worker import kept
-from tests.worker.loaded import options
-from worker import contract, demo
+from tests.worker.loaded import options, reference
+from worker import contract, demo, estimate
 from worker.engine import attention, flash, loader
+from worker.engine.aligned import AlignedRunner
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.cache_types import CacheType
 from worker.engine.compact import UNPACKED_BYTES, CompactPool
@@ -143,6 +144,18 @@ def test_int8_changes_logits_by_hundredths_of_their_spread_and_int4_by_tenths() 
     same = [float((each.argmax(-1) == plain.argmax(-1)).float().mean()) for each in others]
     assert same[1] > 0.97
     assert same[2] > 0.8
+
+
+def test_nothing_that_was_unpacked_outlives_its_step(tmp_path: Path) -> None:
+    """Not in the layers of transformers' cache either, which like to keep what they gave."""
+    model = reference(tiny.make("gemma2", tmp_path)).eval()
+    runner = AlignedRunner(model, rows=1, ctx_size=128, chunk=100, device=CPU, kept_as="int8")
+    asker = Sequence(id=0, prompt_tokens=100, tokens=[7] * 100, limit=1, ends=frozenset())
+    logits: list[torch.Tensor] = []
+    live = estimate.live_bytes(lambda: logits.append(runner.run((Segment(asker, 0, 0, 100),))))
+    unpacked = 100 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes: of one layer
+    assert live.peak > unpacked
+    assert live.now - logits[0].nbytes < unpacked
 
 
 def test_flash_attention_reads_no_records() -> None:
