@@ -46,6 +46,8 @@ def less(demand: Demand, held: int) -> Demand:
 
 def cautious(devices: Iterable[Device], unseen: int) -> list[Device]:
     """The devices as if none of the `unseen` bytes, of main memory, were in the driver's figure yet."""
+    if not unseen:
+        return list(devices)
     return [replace(each, used=each.used + unseen) if each.id.index == HOST else each for each in devices]
 
 
