@@ -11,10 +11,10 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 from router import backoff, planner, standby
 from router.backoff import Failure
@@ -38,9 +38,11 @@ from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, shortages
 from router.holding import Holding, Wish, hold, make_room
 from router.launchers import Launcher, NotHeld, WorkerLost, WorkerProcess
+from router.lease import Lease
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
-from router.life import Again, end, live, lost_error, take
+from router.life import end, live, lost_error, take
 from router.lifecycle import State
+from router.limits import Limits
 from router.model import COPY_PAUSE, Model
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
@@ -59,112 +61,8 @@ PLAN_PAUSE = 0.001
 FEW_WAITING = 4
 PLAN_AGAIN = 1.0
 """Seconds until a plan that failed is made again."""
-WAITS = {"download": "download", "wait": "memory"}
-"""What requests wait for during the stages of a load; all others are its start."""
 MOST_FAILED_PLANS = 10
 """In a row: then the fleet is broken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The fleet's own settings; seconds and counts."""
-
-    autoload: bool = True
-    queue_size: int = 4000
-    queue_timeout: float = 300.0
-    patience: float = 10.0
-    drain_timeout: float = 30.0
-    evict_timeout: float = -1.0
-    models_max: int = 0
-    sleep_memory: int = 0
-    """Bytes of main memory for holdings."""
-    memory: bool = True
-    """False with a margin of 0: then only the count decides."""
-
-
-class Lease:
-    """A request's hold on a worker, from its arrival to its last byte. Made by `Fleet.lease`."""
-
-    def __init__(self, fleet: "Fleet", model: Model, worker: Worker, arrived: float):
-        self.model = model
-        self.worker = worker
-        self.arrived = arrived
-        self.on_abort: Callable[[], object] | None = None
-        """Called once when this request must end before its time; set by whoever streams its answer."""
-        self.aborted: ApiError | None = None
-        self._fleet = fleet
-        self._failed: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._told = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._fleet._give_back(self)
-
-    def abort(self, error: ApiError) -> None:
-        if self.aborted is not None:
-            return
-        self.aborted = error
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_result(None)
-        if self.on_abort is not None:
-            self.on_abort()
-
-    async def ready(self) -> WorkerProcess:
-        """Returns once the worker can answer; raises ApiError if it never will, or not in time.
-
-        Cancelling gives nothing back: the lease ends with its block.
-        """
-        while True:
-            if self.aborted is not None:
-                raise self.aborted
-            if self.worker.ready.done():
-                try:
-                    process = self.worker.ready.result()
-                    self._tell_waits()
-                    return process
-                except Again:
-                    self._fleet._move(self)
-                    continue
-            loop = asyncio.get_running_loop()
-            self._failed = loop.create_future()
-            self._arm()
-            either: set[asyncio.Future[Any]] = {self.worker.ready, self._failed}
-            try:
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                self._failed = None
-                if self._timer is not None:
-                    self._timer.cancel()
-
-    def _tell_waits(self) -> None:
-        """Say once how long it waited for what; who waited for nothing says nothing."""
-        worker, now = self.worker, self._fleet.now()
-        if self._told or (worker.ready_at is not None and worker.ready_at <= self.arrived):
-            return
-        self._told = True
-        waits: dict[str, float] = {}
-        for stage, seconds in worker.stages.between(self.arrived, now).items():
-            cause = WAITS.get(stage, "start")
-            if cause == "memory" and worker.waits_for_slot:
-                cause = "slot"
-            waits[cause] = waits.get(cause, 0.0) + seconds
-        self._fleet.events.mention("waited", self.model.preset.id, seconds=waits)
-
-    def _arm(self) -> None:
-        """Wake when the time in the queue is up; time in downloads and in the own load does not count."""
-        limit = self._fleet.limits.queue_timeout
-        if limit <= 0:
-            return
-        left = limit
-        if self.worker.state is State.QUEUED:
-            left = max(self.arrived, self.worker.since) + limit - self._fleet.now()
-            if left <= 0:
-                self.abort(self._fleet._queue_timeout(self.worker))
-                return
-        self._timer = asyncio.get_running_loop().call_later(left, self._arm)
 
 
 class Fleet:
@@ -364,7 +262,7 @@ class Fleet:
             for worker in (worker for worker in line if worker.id in chosen):
                 worker.reads.set()
 
-    def _give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: Lease) -> None:
         worker = lease.worker
         worker.leases.discard(lease)
         worker.stirred.set()
@@ -388,7 +286,7 @@ class Fleet:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_at(soon, self.changed)
 
-    def _move(self, lease: Lease) -> None:
+    def move(self, lease: Lease) -> None:
         """Carry a lease over to the model's next life. Raises ApiError if there will be none."""
         model, worker = lease.model, lease.model.open
         lease.worker.leases.discard(lease)
@@ -447,7 +345,7 @@ class Fleet:
             return self.eta(model)
         return max(1.0, (model.request_seconds or 1.0) / max(1, model.leases))
 
-    def _queue_timeout(self, worker: Worker) -> QueueTimeout:
+    def queue_timeout(self, worker: Worker) -> QueueTimeout:
         waits = f" ({worker.waits_for})" if worker.waits_for else ""
         others = ", ".join(
             f"{device.foreign >> 20} MiB of {device.id}"
@@ -586,7 +484,7 @@ class Fleet:
 
     def _load_over(self, task: asyncio.Task[None], lease: Lease) -> None:
         self._loads.discard(task)
-        self._give_back(lease)
+        self.give_back(lease)
         if not task.cancelled():
             task.exception()  # whoever asked has heard it, or did not care to
 

@@ -21,8 +21,9 @@ from urllib.parse import quote
 
 from router import adapters
 from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
-from router.fleet import Fleet, Lease
+from router.fleet import Fleet
 from router.launchers import WorkerProcess
+from router.lease import Lease
 from router.life import lost_error
 from router.lifecycle import State
 from router.wire import Exchange, NotHttp, WireError

@@ -32,11 +32,12 @@ from router.calibration import Calibration
 from router.catalogue import NOTHING, Further
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
-from router.fleet import Fleet, Limits
+from router.fleet import Fleet
 from router.launchers.devices import Devices
 from router.launchers.keeper import lockable
 from router.launchers.local import LocalLauncher
 from router.ledger import HOST, Ledger
+from router.limits import Limits
 from router.metrics import Metrics
 from router.names import Names
 from router.preparation import Preparation

@@ -25,6 +25,7 @@ ROUTER = [
     "router.hub  router.preparation  router.requests",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.fleet  router.access  router.launchers.orphans",
+    "router.lease",
     "router.explain  router.model  router.forecast  router.adapters",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.costs",
@@ -42,7 +43,7 @@ ROUTER = [
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
-    "router.client",
+    "router.client  router.limits",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.ranks"
     "  router.listener  router.watch  router.wire",
@@ -94,6 +95,7 @@ BORDER = {"worker.contract", "worker.routes", "worker.bodies", "worker.schemas"}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""
 
 PURE = [
+    "router.limits",
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",
     "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby",

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from router.access import Access
-from router.fleet import Limits
+from router.limits import Limits
 from router.proxy import Pace
 from router.settings import Key, digest
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, world

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, UnixConnector
 
-from router.fleet import Limits
 from router.lifecycle import State
+from router.limits import Limits
 from router.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
 from worker import contract

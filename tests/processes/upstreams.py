@@ -15,9 +15,10 @@ from router.access import Access
 from router.app import App
 from router.calibration import Calibration
 from router.events import EventLog
-from router.fleet import Fleet, Limits
+from router.fleet import Fleet
 from router.launchers import Listen, Program, WorkerLost, WorkerProcess
 from router.ledger import Bytes, Ledger
+from router.limits import Limits
 from router.listener import Listener
 from router.metrics import Metrics
 from router.names import Names

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.faces.llama_server import status
-from router.fleet import Limits
 from router.launchers import WorkerLost
+from router.limits import Limits
 from router.log import state_line
 from router.metrics import CONTENT_TYPE, Metrics
 from tests.fakes import CPU, GIB, FakeModel, virtual

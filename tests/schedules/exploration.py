@@ -13,10 +13,11 @@ from typing import Any
 
 from router.errors import ApiError
 from router.events import Event
-from router.fleet import Fleet, Limits
+from router.fleet import Fleet
 from router.launchers import WorkerLost
 from router.ledger import DeviceId, Resident
 from router.lifecycle import State
+from router.limits import Limits
 from router.presets import Preset, same_load
 from router.worker import Worker
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual

@@ -8,9 +8,9 @@ import pytest
 
 from router.errors import QueueFull
 from router.faces.llama_server import status
-from router.fleet import Limits
 from router.launchers import WorkerLost
 from router.lifecycle import State
+from router.limits import Limits
 from router.model import COPY_PAUSE
 from router.worker import Worker
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, virtual

@@ -19,9 +19,10 @@ from router.errors import (
     QueueFull,
     QueueTimeout,
 )
-from router.fleet import IDLE_LOOK, Limits
+from router.fleet import IDLE_LOOK
 from router.launchers import WorkerLost
 from router.lifecycle import State
+from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 from worker import contract

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.errors import ApiError
-from router.fleet import Limits
 from router.launchers import WorkerLost
 from router.lifecycle import State
+from router.limits import Limits
 from router.presets import same_load
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, VirtualLoop
 from tests.router.questions import Fleet as Question

@@ -20,10 +20,10 @@ from router.errors import (
 )
 from router.events import Event
 from router.faces.llama_server import status
-from router.fleet import Limits
 from router.launchers import WorkerLost
 from router.ledger import Reading
 from router.lifecycle import State
+from router.limits import Limits
 from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 from worker import contract

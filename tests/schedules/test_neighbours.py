@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from router.fleet import Limits
+from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 

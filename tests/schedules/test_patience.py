@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from router.errors import ApiError
-from router.fleet import Limits
+from router.limits import Limits
 from tests.fakes import GIB, virtual
 from tests.schedules.worlds import Schedule
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from router.estimate import RUNTIME_HOST, Checkpoint
-from router.fleet import Limits
 from router.launchers import WorkerLost
+from router.limits import Limits
 from router.preparation import LONGEST_PAUSE, LOOK_INTERVAL, PAUSE, QUIET, Preparation
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule

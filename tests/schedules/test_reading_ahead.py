@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.fleet import Limits
+from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 

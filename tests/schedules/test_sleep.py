@@ -7,7 +7,7 @@ import pytest
 
 from router.errors import AlreadyRunning, NotRunning
 from router.faces.llama_server import status, value_of
-from router.fleet import Limits
+from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 

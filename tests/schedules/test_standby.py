@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from router.errors import LoadFailed
-from router.fleet import Limits
 from router.launchers import WorkerLost
 from router.lifecycle import State
+from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 

@@ -9,8 +9,9 @@ from typing import Any
 from router.calibration import Calibration
 from router.estimate import Checkpoint, Tally
 from router.events import EventLog
-from router.fleet import Fleet, Limits
+from router.fleet import Fleet
 from router.ledger import DeviceId, Ledger
+from router.limits import Limits
 from router.presets import Preset
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
 from worker import contract
