@@ -328,14 +328,16 @@ class Fleet:
 
     def eta(self, model: Model) -> float:
         """Seconds until a request for `model` can expect its turn: its own load and those ahead of it, by what loads
-        took so far, less what is over of them."""
+        took so far, less what is over of them, once those in the way may leave."""
         worker, now = model.open, self.now()
         if worker is not None and worker.state >= State.STARTING:
             return max(1.0, model.expected_load() - (now - worker.since))
         queued = [w for w in self.workers() if w.state is State.QUEUED and not w.luxury and w is not worker]
         ahead = [w for w in queued if worker is None or w.ahead < worker.ahead]
         loads = (self._homes[w.id].expected_load() for w in ahead)
-        return max(1.0, model.expected_load() + sum(loads))
+        line = ahead if worker is None else [*ahead, worker]
+        begins = max((w.waits_until for w in line if w.waits_until is not None), default=now)
+        return max(1.0, max(0.0, begins - now) + model.expected_load() + sum(loads))
 
     def turnover(self, id: str) -> float:
         """Seconds until one of the requests of a model can be expected to end, by how long they took so far."""
@@ -767,8 +769,8 @@ class Fleet:
             if worker.id not in plan.refine and worker.id not in plan.refuse and not worker.refine.is_set():
                 worker.considered.set()  # of one refused its end says so, once everybody who waits can hear why
             wait = plan.waits.get(worker.id)
-            worker.waits_for = wait.cause if wait is not None else worker.waits_for
             if wait is not None:
+                worker.waits_for, worker.waits_until = wait.cause, wait.until
                 worker.waits_for_slot = bool(wait.shortage) and all(id.index == SLOTS for id in wait.shortage)
             if wait is not None and self._said.get(worker.id) != wait.cause:
                 self._said[worker.id] = wait.cause

@@ -146,6 +146,8 @@ class Wait:
     """Who leaves for it now or, together, later; by id."""
     keep: Mapping[int, Keep] = field(default_factory=dict)
     """Why the others stay."""
+    until: float | None = None
+    """When at the latest those in the way may leave; None: they do already, or nobody can say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -644,6 +646,7 @@ class _Walk:
             return
 
         shortage = self._shortage(offer.claim, self._free)
+        until = max([*map(line.bound, late), *(self.bounds.get(id, -inf) for id in missing)], default=-inf)
         if goes:
             for one in offer.victims:
                 self._send_away(one, Eviction(reason="evicted", for_demand=demand.id, idle=not one.busy))
@@ -668,7 +671,7 @@ class _Walk:
             cause, on = "quiet", [one for one in self.starting if not disturbed.isdisjoint(_spots(one))]
         else:
             cause, on = "stopping", self._all_on(shortage, self.leaving)
-        self.waits[demand.id] = self._wait(cause, on, shortage, offer)
+        self.waits[demand.id] = self._wait(cause, on, shortage, offer, until)
 
     def _send_away(self, one: Resident, eviction: Eviction) -> None:
         self.evict[one.id] = eviction
@@ -762,6 +765,7 @@ class _Walk:
         on: Iterable[Resident],
         shortage: Mapping[DeviceId, Shortage],
         offer: _Offer | None = None,
+        until: float = inf,
     ) -> Wait:
         return Wait(
             cause=cause,
@@ -770,6 +774,7 @@ class _Walk:
             place=offer.place if offer else (),
             victims=tuple(sorted(one.id for one in offer.victims)) if offer else (),
             keep=self._kept(shortage),
+            until=until if self.now < until < inf else None,
         )
 
     def _kept(self, shortage: Collection[DeviceId]) -> Mapping[int, Keep]:

@@ -111,6 +111,8 @@ class Worker:
         self.stages = Stages()
         self.waits_for = ""
         """Why it is still QUEUED, in a word of the planner."""
+        self.waits_until: float | None = None
+        """When at the latest those in its way may leave; None: they do already, or nobody can say."""
         self.waits_for_slot = False
         """What it waited for last was not memory: there were as many workers as may be."""
         self.ahead = 0

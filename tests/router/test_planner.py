@@ -292,8 +292,9 @@ def test_a_busy_worker_is_spared_until_patience_is_over() -> None:
     residents = [resident(1, {GPU[0]: 90}, busy=True)]
     plan = decide([demand(9, 60)], residents, ONE)
     assert (plan.evict, plan.look_again) == ({}, NOW + PATIENCE)
-    assert (plan.waits[9].cause, plan.waits[9].on) == ("busy", (1,))
+    assert (plan.waits[9].cause, plan.waits[9].on, plan.waits[9].until) == ("busy", (1,), NOW + PATIENCE)
     plan = decide([demand(9, 60)], residents, ONE, now=NOW + PATIENCE)
+    assert plan.waits[9].until is None
     assert plan.evict == {1: Eviction(reason="evicted", for_demand=9, idle=False)}
 
 

@@ -31,8 +31,9 @@ async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
     await asyncio.sleep(7)
     with world.fleet.lease("b") as first, world.fleet.lease("c") as second:
         await asyncio.sleep(1)
-        assert status_comment(world.fleet, first) == "queued position=1 waiting_for=turn eta_s=6"
-        assert status_comment(world.fleet, second) == "queued position=2 waiting_for=memory eta_s=12"
+        patience = 9  # seconds of it are left, and then of a's turn none
+        assert status_comment(world.fleet, first) == f"queued position=1 waiting_for=turn eta_s={patience + 6}"
+        assert status_comment(world.fleet, second) == f"queued position=2 waiting_for=memory eta_s={patience + 6 + 6}"
     await asyncio.gather(*asking)
     await world.stop()
 
