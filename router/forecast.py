@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from router import calibration, checkpoint, commands, costs, kv_types, presets, remote, split
 from router import estimate as estimates
@@ -112,10 +112,10 @@ def forecast(
     on_host = all(place.index == HOST for place in places)
     known = Calibration(state / "estimates.json") if (state / "estimates.json").is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
-        folder, files = _files(preset, settings, environ, Path(spare))
+        snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
+        folder, files = _files(preset, settings, snapshots, environ, Path(spare))
         is_here = files == str(folder)
         if is_here:  # what a load takes, which may have been converted
-            snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
             folder = Path(snapshots.loads_from(preset, files))
         facts = _facts(preset, folder)
         if exact and not is_here:
@@ -216,13 +216,14 @@ def cost(
     return replace(best, layers=choice.layers)
 
 
-def _files(preset: Preset, settings: Settings, environ: Mapping[str, str], spare: Path) -> tuple[Path, str]:
+def _files(
+    preset: Preset, settings: Settings, snapshots: Snapshots, environ: Mapping[str, str], spare: Path
+) -> tuple[Path, str]:
     """The folder of the model's files, and where they are for a person; their skeleton in `spare` if they are not
-    here."""
+    here. A built-in model is made where its first load would make it."""
     if preset.demo:
-        raise ForecastError(
-            f"{preset.id} is a built-in model, made when it is first loaded; load it, and GET /models tells its memory"
-        )
+        made = _ask(preset, contract.Downloaded, snapshots.download(preset), environ, threads=1).snapshot
+        return Path(made), made
     if preset.path:
         return Path(preset.path), preset.path
     here = find_snapshot(preset.repo, preset.revision, settings.hub_cache)
@@ -255,26 +256,43 @@ def _exactly(
     command = commands.model_options(
         contract.Estimate, preset, facts, folder, on_host=on_host, layers=choice.layers, ranks=choice.ranks
     )
-    argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
     threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
+    said = _ask(preset, contract.Estimated, command, environ, threads=threads)
+    return estimates.exact(said, preset, layers=choice.layers)
+
+
+Said = TypeVar("Said", contract.Downloaded, contract.Estimated)
+
+
+def _ask(
+    preset: Preset,
+    kind: type[Said],
+    command: contract.Download | contract.Estimate,
+    environ: Mapping[str, str],
+    *,
+    threads: int,
+) -> Said:
+    """What the worker's program answers to `command`, in a process with the environment that a worker gets."""
+    name: Literal["download", "estimate"] = "download" if isinstance(command, contract.Download) else "estimate"
+    argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
     env = environment.environment(
-        environ, "estimate", tag="estimate", visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
+        environ, name, tag=name, visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
     )
     try:
         done = subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=EXACT_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ForecastError(f"{preset.id}: `worker estimate` took over {EXACT_TIMEOUT:.0f} s and was ended") from None
+        raise ForecastError(f"{preset.id}: `worker {name}` took over {EXACT_TIMEOUT:.0f} s and was ended") from None
     except OSError as error:
         raise ForecastError(f"{preset.id}: {argv[0]} cannot be started: {error.strerror or error}") from None
     events = [contract.decode(line) for line in done.stdout.splitlines()]
-    said = next((event for event in events if isinstance(event, contract.Estimated)), None)
+    said = next((event for event in events if isinstance(event, kind)), None)
     if said is not None:
-        return estimates.exact(said, preset, layers=choice.layers)
+        return said
     failed = next((event.message for event in events if isinstance(event, contract.Failed)), "")
     last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-    raise ForecastError(f"{preset.id}: no exact estimate (exit {done.returncode}): {failed or last}")
+    raise ForecastError(f"{preset.id}: `worker {name}` failed (exit {done.returncode}): {failed or last}")
 
 
 def _capacity(reading: Reading, margin: int, limit: int | None) -> int:

@@ -80,8 +80,9 @@ CUDA_HOST_BYTES = 1024 * MIB
 """Main memory that CUDA's libraries take beside the imports. A guess: not measured on any card yet."""
 KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
-COSTLIEST = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
-"""With this a request takes every step of the sampler, and the most memory."""
+COSTLIEST = Sampling(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
+"""With this a request takes every step of the sampler, and the most memory: where all tokens are about as likely, all
+of them are sorted."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SERVED_WITH = (server,)
 """Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
