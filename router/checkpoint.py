@@ -317,6 +317,7 @@ def _assemble(
         ),
         by_layer=_by_layer(counted, layers),
         matrices=_matrices(counted) if tensors else layers * hidden * (2 * queries + keys + 3 * width),
+        named_layers=len({match[1] for match in map(_LAYER.search, counted) if match}),
         behind=sum(math.prod(shape) for name, (_, shape, _) in counted.items() if _BEHIND.search(name)),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),

@@ -118,7 +118,7 @@ SAFETY_FACTOR = 2
 """What the bytes of weights are multiplied with where nothing else of a model is known. A guess, and stated as such."""
 
 LEAST_BESIDE = 512 * MIB
-"""Added to the weights at least in that case: small models can have large caches."""
+"""Added to weights and cache at least in that case, with an eighth of that cache: steps take some of either."""
 
 Source = Literal["static", "weights", "exact", "learned", "preset"]
 """Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known."""
@@ -271,6 +271,8 @@ class Checkpoint:
     """Elements of each layer's tensors; empty: they cannot be told from the rest."""
     matrices: int = 0
     """Elements of all layers' matrices, without their vectors; 0: they cannot be told from the rest."""
+    named_layers: int = 0
+    """As many layers as the tensors' names tell of."""
     behind: int = 0
     """Elements of what stands behind the layers: a head that is not the embedding, the last norm."""
     file_bytes: int = 0
@@ -451,11 +453,11 @@ def estimate(
     except UnknownArchitecture as unknown:
         if not weights:
             raise
-        source, context = "weights", 0
-        compute = max((SAFETY_FACTOR - 1) * weights, LEAST_BESIDE)
+        source, context = "weights", _widest_context(facts, preset, tokens, on_host=on_host)
+        compute = max((SAFETY_FACTOR - 1) * weights - context, LEAST_BESIDE + context // 8)
         note = (
-            f"weights x {SAFETY_FACTOR}, and {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact};"
-            " required-memory would replace this"
+            f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
+            f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
         )
     else:
         compute = kept_bytes(facts, preset, compute, context) if on_host else compute
@@ -469,6 +471,16 @@ def estimate(
         reserved=extra,
         note=note,
     )
+
+
+def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:
+    """Bytes of keys and values if each is as wide as the model, in as many layers as the tensors' names tell of: more
+    than a model caches whose heads share them, or that caches a compressed row. 0 where not even that is known."""
+    if embeds(facts, preset):
+        return 0
+    layers = facts.layers or facts.named_layers
+    cached = preset.kv_tokens or preset.parallel * tokens
+    return 2 * facts.hidden * layers * cached * DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
 
 
 def head_shard(facts: Checkpoint, layers: tuple[int, ...]) -> int:

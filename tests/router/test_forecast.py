@@ -181,6 +181,13 @@ def test_where_only_the_weights_are_known_the_guess_is_called_one(
     assert "config.json of alien does not state its layers" in told
 
 
+def test_a_built_in_model_is_weighed_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = estimate(capsys, "demo-chat", "--state-dir", str(tmp_path))
+    assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
+    assert 1 << 20 < said["weights"] < 8 << 20
+    assert not (tmp_path / "demo").exists(), "it is shipped"
+
+
 def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write(tmp_path / "m"))
     forked = estimate(capsys, folder)[1]
