@@ -32,6 +32,12 @@ MOST_RECORDS = 1000
 MOST_SECONDS = 5
 """Load times remembered of one model."""
 
+_LIBRARIES = {
+    "awq": ("gptqmodel",), "bnb-4bit": ("bitsandbytes",), "bnb-8bit": ("bitsandbytes",),
+    "compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"),
+}  # fmt: skip
+"""What computes packed weights beside torch and transformers, by method."""
+
 _VERSION = 1
 _Kind = Literal["learned", "exact", "seconds"]
 _Records = dict[str, dict[str, Any]]
@@ -40,18 +46,28 @@ _Change = tuple[_Kind, str, Callable[[Any], Any]]
 _log = logging.getLogger(__name__)
 
 
-def key(checkpoint: Checkpoint, preset: Preset, devices: Sequence[str], *, forked: bool = False) -> str:
+def key(
+    checkpoint: Checkpoint,
+    preset: Preset,
+    devices: Sequence[str],
+    *,
+    forked: bool = False,
+    installed: Callable[[str], str] | None = None,
+) -> str:
     """What a measurement holds for: this snapshot, these load settings, these kinds of device (names as the driver
     gives them, by shard), the installed versions of what computes, and the way in which the worker was born: one that
     was forked does not count what it shares with its nursery, and knows nothing of what an executed one takes.
+    `installed`: the version of a distribution; None: as it is here.
     """
+    packed = checkpoint.quantization or preset.quantization
+    libraries = ("torch", "transformers", "fleet-router", *_LIBRARIES.get(packed, ()))
     settings = (
         effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.kv_cache_dtype, preset.chunk,
         preset.dtype,
         preset.quantization, preset.attention, preset.enforce_eager, preset.threads, preset.load_format, preset.task,
         preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
         preset.adapter_slots, preset.max_lora_rank,
-        sorted(preset.env.items()), [version(name) for name in ("torch", "transformers", "fleet-router")],
+        sorted(preset.env.items()), [(installed or version)(name) for name in libraries],
     )  # fmt: skip
     words = json.dumps([checkpoint.identity, settings, list(devices), "fork" if forked else "exec"])
     return hashlib.sha256(words.encode()).hexdigest()[:32]

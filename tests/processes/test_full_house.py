@@ -56,9 +56,7 @@ async def test_three_models_at_full_batch_and_full_context_stay_within_the_limit
     ini = tmp_path / "models.ini"
     ini.write_text("\n".join(lines) + "\n")
     limit = -(-expected // MIB) + MARGIN
-    # of processes that share nothing: what is charged is the limit less the margin to the mebibyte
-    options = ("--models-preset", str(ini), "--no-nursery", "--device-limit", f"cpu={limit}",
-               "--models-memory-margin", str(MARGIN))  # fmt: skip
+    options = ("--models-preset", str(ini), "--device-limit", f"cpu={limit}", "--models-memory-margin", str(MARGIN))
     async with router(*options) as up:
         await asyncio.gather(*(ask(up, name, seed) for name in MODELS for seed in range(ROWS)))
         await asyncio.gather(*(ask(up, name, 100 + seed) for name in MODELS for seed in range(ROWS)))

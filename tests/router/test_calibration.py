@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -248,3 +249,38 @@ def test_a_key_tells_apart_what_costs_differently_and_nothing_else() -> None:
         key(facts, preset, ["NVIDIA H200", "NVIDIA H200"]),
     ]
     assert len({key(facts, preset, ["cpu"]), *others}) == 9
+
+
+def test_what_was_measured_with_other_software_is_not_used(file: Path) -> None:
+    facts, packed, preset = (
+        Checkpoint(max_positions=4096),
+        Checkpoint(max_positions=4096, quantization="gptq"),
+        Preset(id="a"),
+    )
+
+    def with_new(name: str) -> Callable[[str], str]:
+        return lambda asked: "2.0" if asked == name else "1.0"
+
+    calibration = Calibration(file)
+    now = key(facts, preset, ["cpu"], installed=with_new(""))
+    calibration.record(now, GUESS, [190])
+    for name in ("torch", "transformers", "fleet-router"):
+        assert calibration.learned(key(facts, preset, ["cpu"], installed=with_new(name))) is None
+    assert key(facts, preset, ["cpu"], installed=with_new("gptqmodel")) == now, "nothing of it is packed"
+    one, other = (key(packed, preset, ["cpu"], installed=with_new(name)) for name in ("", "gptqmodel"))
+    assert one != other
+
+
+def test_a_full_disk_leaves_the_old_file_whole(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calibration = Calibration(file)
+    calibration.record("a", GUESS, [190])
+    before, (soft, hard) = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
+    try:
+        with caplog.at_level(logging.WARNING):
+            learned = calibration.record("b", GUESS, [300])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be kept" in caplog.text
+    assert (file.read_bytes(), calibration.learned("b")) == (before, learned)
+    assert [left.name for left in file.parent.iterdir() if left.suffix == ".draft"] == []

@@ -555,8 +555,8 @@ def test_a_guess_from_the_weights_is_never_below_what_the_same_model_takes(
     name: str, on_host: bool, way: dict[str, int]
 ) -> None:
     known = estimate(PUBLISHED[name], preset(**way), on_host=on_host)
-    for hidden_fact in ({"kv_heads": 0}, {"layers": 0}):
-        guess = estimate(replace(PUBLISHED[name], **hidden_fact), preset(**way), on_host=on_host)
+    for unknown in (replace(PUBLISHED[name], kv_heads=0), replace(PUBLISHED[name], layers=0)):
+        guess = estimate(unknown, preset(**way), on_host=on_host)
         assert (known.source, guess.source) == ("static", "weights")
         assert guess.total >= known.total
 
