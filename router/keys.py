@@ -342,8 +342,8 @@ REFUSED: tuple[Refused, ...] = (
     _refused("fit-target", "--models-memory-margin keeps memory free", "fitt"),
     _refused("model-draft", _DRAFT, "md", "spec-draft-model", "speculative-draft-model"),
     _refused("hf-repo-draft", _DRAFT, "hfd", "hfrd", "spec-draft-hf", env="LLAMA_ARG_SPEC_DRAFT_HF_REPO"),
-    _refused("draft-max", _DRAFT, "spec-draft-n-max", "speculative-length"),
-    _refused("draft-min", _DRAFT, "spec-draft-n-min"),
+    _refused("draft-max", _DRAFT, "spec-draft-n-max", "speculative-length", "draft", "draft-n"),
+    _refused("draft-min", _DRAFT, "spec-draft-n-min", "draft-n-min"),
     _refused("record-acceptance-rate", _DRAFT, neutral=_OFF, flag=True),
     _refused("rope-scaling", _OVERRIDE, env="LLAMA_ARG_ROPE_SCALING_TYPE"),
     _refused("rope-scale", _OVERRIDE, "compress-pos-emb"),
@@ -377,8 +377,8 @@ swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-i
 op-offload ignore-eos backend-sampling bs kv-unified kvu context-shift special sp warmup spm-infill mmproj-auto
 mmproj-offload jinja prefill-assistant cache-prompt cache-idle-slots lora-init-without-apply skip-chat-parsing metrics
 props reuse-port webui ui-mcp-proxy webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix
-log-timestamps verbose v log-verbose cors-credentials spec-default spec-draft-backend-sampling spec-draft-cpu-moe cmoed
-cpu-moe-draft enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
+log-timestamps verbose v log-verbose cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe
+cmoed cpu-moe-draft enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
 """
 _MEANINGLESS_VALUES = """
 threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
@@ -396,7 +396,14 @@ log-prompts-dir reasoning-effort reasoning-budget reasoning-budget-message spec-
 spec-draft-p-split draft-p-split spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft
 spec-draft-type-k ctkd cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft
 spec-draft-ngl ngld gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft
-spec-draft-override-tensor otd override-tensor-draft lora-extra-vocab-size device-map max-batch-delay
+spec-draft-ncmoe spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict
+cpu-strict-draft spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd
+cpu-mask-batch-draft spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft
+spec-draft-poll-batch poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max spec-ngram-mod-n-match
+spec-ngram-simple-size-n spec-ngram-simple-size-m spec-ngram-simple-min-hits spec-ngram-map-k-size-n
+spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n spec-ngram-map-k4v-size-m
+spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
+lora-extra-vocab-size device-map max-batch-delay
 """
 MEANINGLESS: tuple[Meaningless, ...] = (
     *(Meaningless(name=name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
