@@ -86,8 +86,8 @@ GRAPH_BYTES = 4 * MIB
 """Of one recorded CUDA graph: a guess until measured (worker/engine/graphs.py)."""
 
 SCORES: Mapping[str, float] = {
-    "bloom": 4, "codegen": 3.3, "deepseek_v2": 2.5, "deepseek_v3": 2.5, "falcon": 2.6, "gemma2": 2.6, "gpt_oss": 4,
-    "gptj": 3.3, "jamba": 0, "mpt": 3, "qwen3_next": 0, "stablelm": 0,
+    "bart": 0, "bloom": 4, "codegen": 3.3, "deepseek_v2": 2.5, "deepseek_v3": 2.5, "falcon": 2.6, "gemma2": 2.6,
+    "gpt_oss": 4, "gptj": 3.3, "jamba": 0, "mpt": 3, "qwen3_next": 0, "stablelm": 0,
 }  # fmt: skip
 """By architecture: float32 tensors of a chunk's scores that are alive at once in its own attention; 0: none, a kernel
 computes them by tiles. Measured with scripts/bench_estimates."""
@@ -98,6 +98,9 @@ lives beside it, and those of keys in float32 where they are kept in fewer (work
 
 MOST_SCORES = 4
 """Of an architecture that was not measured."""
+
+ENCODED_SCORES = 12
+"""Bytes of each score while an encoder that was not measured reads a prompt as a whole: three tensors in float32."""
 
 STATE_TENSORS = 11
 """Bytes of each element of a state, of each token of a chunk, where a recurrence is computed step by step: 2.75 float32
@@ -858,12 +861,21 @@ def _aligned_bytes(
         decoding += preset.parallel * (row + passing)
     encoding = 0
     if facts.cross_attention:
-        scores = 3 * facts.heads * tokens * tokens * 4 + tokens * (passing + 3 * queries * each)
+        scores = _encoded_score_bytes(facts, preset, each) * facts.heads * tokens**2
+        scores += tokens * (passing + 3 * queries * each)
         encoding = max(scores, tokens * (passing + 4 * facts.intermediate * each))
     if facts.state_steps > 1:  # beside whatever else lives in the layer
         chunked += 5 * -(-packed // facts.state_steps) * facts.state_elements * 4
     states = packed * (passing + STATE_TENSORS * facts.state_elements) if facts.state_steps == 1 else 0
     return max(chunked, decoding, encoding, int(states))
+
+
+def _encoded_score_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
+    """Of each score while an encoder reads a prompt: T5's bias, and softmax in float32; BART's are computed by tiles.
+    By the exact trace of both, in 16 bits and 32, with 256 to 1024 tokens."""
+    if preset.attention == "eager":
+        return ENCODED_SCORES
+    return {"t5": each + 4, "bart": 0}.get(facts.model_type, ENCODED_SCORES)
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:

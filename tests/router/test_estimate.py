@@ -308,6 +308,20 @@ def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:
     assert found["bfloat16", True] > KERNEL_BYTES > max(found["float32", True], found["bfloat16", False])
 
 
+@pytest.mark.parametrize(("family", "per_score"), [("t5", 8), ("bart", 0), ("nobody-measured", 12)])
+def test_an_encoder_keeps_the_scores_of_a_whole_prompt_where_no_kernel_does_without(
+    family: str, per_score: int
+) -> None:
+    facts = replace(QWEN3_4B, model_type=family, cross_attention=True, aligned=True, heads=64, dtype="float32")
+
+    def needed(tokens: int) -> int:
+        return compute_bytes(facts, Preset(id="m", parallel=1, prefill_chunk=16), tokens, on_host=True)
+
+    steps = [needed(tokens) for tokens in (8192, 16384, 24576)]
+    curve = (steps[2] - steps[1]) - (steps[1] - steps[0])
+    assert curve == 2 * per_score * 64 * 8192**2
+
+
 def test_eager_attention_needs_the_whole_table_of_scores() -> None:
     plain, eager = (
         estimate(QWEN3_4B, preset(), on_host=True),
