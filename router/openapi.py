@@ -264,6 +264,7 @@ def _named(route: Route) -> str:
 _IN_PATH: Mapping[str, str] = {
     "id": "Id or alias of a model; its slashes and colons may be percent-encoded.",
     "request": "X-Request-Id of a request.",
+    "slot": "Number of a slot.",
     "adapter": "Name of an adapter.",
 }
 

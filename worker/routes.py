@@ -201,6 +201,7 @@ ROUTES: tuple[Route, ...] = (
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
     *_not_offered("POST", "/api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
+    *_not_offered("POST", "/slots/{slot}", "prefix-caching: what prompts have in common is kept by itself"),
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
     *_not_offered("POST", "/lora-adapters", "lora of a request: a scale for all would change other clients' answers"),
     *_not_offered(
