@@ -202,6 +202,7 @@ class TransformersEngine:
         config = prepared.config
         attention.register()
         implementation = backends.implementation(options.attention, config, options.devices)
+        loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
         ctx_size = context_size(options, architectures.positions(config))
         share = lockstep.begin(options, ctx_size, ranks) if slices.wanted(options, config) > 1 else None
         loaded = loader.load_model(options, config, implementation, progress, over, prepared.built, share)
