@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from worker.contract import Exit
 from worker.engine.weights import WeightFile
@@ -153,7 +154,12 @@ def bring(
     if stretches:
         with _ring(min(buffers, len(stretches)), buffer_bytes, device) as ring:
             _Transfer(stretches, ring, lane).run(min(readers, os.cpu_count() or 1), report)
-    return lambda tensor: moved[_key(tensor)] if _key(tensor) in moved else tensor.to(device)
+
+    def brought(tensor: torch.Tensor) -> torch.Tensor:
+        found = moved.get(_key(tensor)) if _lies_here(tensor) else None
+        return tensor.to(device) if found is None else found
+
+    return brought
 
 
 def bring_each(
@@ -188,6 +194,16 @@ def bring_each(
     return {device: each.result() for device, each in begun.items()}
 
 
+def _lies_here(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are one piece of main memory; those of an estimate are fake and have none."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not isinstance(tensor, FakeTensor)
+    )
+
+
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
@@ -206,7 +222,7 @@ def _plan(
     is not in one piece is left to torch."""
     here: dict[tuple[Any, ...], torch.Tensor] = {}
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.numel() and tensor.is_contiguous():
+        if _lies_here(tensor):
             here[_key(tensor)] = tensor.detach()
     by_file: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
     alone: list[tuple[Any, ...]] = []
