@@ -86,7 +86,7 @@ def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | 
         ({"guided_choice": "a"}, "guided_choice", INVALID),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", INVALID),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", INVALID),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "unsupported_parameter"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unsupported_parameter"),
         (
             {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
             "structured_outputs.disable_any_whitespace",

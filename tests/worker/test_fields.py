@@ -174,7 +174,6 @@ MEANINGFUL: dict[str, tuple[Any, list[Any]]] = {
     "typical_p": (0.9, [1, 1.0]),
     "typ_p": (0.9, [1]),
     "top_n_sigma": (1.5, [-1, 0]),
-    "samplers": (["top_k"], [[], ""]),
     "t_max_predict_ms": (100, [-1, 0]),
 }
 

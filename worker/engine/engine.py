@@ -200,11 +200,12 @@ class TransformersEngine:
         ranks: Ranks | None,
     ) -> "TransformersEngine":
         config = prepared.config
+        loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
+        divides = slices.wanted(options, config) > 1
         attention.register()
         implementation = backends.implementation(options.attention, config, options.devices)
-        loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
         ctx_size = context_size(options, architectures.positions(config))
-        share = lockstep.begin(options, ctx_size, ranks) if slices.wanted(options, config) > 1 else None
+        share = lockstep.begin(options, ctx_size, ranks) if divides else None
         loaded = loader.load_model(options, config, implementation, progress, over, prepared.built, share)
         rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
         processor, blind = see(options, config, prepared.tokenizer)
