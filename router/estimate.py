@@ -861,7 +861,7 @@ def _aligned_bytes(
         decoding += preset.parallel * (row + passing)
     encoding = 0
     if facts.cross_attention:
-        scores = _encoded_score_bytes(facts, preset, each) * facts.heads * tokens**2
+        scores = _encoded_score_bytes(facts, preset) * facts.heads * tokens**2
         scores += tokens * (passing + 3 * queries * each)
         encoding = max(scores, tokens * (passing + 4 * facts.intermediate * each))
     if facts.state_steps > 1:  # beside whatever else lives in the layer
@@ -870,12 +870,12 @@ def _aligned_bytes(
     return max(chunked, decoding, encoding, int(states))
 
 
-def _encoded_score_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
-    """Of each score while an encoder reads a prompt: T5's bias, and softmax in float32; BART's are computed by tiles.
-    By the exact trace of both, in 16 bits and 32, with 256 to 1024 tokens."""
+def _encoded_score_bytes(facts: Checkpoint, preset: Preset) -> int:
+    """Of each score while an encoder reads a prompt; BART computes them by tiles.
+    By its exact trace, in 16 bits and 32, with 256 to 1024 tokens."""
     if preset.attention == "eager":
         return ENCODED_SCORES
-    return {"t5": each + 4, "bart": 0}.get(facts.model_type, ENCODED_SCORES)
+    return {"bart": 0}.get(facts.model_type, ENCODED_SCORES)
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:
