@@ -21,11 +21,10 @@ from router.estimate import (
     compute_dtype,
     context_bytes,
     effective_ctx,
-    embeds,
     grammar_bytes,
     is_mapped,
     kept_bytes,
-    on_load,
+    kept_whole,
     required_shards,
     weight_bytes,
 )
@@ -49,16 +48,8 @@ GLOO_BYTES = 8 * MIB
 
 def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
     """Why the model cannot be divided among so many; empty: it can."""
-    if embeds(facts, preset):
-        return "it embeds or scores texts"
-    if facts.cross_attention:
-        return "it has an encoder and a decoder"
-    if "vision" in facts.capabilities:
-        return "it sees images"
-    if facts.quantization or on_load(facts, preset):
-        return "its weights are quantised"
-    if preset.adapter_slots:
-        return "requests may name adapters"
+    if why := kept_whole(facts, preset):
+        return why
     if facts.model_type not in FAMILIES:
         return f"this version divides {', '.join(sorted(FAMILIES))}, and this is {facts.model_type or 'unknown'}"
     for number, what in (

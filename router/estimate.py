@@ -521,8 +521,8 @@ def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
     return tuple(elements * each + share for elements in facts.by_layer)
 
 
-def indivisible(facts: Checkpoint, preset: Preset) -> str:
-    """Why the model cannot lie on several devices; empty: it can."""
+def kept_whole(facts: Checkpoint, preset: Preset) -> str:
+    """Why the model lies on one device, whichever way it would be divided; empty: nothing forbids it."""
     if embeds(facts, preset):
         return "it embeds or scores texts"
     if facts.cross_attention:
@@ -533,9 +533,12 @@ def indivisible(facts: Checkpoint, preset: Preset) -> str:
         return "its weights are quantised"
     if preset.adapter_slots:
         return "requests may name adapters"
-    if not facts.by_layer:
-        return "its files do not tell its layers from the rest"
     return ""
+
+
+def indivisible(facts: Checkpoint, preset: Preset) -> str:
+    """Why the model's layers cannot lie on several devices; empty: they can."""
+    return kept_whole(facts, preset) or ("" if facts.by_layer else "its files do not tell its layers from the rest")
 
 
 def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked: bool) -> int:
