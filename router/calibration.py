@@ -20,7 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from router.estimate import Checkpoint, Estimate, effective_ctx, learned
+from router.estimate import Estimate, learned
+from router.facts import Checkpoint, effective_ctx
 from router.presets import Preset
 
 DECAY = 0.25

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.estimate import Checkpoint, Linears, Tally, UnknownCheckpoint, numbers
+from router.facts import Checkpoint, Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
+from router.weights import numbers
 
 MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""

@@ -4,8 +4,7 @@ import json
 import os
 from typing import Any
 
-from router import estimate as estimates
-from router.estimate import Checkpoint
+from router.facts import Checkpoint, effective_ctx
 from router.launchers import Program
 from router.ledger import HOST, DeviceId
 from router.presets import Preset
@@ -77,7 +76,7 @@ def model_options(
         config_override=preset.config_override,
         attention=preset.attention,
         enforce_eager=preset.enforce_eager,
-        ctx_size=estimates.effective_ctx(facts, preset),
+        ctx_size=effective_ctx(facts, preset),
         parallel=preset.parallel,
         kv_tokens=preset.kv_tokens,
         kv_cache_dtype=preset.kv_cache_dtype,

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from router.estimate import Checkpoint
+from router.facts import Checkpoint
 from router.presets import Preset
 from worker import contract
 

@@ -7,29 +7,25 @@ main memory all of them lie side by side.
 
 from dataclasses import replace
 
+from router.compute import compute_bytes
 from router.estimate import (
-    DTYPE_BYTES,
     RUNTIME_DEVICE,
     RUNTIME_DEVICE_HOST,
     RUNTIME_FORKED,
     RUNTIME_HOST,
     STAGING_BYTES,
     TOKENIZER_BYTES,
-    Checkpoint,
     Estimate,
-    compute_bytes,
-    compute_dtype,
     context_bytes,
-    effective_ctx,
     grammar_bytes,
-    is_mapped,
     kept_bytes,
     kept_whole,
     required_shards,
-    weight_bytes,
 )
 from router.estimate import estimate as estimate_whole
+from router.facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx
 from router.presets import Preset
+from router.weights import is_mapped, weight_bytes
 
 MIB = 1 << 20
 

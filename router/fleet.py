@@ -33,9 +33,9 @@ from router.errors import (
     QueueFull,
     QueueTimeout,
 )  # fmt: skip
-from router.estimate import EstimateError
 from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, shortages
+from router.facts import EstimateError
 from router.holding import Holding, Wish, hold, make_room
 from router.launchers import Launcher, NotHeld, WorkerLost, WorkerProcess
 from router.lease import Lease

@@ -16,13 +16,15 @@ from router import estimate as estimates
 from router.calibration import Calibration
 from router.catalogue import LocalDisk, find_snapshot
 from router.errors import ConfigError, RouterError
-from router.estimate import Checkpoint, Estimate
+from router.estimate import Estimate
+from router.facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, embeds
 from router.launchers import environment
 from router.launchers.devices import Devices
 from router.ledger import HOST, DeviceId, Reading
 from router.presets import Loaded, Preset
 from router.settings import Settings
 from router.snapshots import Snapshots
+from router.weights import on_load, packing, weight_bytes
 from worker import contract
 
 EXACT_TIMEOUT = 120.0
@@ -142,7 +144,7 @@ def forecast(
         for reading in readings
         if reading.id in needs or (reading.id.index == HOST and not on_host)
     )
-    _, plain = estimates.packing(facts, preset, on_host=on_host)
+    _, plain = packing(facts, preset, on_host=on_host)
     left = max((room.capacity - room.needs for room in rooms if room.is_main), default=0)
     return Forecast(
         preset=preset,
@@ -151,10 +153,10 @@ def forecast(
         is_here=is_here,
         estimate=found,
         forked=settings.nursery and commands.program_of(preset, preset.id).may_fork and not exact,
-        tokens=0 if estimates.embeds(facts, preset) else estimates.effective_ctx(facts, preset),
-        dtype=estimates.compute_dtype(facts, preset, on_host=on_host),
+        tokens=0 if embeds(facts, preset) else effective_ctx(facts, preset),
+        dtype=compute_dtype(facts, preset, on_host=on_host),
         rooms=rooms,
-        packed=max(0, estimates.weight_bytes(facts, preset, on_host=on_host) - plain),
+        packed=max(0, weight_bytes(facts, preset, on_host=on_host) - plain),
         unpacked=plain,
         ranks=choice.ranks,
         beside=tuple(_beside(preset, loaded, settings, readings, places, known, left)),
@@ -458,7 +460,7 @@ def _rank_lines(found: Forecast) -> list[str]:
 
 def _on_load(found: Forecast) -> str:
     """The method by which weights are quantised while they are loaded; empty: they are not."""
-    return found.preset.quantization if estimates.on_load(found.facts, found.preset) else ""
+    return found.preset.quantization if on_load(found.facts, found.preset) else ""
 
 
 def _who_stays(found: Forecast) -> str:
@@ -472,7 +474,7 @@ def _context_words(found: Forecast) -> str:
     if found.estimate.source == "weights":
         return "not known"
     attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
-    size, kept_as = estimates.DTYPE_BYTES.get(found.dtype, 4), found.preset.kv_cache_dtype
+    size, kept_as = DTYPE_BYTES.get(found.dtype, 4), found.preset.kv_cache_dtype
     sides = facts.head_dim, facts.value_dim or facts.head_dim
     head = f"{sum(sides)} elements x {size} B"
     if kv_types.is_compact(kept_as, found.dtype):

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from router import estimate as estimates
 from router.backoff import Failure
 from router.commands import options, place_bytes, program_of, serve_fields
 from router.costs import (
@@ -27,6 +26,7 @@ from router.costs import (
     weigh,
 )  # fmt: skip
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
+from router.facts import EstimateError
 from router.launchers import Listen, NotForked, NotHeld, Program, Standby, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, DeviceId
 from router.lifecycle import State, advance
@@ -66,7 +66,7 @@ async def live(worker: Worker, world: World) -> None:
         log.warning("%s: %s; what it takes when it is executed is reserved anew", worker, refused)
         worker.reason = "abandoned"
         error = Again()
-    except estimates.EstimateError as unknown:
+    except EstimateError as unknown:
         worker.reason = "load_failed"
         worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=contract.Exit.UNUSABLE)
         error = LoadFailed(f"{worker.preset.id} cannot be loaded: {unknown.message}")

@@ -21,8 +21,8 @@ from router.commands import options, program_of
 from router.conversions import can_be_converted
 from router.costs import weigh
 from router.errors import RouterError
-from router.estimate import Checkpoint
 from router.events import Event
+from router.facts import DTYPE_BYTES, Checkpoint
 from router.fleet import Fleet
 from router.launchers import WorkerLost
 from router.ledger import HOST
@@ -238,7 +238,7 @@ class Preparation:
 
 def _memory_of(facts: Checkpoint) -> int:
     """Bytes of main memory that a conversion takes."""
-    itemsize = max((estimates.DTYPE_BYTES.get(dtype, 1) for dtype in facts.tensors), default=1)
+    itemsize = max((DTYPE_BYTES.get(dtype, 1) for dtype in facts.tensors), default=1)
     return estimates.RUNTIME_HOST + STACKED_AT_ONCE * facts.stacked * itemsize // max(facts.layers, 1)
 
 

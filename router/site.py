@@ -20,8 +20,8 @@ from router.adapters import Registered
 from router.catalogue import Further
 from router.checkpoint import meta, modalities, offered
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
-from router.estimate import Checkpoint, EstimateError, effective_ctx
 from router.events import Event, EventLog
+from router.facts import Checkpoint, EstimateError, effective_ctx
 from router.fleet import Fleet, Model
 from router.launchers import Launcher
 from router.lifecycle import State

@@ -11,7 +11,7 @@ from router.calibration import version
 from router.catalogue import find_snapshot
 from router.conversions import Conversions, can_be_converted
 from router.errors import LoadFailed
-from router.estimate import Checkpoint
+from router.facts import Checkpoint
 from router.presets import HUB, Preset
 from worker import contract
 

@@ -9,15 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from router import divided
-from router.estimate import (
-    Checkpoint,
-    Estimate,
-    EstimateError,
-    UnknownArchitecture,
-    estimate,
-    indivisible,
-    layer_costs,
-)
+from router.estimate import Estimate, estimate, indivisible, layer_costs
+from router.facts import Checkpoint, EstimateError, UnknownArchitecture
 from router.keys import ALL_DEVICES
 from router.ledger import HOST, DeviceId
 from router.presets import Preset

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 from router import estimate as estimates
 from router import split
 from router.errors import ApiError, LoadFailed
-from router.estimate import Checkpoint, Estimate
+from router.estimate import Estimate
 from router.events import EventLog
+from router.facts import Checkpoint
 from router.holding import Wish
 from router.launchers import Standby, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Resident, pooled

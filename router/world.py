@@ -5,8 +5,8 @@ from typing import Protocol
 
 from router.backoff import Failure
 from router.calibration import Calibration
-from router.estimate import Checkpoint
 from router.events import EventLog
+from router.facts import Checkpoint
 from router.launchers import Launcher
 from router.ledger import DeviceId
 from router.presets import Preset

@@ -40,6 +40,9 @@ ROUTER = [
     "router.split",
     "router.divided  router.planner  router.checkpoint  router.catalogue  router.conversions  router.remote",
     "router.ledger  router.estimate  router.names",
+    "router.compute",
+    "router.weights",
+    "router.facts",
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
@@ -95,7 +98,7 @@ BORDER = {"worker.contract", "worker.routes", "worker.bodies", "worker.schemas"}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""
 
 PURE = [
-    "router.limits",
+    "router.compute", "router.facts", "router.limits", "router.weights",
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",
     "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby",

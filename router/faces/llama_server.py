@@ -10,8 +10,8 @@ from typing import Any
 from router.access import Access
 from router.checkpoint import modalities, offered
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy, Starting
-from router.estimate import Checkpoint
 from router.events import Event
+from router.facts import Checkpoint
 from router.fleet import Fleet, Model
 from router.hub import Hub, users
 from router.ledger import SLOTS, DeviceId, pooled

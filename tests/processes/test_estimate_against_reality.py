@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from router import checkpoint
-from router.estimate import Checkpoint, compute_dtype, context_bytes, effective_ctx, embeds, estimate
+from router.estimate import context_bytes, estimate
+from router.facts import Checkpoint, compute_dtype, effective_ctx, embeds
 from router.presets import Preset
 from tests import tiny
 from tests.children import Child, python

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from router.calibration import Calibration, key
-from router.estimate import Checkpoint, Estimate
+from router.estimate import Estimate
+from router.facts import Checkpoint
 from router.presets import Preset
 
 GUESS = Estimate(weights=(100,), context=(50,), compute=(30,), runtime=(20,))

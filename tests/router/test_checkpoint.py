@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.checkpoint import header, meta, modalities, offered, read
-from router.estimate import Linears, Tally, UnknownCheckpoint
+from router.facts import Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
 
 LLAMA: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.conversions import Conversions
-from router.estimate import Checkpoint
+from router.facts import Checkpoint
 from router.presets import Preset
 from router.snapshots import Snapshots
 from worker import contract

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import divided, split
-from router.estimate import Checkpoint, Estimate, context_bytes, effective_ctx, weight_bytes
+from router.estimate import Estimate, context_bytes
 from router.estimate import estimate as estimate_whole
+from router.facts import Checkpoint, effective_ctx
 from router.keys import ALL_DEVICES
 from router.ledger import DeviceId
 from router.presets import Preset
 from router.split import Choice, Indivisible, choices
+from router.weights import weight_bytes
 from tests.router.test_split import BIG, CPU, GIB, GPU, LAYER
 
 LARGE = replace(BIG, matrices=80 * (LAYER - 2 * 8192), kv_heads=8)

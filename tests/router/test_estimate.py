@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import estimate as estimates
+from router.compute import GATHERED_BYTES, GRAPH_BYTES, TILE_BYTES, compute_bytes
 from router.estimate import (
-    GATHERED_BYTES,
     GRAMMAR_BYTES,
     GRAMMAR_ENTRY_BYTES,
-    GRAPH_BYTES,
     INHERITED_SHARE,
     KERNEL_BYTES,
     LEAST_BESIDE,
@@ -25,22 +24,23 @@ from router.estimate import (
     RUNTIME_HOST,
     SAFETY_FACTOR,
     STAGING_BYTES,
-    TILE_BYTES,
     TOKENIZER_BYTES,
+    Estimate,
+    context_bytes,
+    estimate,
+)
+from router.facts import (
+    DTYPE_BYTES,
     Checkpoint,
     ContextTooLarge,
-    Estimate,
     Linears,
     Tally,
     UnknownArchitecture,
     WrongQuantization,
-    compute_bytes,
-    context_bytes,
     effective_ctx,
-    estimate,
-    weight_bytes,
 )
 from router.presets import Preset
+from router.weights import weight_bytes
 from worker import contract
 
 MIB = 1 << 20
@@ -457,8 +457,8 @@ def test_quantizing_never_enlarges(
     method, stored, each = form
     size = {"int32": 4}.get(stored, 1)
     number = -(-elements // each)
-    packed = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * estimates.DTYPE_BYTES[facts.dtype])}
-    plain = {facts.dtype: Tally(elements + kept, (elements + kept) * estimates.DTYPE_BYTES[facts.dtype])}
+    packed = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * DTYPE_BYTES[facts.dtype])}
+    plain = {facts.dtype: Tally(elements + kept, (elements + kept) * DTYPE_BYTES[facts.dtype])}
     whole = replace(facts, tensors=plain, file_bytes=plain[facts.dtype].bytes, largest=1 << 20)
     scales = elements // 64 * 2
     small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()) + scales,
@@ -499,7 +499,7 @@ def test_packing_on_load_never_enlarges_what_a_device_holds(
     each = rows * columns
     linears = Linears(count, count * each, count * rows, count * -(-each // 64), each)
     elements = linears.elements + 100_000
-    size = estimates.DTYPE_BYTES[facts.dtype]
+    size = DTYPE_BYTES[facts.dtype]
     whole = replace(facts, tensors={facts.dtype: Tally(elements, elements * size)}, file_bytes=elements * size,
                     linears=linears, largest=each * size)  # fmt: skip
     small = replace(said, quantization=method)

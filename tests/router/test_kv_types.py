@@ -6,7 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from router.estimate import Checkpoint, compute_bytes, context_bytes, estimate
+from router.compute import compute_bytes
+from router.estimate import context_bytes, estimate
+from router.facts import Checkpoint
 from router.kv_types import head_bytes, is_compact
 from router.presets import Preset
 from tests.router.test_estimate import QWEN3_4B, checkpoints, preset, presets

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import split
-from router.estimate import Checkpoint, EstimateError, Tally, estimate
+from router.estimate import estimate
+from router.facts import Checkpoint, EstimateError, Tally
 from router.keys import ALL_DEVICES
 from router.ledger import HOST, LOCAL, DeviceId
 from router.presets import Preset

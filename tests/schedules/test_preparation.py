@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from router.estimate import RUNTIME_HOST, Checkpoint
+from router.estimate import RUNTIME_HOST
+from router.facts import Checkpoint
 from router.launchers import WorkerLost
 from router.limits import Limits
 from router.preparation import LONGEST_PAUSE, LOOK_INTERVAL, PAUSE, QUIET, Preparation

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from router.calibration import Calibration
-from router.estimate import Checkpoint, Tally
 from router.events import EventLog
+from router.facts import Checkpoint, Tally
 from router.fleet import Fleet
 from router.ledger import DeviceId, Ledger
 from router.limits import Limits

@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from router import checkpoint
-from router import estimate as static
+from router.compute import compute_bytes
 from router.presets import Preset
+from router.weights import weight_bytes
 from tests import tiny
 from tests.worker.loaded import generated, load, say, serving
 from worker import contract, estimate
@@ -81,12 +82,12 @@ def test_a_packed_model_takes_what_was_estimated(tmp_path: Path, method: str, dt
     assert weights <= traced.weights <= 1.04 * weights
     preset = Preset(id="m", quantization=method, parallel=2, ctx_size=128, prefill_chunk=64, threads=1)
     facts = checkpoint.read(folder)
-    assert weights <= 1.001 * static.weight_bytes(facts, preset, on_host=True) <= 1.05 * weights
+    assert weights <= 1.001 * weight_bytes(facts, preset, on_host=True) <= 1.05 * weights
     runner, capacity = backends.make_runner(loaded.model, config, chosen, 128, loaded.device, caches=True)
     peak = max(allocated(step) for step in estimate.generation_steps(runner, capacity, chosen, 128))
     total = weights + runner.bytes + peak
     assert total <= traced.weights + traced.context + traced.compute <= 1.2 * total
-    assert peak <= static.compute_bytes(facts, preset, 128, on_host=True)
+    assert peak <= compute_bytes(facts, preset, 128, on_host=True)
     assert held_bytes(loaded.model) == weights, "no request has anything packed anew"
 
 

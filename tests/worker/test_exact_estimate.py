@@ -14,8 +14,9 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from router import checkpoint
-from router.estimate import compute_bytes, weight_bytes
+from router.compute import compute_bytes
 from router.presets import Preset
+from router.weights import weight_bytes
 from tests import tiny
 from worker import contract, estimate, packed
 from worker.contract import Exit

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from router.estimate import SPREAD_SCORE_BYTES, SPREAD_SCORES, WIDENED_BYTES
+from router.compute import SPREAD_SCORE_BYTES, SPREAD_SCORES, WIDENED_BYTES
 from tests import tiny
 from tests.worker.loaded import load, say
 from worker import estimate

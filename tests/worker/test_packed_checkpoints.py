@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from router import checkpoint
-from router import estimate as static
+from router.compute import compute_bytes
 from router.presets import Preset
+from router.weights import weight_bytes
 from tests import packed
 from tests.worker.loaded import load, say, serving
 from tests.worker.test_bitsandbytes import allocated
@@ -67,11 +68,11 @@ def test_a_packed_checkpoint_takes_what_was_estimated(tmp_path: Path, method: st
     assert weights == traced.weights
     preset = Preset(id="m", parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
     facts = checkpoint.read(folder)
-    assert weights <= 1.001 * static.weight_bytes(facts, preset, on_host=True) <= 1.06 * weights
+    assert weights <= 1.001 * weight_bytes(facts, preset, on_host=True) <= 1.06 * weights
     runner, capacity = backends.make_runner(loaded.model, config, chosen, 128, loaded.device, caches=True)
     peak = max(allocated(step) for step in estimate.generation_steps(runner, capacity, chosen, 128))
     assert peak <= 1.02 * traced.compute <= 1.2 * peak + (1 << 18)
-    assert peak <= static.compute_bytes(facts, preset, 128, on_host=True)
+    assert peak <= compute_bytes(facts, preset, 128, on_host=True)
     assert held_bytes(loaded.model) == weights, "no request has anything unpacked or put into order"
 
 
