@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import orjson
 
-from worker.bodies import DETAILS, MAX_TOOLS, ROLES
+from worker.bodies.common import MAX_TOOLS, ROLES
+from worker.bodies.openai import DETAILS
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields, Json, parse_setting

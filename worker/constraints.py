@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
+from worker.bodies.common import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 from worker.errors import InvalidValue, UnsupportedField
 from worker.fields import Fields
 from worker.generation import Grammar

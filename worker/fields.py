@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import NEUTRAL, NO_OPS
+from worker.bodies.common import NEUTRAL, NO_OPS
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.schemas import Body, Schema, allows, bounds, kinds
 

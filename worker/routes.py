@@ -11,8 +11,22 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
-from worker import bodies
-from worker.bodies import NEUTRAL, NO_OPS
+from worker.bodies.anthropic import ANTHROPIC, COUNT_TOKENS
+from worker.bodies.common import NEUTRAL, NO_OPS
+from worker.bodies.llama_server import COMPLETION, DETOKENIZE, INFILL, TOKENIZE
+from worker.bodies.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OLLAMA_PULL, OLLAMA_SHOW
+from worker.bodies.openai import CHAT, CHAT_TOKENS, COMPLETIONS, EMBEDDING, EMBEDDINGS, RERANK, TEMPLATE
+from worker.bodies.own import FETCH, NAMED, PIN
+from worker.bodies.responses import RESPONSES
+from worker.bodies.seeds import (
+    ERICLLM,
+    FASTCHAT,
+    FASTCHAT_CHECK,
+    FASTCHAT_CONV,
+    FASTCHAT_COUNT,
+    FASTCHAT_EMBED,
+    INVOCATIONS,
+)
 from worker.schemas import Body, described
 
 
@@ -211,41 +225,41 @@ ROUTES: tuple[Route, ...] = (
 
 
 BODIES: Mapping[str, tuple[Body, ...]] = {
-    "chat": (bodies.CHAT,),
-    "completions": (bodies.COMPLETIONS,),
-    "embeddings": (bodies.EMBEDDINGS,),
-    "completion": (bodies.COMPLETION,),
-    "infill": (bodies.INFILL,),
-    "embedding": (bodies.EMBEDDING,),
-    "rerank": (bodies.RERANK,),
-    "chat_input_tokens": (bodies.CHAT_TOKENS,),
-    "responses": (bodies.RESPONSES,),
-    "responses_input_tokens": (bodies.RESPONSES,),
-    "invocations": (bodies.INVOCATIONS, bodies.CHAT, bodies.COMPLETIONS),
-    "ericllm_generate": (bodies.ERICLLM,),
-    "fastchat_stream": (bodies.FASTCHAT,),
-    "fastchat_generate": (bodies.FASTCHAT,),
-    "fastchat_embeddings": (bodies.FASTCHAT_EMBED,),
-    "fastchat_conv": (bodies.FASTCHAT_CONV,),
-    "fastchat_count": (bodies.FASTCHAT_COUNT,),
-    "fastchat_details": (bodies.FASTCHAT_CONV,),
-    "fastchat_check": (bodies.FASTCHAT_CHECK,),
-    "messages": (bodies.ANTHROPIC,),
-    "count_tokens": (bodies.COUNT_TOKENS,),
-    "ollama_chat": (bodies.OLLAMA_CHAT,),
-    "ollama_generate": (bodies.OLLAMA_GENERATE,),
-    "ollama_embed": (bodies.OLLAMA_EMBED,),
-    "ollama_embeddings": (bodies.OLLAMA_EMBEDDINGS,),
-    "ollama_show": (bodies.OLLAMA_SHOW,),
-    "ollama_pull": (bodies.OLLAMA_PULL,),
-    "ollama_delete": (bodies.OLLAMA_SHOW,),
-    "tokenize": (bodies.TOKENIZE,),
-    "detokenize": (bodies.DETOKENIZE,),
-    "apply_template": (bodies.TEMPLATE,),
-    "fetch": (bodies.FETCH,),
-    "pin": (bodies.PIN,),
-    "load": (bodies.NAMED,),
-    "unload": (bodies.NAMED,),
+    "chat": (CHAT,),
+    "completions": (COMPLETIONS,),
+    "embeddings": (EMBEDDINGS,),
+    "completion": (COMPLETION,),
+    "infill": (INFILL,),
+    "embedding": (EMBEDDING,),
+    "rerank": (RERANK,),
+    "chat_input_tokens": (CHAT_TOKENS,),
+    "responses": (RESPONSES,),
+    "responses_input_tokens": (RESPONSES,),
+    "invocations": (INVOCATIONS, CHAT, COMPLETIONS),
+    "ericllm_generate": (ERICLLM,),
+    "fastchat_stream": (FASTCHAT,),
+    "fastchat_generate": (FASTCHAT,),
+    "fastchat_embeddings": (FASTCHAT_EMBED,),
+    "fastchat_conv": (FASTCHAT_CONV,),
+    "fastchat_count": (FASTCHAT_COUNT,),
+    "fastchat_details": (FASTCHAT_CONV,),
+    "fastchat_check": (FASTCHAT_CHECK,),
+    "messages": (ANTHROPIC,),
+    "count_tokens": (COUNT_TOKENS,),
+    "ollama_chat": (OLLAMA_CHAT,),
+    "ollama_generate": (OLLAMA_GENERATE,),
+    "ollama_embed": (OLLAMA_EMBED,),
+    "ollama_embeddings": (OLLAMA_EMBEDDINGS,),
+    "ollama_show": (OLLAMA_SHOW,),
+    "ollama_pull": (OLLAMA_PULL,),
+    "ollama_delete": (OLLAMA_SHOW,),
+    "tokenize": (TOKENIZE,),
+    "detokenize": (DETOKENIZE,),
+    "apply_template": (TEMPLATE,),
+    "fetch": (FETCH,),
+    "pin": (PIN,),
+    "load": (NAMED,),
+    "unload": (NAMED,),
 }
 """What a route's body may say, by the name of the route: one of these. Calls that are not here look at no body."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker import samplers
-from worker.bodies import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
+from worker.bodies.common import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields, Json, parse_setting, to_integer

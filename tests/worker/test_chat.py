@@ -6,7 +6,8 @@ import pytest
 
 from tests.worker import serving
 from worker import chat
-from worker.bodies import CONVERSATION, ROLES
+from worker.bodies.common import ROLES
+from worker.bodies.openai import CONVERSATION
 from worker.chat import Template
 from worker.contract import Exit
 from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField

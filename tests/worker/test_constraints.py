@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.bodies import GRAMMAR
+from worker.bodies.common import GRAMMAR
 from worker.constraints import read
 from worker.errors import InvalidValue, RequestError
 from worker.fields import Fields

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from worker import bodies, fields, schemas
+from worker import fields, schemas
+from worker.bodies.common import NO_OPS
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.fields import Fields
 
@@ -106,7 +107,7 @@ def test_a_nested_field_is_named_with_its_path() -> None:
 
 
 def test_no_ops_and_nulls_are_accepted_in_silence() -> None:
-    body = dict.fromkeys(bodies.NO_OPS, "anything") | {"store": False, "frobnicate": None}
+    body = dict.fromkeys(NO_OPS, "anything") | {"store": False, "frobnicate": None}
     assert Fields(body).settle(strict=True) == ()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from worker import sampling
-from worker.bodies import SAMPLING
+from worker.bodies.common import SAMPLING
 from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields

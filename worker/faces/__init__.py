@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from worker import families, filling, sampling
-from worker.bodies import MAX_TEXTS
+from worker.bodies.common import MAX_TEXTS
 from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Serve
 from worker.detokenize import TokenBytes

@@ -6,7 +6,8 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import ANTHROPIC, COUNT_TOKENS, MAX_STOPS, OUTPUT, THINKING, TOOL_CHOICE_OF_MESSAGES
+from worker.bodies.anthropic import ANTHROPIC, COUNT_TOKENS, OUTPUT, THINKING, TOOL_CHOICE_OF_MESSAGES
+from worker.bodies.common import MAX_STOPS
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand

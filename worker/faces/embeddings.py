@@ -8,7 +8,8 @@ from math import hypot
 from operator import mul
 from typing import Any
 
-from worker.bodies import EMBEDDING, EMBEDDINGS, MAX_TEXTS, RERANK
+from worker.bodies.common import MAX_TEXTS
+from worker.bodies.openai import EMBEDDING, EMBEDDINGS, RERANK
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
 from worker.faces import Model, Result, read_texts
 from worker.fields import Fields, Json

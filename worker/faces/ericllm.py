@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterable
 
-from worker.bodies import ERICLLM
+from worker.bodies.seeds import ERICLLM
 from worker.faces import Call, Model
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import FASTCHAT, FASTCHAT_CONV, FASTCHAT_COUNT, FASTCHAT_EMBED
+from worker.bodies.seeds import FASTCHAT, FASTCHAT_CONV, FASTCHAT_COUNT, FASTCHAT_EMBED
 from worker.chat import Conversation
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result

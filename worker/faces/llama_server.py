@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from worker import adapting, chat, constraints, samplers, sampling
-from worker.bodies import COMPLETION, DETOKENIZE, INFILL, MAX_SHOWN, MAX_TEXTS, TEMPLATE, TOKENIZE
+from worker.bodies.common import MAX_SHOWN, MAX_TEXTS
+from worker.bodies.llama_server import COMPLETION, DETOKENIZE, INFILL, TOKENIZE
+from worker.bodies.openai import TEMPLATE
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json, to_integer

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from worker import adapting
-from worker.bodies import INVOCATIONS, PARAMETERS
+from worker.bodies.seeds import INVOCATIONS, PARAMETERS
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, openai
 from worker.faces.openai import Chat, understand_text

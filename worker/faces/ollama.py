@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from worker import routes
-from worker.bodies import OF_LOADS, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OPTIONS
+from worker.bodies.ollama import OF_LOADS, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OPTIONS
 from worker.chat import read_tools
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from worker import adapting, constraints, sampling, telling, tools
 from worker import chat as chats
-from worker.bodies import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
+from worker.bodies.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from worker.bodies import FURTHER, REASONING, RESPONSE_TEXT, RESPONSES
+from worker.bodies.responses import FURTHER, REASONING, RESPONSE_TEXT, RESPONSES
 from worker.chat import detailed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result

@@ -1,0 +1,147 @@
+"""Bodies of Anthropic's calls."""
+
+from collections.abc import Collection
+
+from worker.bodies.common import MAX_STOPS, MAX_TOOLS, TUNING, WORD
+from worker.bodies.openai import BASE64, MODEL, PARTS, PING, SEEING, unread
+from worker.schemas import (
+    ANYTHING,
+    Body,
+    Schema,
+    array,
+    choice,
+    described,
+    flag,
+    integer,
+    one_of,
+    or_null,
+    record,
+    required,
+    text,
+)
+
+_BLOCK_TEXT: Schema = PARTS[0]
+_BLOCK_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK_TEXT}]}
+_BLOCK_IMAGE: Schema = {
+    **described(
+        {
+            "type": {"const": "image"},
+            "source": {
+                **described(
+                    {"type": {"const": "base64"}, "media_type": required(text("image/png, say.")), "data": BASE64}
+                ),
+                "required": ["type", "media_type", "data"],
+            },
+        }
+    ),
+    "required": ["type", "source"],
+    "description": SEEING,
+}
+_BLOCKS: tuple[Schema, ...] = (
+    _BLOCK_TEXT,
+    _BLOCK_IMAGE,
+    {
+        **described(
+            {
+                "type": {"const": "tool_result"},
+                "tool_use_id": required(text()),
+                "content": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"enum": [None, False, 0, {}]}]},
+                "is_error": ANYTHING,
+            }
+        ),
+        "required": ["type", "tool_use_id"],
+    },
+)
+_ANSWER_BLOCKS: tuple[Schema, ...] = (
+    _BLOCK_TEXT,
+    _BLOCK_IMAGE,
+    {
+        **described(
+            {
+                "type": {"const": "tool_use"},
+                "id": required(text()),
+                "name": required(text()),
+                "input": {"type": "object"},
+            }
+        ),
+        "required": ["type", "id", "name", "input"],
+    },
+    {
+        **described({"type": {"const": "thinking"}, "thinking": required(text())}),
+        "required": ["type", "thinking"],
+    },
+    {**described({"type": {"const": "redacted_thinking"}}), "required": ["type"]},
+)
+
+
+def _said(role: str, blocks: Collection[Schema]) -> Schema:
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+    return {**described({"role": {"const": role}, "content": content}), "required": ["role", "content"]}
+
+
+TOOL_CHOICE_OF_MESSAGES: Body = {
+    "type": required(choice(("auto", "any", "tool", "none"))),
+    "name": text(),
+    "disable_parallel_tool_use": flag(),
+}
+THINKING: Body = {
+    "type": required(choice(("enabled", "disabled", "adaptive"))),
+    "budget_tokens": integer(1),
+}
+_FORMAT: Schema = {
+    **described({"type": {"const": "json_schema"}, "schema": {"type": "object"}}),
+    "required": ["type", "schema"],
+}
+OUTPUT: Body = {
+    "effort": choice(("low", "medium", "high", "xhigh", "max")),
+    "format": or_null(_FORMAT),
+}
+PROMPT_OF_MESSAGES: Body = {
+    "model": MODEL,
+    "messages": required(
+        array(
+            {
+                "anyOf": [
+                    _said("user", _BLOCKS),
+                    _said("assistant", _ANSWER_BLOCKS),
+                    _said("system", [_BLOCK_TEXT]),
+                ]
+            },
+            least=1,
+        )
+    ),
+    "system": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"type": "null"}]},
+    "tools": array(
+        described(
+            {
+                "type": {"anyOf": [{"const": "custom"}, {"not": {"type": "string"}}]},
+                "name": required(text()),
+                "input_schema": {"type": "object"},
+                "description": ANYTHING,
+                "strict": ANYTHING,
+            }
+        ),
+        most=MAX_TOOLS,
+    ),
+    "tool_choice": record(TOOL_CHOICE_OF_MESSAGES),
+    "thinking": record(THINKING),
+    "output_config": record(OUTPUT),
+    "output_format": or_null(_FORMAT),
+    "mcp_servers": one_of([[], {}, ""]),
+    "container": one_of([[], {}, ""]),
+    "context_management": or_null({"type": "object", "description": "Reported as ignored: nothing is left out here."}),
+    "cache_control": {"description": "Makes no difference: what prompts share is found without being told."},
+}
+ANTHROPIC: Body = {
+    **PROMPT_OF_MESSAGES,
+    "max_tokens": integer(1),
+    "temperature": TUNING["temperature"],
+    "top_p": TUNING["top_p"],
+    "top_k": TUNING["top_k"],
+    "stop_sequences": array(WORD, most=MAX_STOPS),
+    "stream": flag(),
+    "sse_ping_interval": PING,
+}
+COUNT_TOKENS = unread(
+    {name: schema for name, schema in ANTHROPIC.items() if name != "sse_ping_interval"}, PROMPT_OF_MESSAGES
+)

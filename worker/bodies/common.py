@@ -1,0 +1,216 @@
+"""Fields that many calls share: how tokens are drawn, what holds an answer, and those that change nothing."""
+
+from worker.schemas import (
+    Body,
+    Schema,
+    array,
+    choice,
+    described,
+    flag,
+    integer,
+    number,
+    one_of,
+    or_null,
+    record,
+    required,
+    text,
+)
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_TOOLS = 512
+MAX_TEXTS = 2048
+"""Prompts, inputs or documents of one request, as many as at OpenAI."""
+MAX_GUIDED_CHOICES = 1024
+MAX_SHOWN = 64
+"""Fields that an answer may be cut to."""
+MAX_BIASED = 128
+"""Characters of a text whose tokens are biased."""
+LARGEST = 2**31 - 1
+_LONG = 2**63
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+VERBOSITIES = ("low", "medium", "high")
+FORMATS = ("text", "json_object", "json_schema")
+
+NO_OPS: Body = {
+    name: {"description": "Makes no difference here."}
+    for name in (
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling",
+        "guided_decoding_backend", "spaces_between_special_tokens",
+    )
+}  # fmt: skip
+"""Nothing here depends on them, so any value is as good as none."""
+
+_OFF = "Not supported: only the value that makes no difference is taken."
+_TUNES = "Makes no difference: what it tunes is off."
+NEUTRAL: Body = {
+    "audio": one_of([], _OFF),
+    "modalities": one_of([[], ["text"]], _OFF),
+    "web_search_options": one_of([], _OFF),
+    "prediction": one_of([], _OFF),
+    "store": one_of([False], _OFF),
+    "functions": one_of([[]], _OFF),
+    "function_call": one_of(["none", "auto"], _OFF),
+    "mirostat": one_of([0], _OFF),
+    "mirostat_tau": {"description": _TUNES},
+    "mirostat_eta": {"description": _TUNES},
+    "xtc_probability": one_of([0], _OFF),
+    "xtc_threshold": {"description": _TUNES},
+    "dry_multiplier": one_of([0], _OFF),
+    "dry_base": {"description": _TUNES},
+    "dry_allowed_length": {"description": _TUNES},
+    "dry_penalty_last_n": {"description": _TUNES},
+    "dry_sequence_breakers": {"description": _TUNES},
+    "dynatemp_range": one_of([0], _OFF),
+    "dynatemp_exponent": {"description": _TUNES},
+    "typical_p": one_of([1], _OFF),
+    "typ_p": one_of([1], _OFF),
+    "top_n_sigma": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "adaptive_target": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "adaptive_decay": {"description": _TUNES},
+    "tfs_z": one_of([1], _OFF),
+    "min_keep": one_of([0, 1], _OFF),
+    "t_max_predict_ms": {"type": ["number", "null"], "maximum": 0, "description": _OFF},
+    "grammar_lazy": one_of([False], _OFF),
+    "grammar_triggers": one_of([[]], _OFF),
+    "preserved_tokens": one_of([[]], _OFF),
+    "parse_tool_calls": one_of([True], _OFF),
+    "thinking_forced_open": one_of([False], _OFF),
+    "reasoning_budget": one_of([-1], _OFF),
+    "reasoning_budget_tokens": one_of([-1], _OFF),
+    "thinking_budget_tokens": one_of([-1], _OFF),
+    "thinking_token_budget": one_of([-1], _OFF),
+    "include_reasoning": one_of([True], _OFF),
+    "chat_template": one_of([""], "Not supported in a request: a model's preset states it."),
+    "use_beam_search": one_of([False], _OFF),
+    "length_penalty": {"description": _TUNES},
+    "early_stopping": {"description": _TUNES},
+    "best_of": one_of([1], _OFF),
+    "echo": one_of([False], _OFF),
+    "priority": one_of([0], "Not supported in a request: a model's preset states it."),
+    "allowed_token_ids": one_of([[]], _OFF),
+    "bad_words": one_of([[]], _OFF),
+    "logits_processors": one_of([[]], _OFF),
+    "logprob_token_ids": one_of([[]], _OFF),
+    "guided_whitespace_pattern": one_of([""], _OFF),
+    "structural_tag": one_of([""], _OFF),
+    "repetition_detection": one_of([{}], _OFF),
+    "kv_transfer_params": one_of([{}], _OFF),
+    "vllm_xargs": one_of([{}], _OFF),
+    "mm_processor_kwargs": one_of([{}], _OFF),
+    "media_io_kwargs": one_of([{}], _OFF),
+}
+"""Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""
+
+# Sampling
+
+WORD: Schema = {"type": "string", "minLength": 1}
+STOP: Schema = {
+    "anyOf": [WORD, {"type": "array", "items": WORD, "maxItems": MAX_STOPS}, {"type": "null"}],
+    "description": "Strings at which the text ends; none of them is part of it.",
+}
+_BIAS: Schema = {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]}
+_LOGIT_BIAS: Schema = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"minLength": 1, "maxLength": MAX_BIASED},
+            "additionalProperties": _BIAS,
+            "maxProperties": MAX_BIASES,
+        },
+        {
+            "type": "array",
+            "items": {
+                "type": "array",
+                "prefixItems": [
+                    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "maxLength": MAX_BIASED}]},
+                    _BIAS,
+                ],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+            "maxItems": MAX_BIASES,
+        },
+        {"type": "null"},
+    ],
+    "description": "Biases by token id; a text stands for each of its tokens; false bans a token.",
+}
+TUNING: Body = {
+    "temperature": number(0, 100, "0 takes the likeliest token."),
+    "top_k": integer(-1, LARGEST, "0 and -1 are off."),
+    "top_p": number(0, 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0.01, 100),
+    "repeat_penalty": number(0.01, 100, "The same as repetition_penalty."),
+    "repeat_last_n": integer(-1, LARGEST, "Tokens that repetition_penalty looks back at; -1 is all."),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+}
+SAMPLING: Body = {
+    **TUNING,
+    "stop": STOP,
+    "seed": integer(-_LONG, _LONG - 1, "-1 asks for another one each time."),
+    "logit_bias": _LOGIT_BIAS,
+    "samplers": {
+        "anyOf": [array({"type": "string"}), {"type": "string"}],
+        "description": "llama-server's: which of penalties, top_k, top_p, min_p and temperature, in this order or with"
+        " temperature before the other three.",
+    },
+    "min_tokens": integer(0),
+    "ignore_eos": flag(),
+}
+
+# What holds an answer
+
+_SCHEMA: Schema = {
+    "anyOf": [
+        {"type": "object"},
+        {"type": "string", "contentMediaType": "application/json"},
+        {"type": "null"},
+    ],
+    "description": "A JSON schema, or one as a string.",
+}
+_CHOICES: Schema = array(WORD, least=1, most=MAX_GUIDED_CHOICES)
+DESCRIBED: Body = {"strict": flag(), "schema": _SCHEMA}
+RESPONSE_FORMAT: Body = {
+    "type": required(choice(FORMATS)),
+    "schema": _SCHEMA,
+    "json_schema": record(DESCRIBED),
+}
+"""`schema` and `json_schema` are read only for the types that have one."""
+STRUCTURED: Body = {
+    "json": _SCHEMA,
+    "json_object": flag(),
+    "regex": text(),
+    "choice": _CHOICES,
+    "grammar": text(),
+    "disable_fallback": one_of([False]),
+    "disable_any_whitespace": one_of([False]),
+    "disable_additional_properties": one_of([False]),
+}
+GRAMMAR: Body = {
+    "response_format": or_null(
+        {
+            "anyOf": [
+                {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+                described({"type": {"const": "json_object"}, "schema": _SCHEMA}),
+                {
+                    **described({k: v for k, v in RESPONSE_FORMAT.items() if k != "type"}),
+                    "properties": {**RESPONSE_FORMAT, "type": {"const": "json_schema"}},
+                    "required": ["type"],
+                },
+            ]
+        }
+    ),
+    "json_schema": _SCHEMA,
+    "grammar": text("GBNF."),
+    "guided_json": _SCHEMA,
+    "guided_regex": text(),
+    "guided_choice": _CHOICES,
+    "guided_grammar": text("GBNF."),
+    "structured_outputs": record(STRUCTURED, "Exactly one of json, json_object, regex, choice and grammar."),
+}

@@ -1,0 +1,130 @@
+"""The body of OpenAI's Responses."""
+
+from worker.bodies.common import EFFORTS, GRAMMAR, MAX_TOOLS, ROLES, SAMPLING, TUNING, VERBOSITIES
+from worker.bodies.openai import ADAPTERS, COMMON, CONVERSATION, DATA_URL, DETAILS, MODEL, PARTS, PING, SEEING
+from worker.schemas import (
+    ANYTHING,
+    Body,
+    Schema,
+    array,
+    choice,
+    described,
+    flag,
+    integer,
+    one_of,
+    or_null,
+    record,
+    required,
+    text,
+)
+
+_STATELESS = "Nothing is kept between requests."
+_TEXT_KINDS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_RESPONSE_TEXT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {
+                        **described({"type": {"enum": list(_TEXT_KINDS)}, "text": required(text())}),
+                        "required": ["type", "text"],
+                    },
+                    PARTS[1],
+                    {
+                        **described(
+                            {
+                                "type": {"const": "input_image"},
+                                "image_url": DATA_URL,
+                                "detail": choice(DETAILS, "Reported as ignored."),
+                            }
+                        ),
+                        "required": ["type", "image_url"],
+                        "description": f"{SEEING} In messages of the user.",
+                    },
+                ]
+            },
+        },
+    ]
+}
+_ITEM: Schema = {
+    "anyOf": [
+        {
+            **described(
+                {"type": {"enum": ["message", "", None]}, "role": required(choice(ROLES)), "content": _RESPONSE_TEXT}
+            ),
+            "required": ["role", "content"],
+        },
+        {
+            **described(
+                {
+                    "type": {"const": "function_call"},
+                    "call_id": required(text()),
+                    "name": required(text()),
+                    "arguments": required(text()),
+                }
+            ),
+            "required": ["type", "call_id", "name", "arguments"],
+        },
+        {
+            **described({"type": {"const": "function_call_output"}, "call_id": text(), "output": _RESPONSE_TEXT}),
+            "required": ["type", "output"],
+        },
+        {
+            **described({"type": {"const": "reasoning"}}),
+            "required": ["type"],
+        },
+    ]
+}
+REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
+RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": or_null({"type": "object"})}
+FURTHER: Body = {
+    **{name: schema for name, schema in SAMPLING.items() if name not in ("temperature", "top_p")},
+    **GRAMMAR,
+    "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
+    "cache_salt": COMMON["cache_salt"],
+    "adapters": ADAPTERS,
+    "lora": ADAPTERS,
+}
+"""What a response takes from chats, beside what OpenAI's has."""
+RESPONSES: Body = {
+    **FURTHER,
+    "model": MODEL,
+    "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]},
+    "instructions": text(),
+    "max_output_tokens": integer(1),
+    "temperature": TUNING["temperature"],
+    "top_p": TUNING["top_p"],
+    "tools": array(
+        {
+            **described({"type": {"const": "function"}, "name": required(text())}),
+            "required": ["type", "name"],
+        },
+        most=MAX_TOOLS,
+    ),
+    "tool_choice": {
+        "anyOf": [
+            {"enum": [None, "none", "auto", "required"]},
+            {
+                **described({"type": {"const": "function"}, "name": required(text())}),
+                "required": ["type", "name"],
+            },
+        ]
+    },
+    "parallel_tool_calls": flag(),
+    "text": record(RESPONSE_TEXT),
+    "reasoning": record(REASONING),
+    "stream": flag(),
+    "stream_options": or_null({"type": "object"}),
+    "sse_ping_interval": PING,
+    "include": array({"const": "reasoning.encrypted_content"}),
+    "metadata": or_null({"type": "object"}),
+    "previous_response_id": one_of([""], _STATELESS),
+    "conversation": one_of([], _STATELESS),
+    "store": one_of([False], _STATELESS),
+    "background": one_of([False]),
+    "truncation": one_of(["disabled"]),
+    "prompt": one_of([]),
+    "top_logprobs": one_of([0]),
+}
