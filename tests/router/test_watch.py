@@ -32,6 +32,12 @@ def put(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def put_below(path: Path, text: str) -> None:
+    """With the folders that it stands in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, text)
+
+
 @pytest.fixture
 async def told() -> Told:
     return Told()
@@ -74,10 +80,93 @@ async def test_a_link_that_is_turned_to_another_file_is_told(tmp_path: Path, tol
         await told.once_more()
 
 
+async def test_whatever_link_on_the_way_is_turned_is_told_and_so_is_what_becomes_of_its_new_end(
+    tmp_path: Path, told: Told
+) -> None:
+    """As releases are deployed: of a link, a link, and a file only the one in the middle is turned."""
+    for version in ("one", "two"):
+        put_below(tmp_path / "releases" / version / "models.ini", f"[{version}]\n")
+    (tmp_path / "releases" / "current").symlink_to("one")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "models.ini").symlink_to("../releases/current/models.ini")
+    with Watch([tmp_path / "etc" / "models.ini"], told, quiet=0.02):
+        (tmp_path / "next").symlink_to("two")
+        os.replace(tmp_path / "next", tmp_path / "releases" / "current")
+        await told.once_more()
+        put(tmp_path / "releases" / "two" / "models.ini", "[three]\n")
+        await told.once_more()
+
+
+async def test_what_a_link_leads_to_is_told_when_it_comes_and_a_ring_of_links_harms_nobody(
+    file: Path, told: Told
+) -> None:
+    with Watch([file], told, quiet=0.02):
+        os.unlink(file)
+        os.symlink("there/and/nowhere.ini", file)
+        await told.once_more()
+        put_below(file.parent / "there" / "and" / "nowhere.ini", "[a]\n")
+        await told.once_more()
+        (file.parent / "ring").symlink_to("models.ini")
+        os.replace(file.parent / "ring", file)
+        await told.once_more()
+        os.unlink(file)
+        put(file, "[b]\n")
+        await told.once_more()
+
+
+async def test_a_folder_that_another_one_takes_the_place_of_is_told_and_watched(tmp_path: Path, told: Told) -> None:
+    file = tmp_path / "config" / "models.ini"
+    put_below(file, "[a]\n")
+    with Watch([file], told, quiet=0.02):
+        os.rename(file.parent, tmp_path / "old")
+        await told.once_more()
+        put_below(tmp_path / "new" / "models.ini", "[b]\n")
+        os.rename(tmp_path / "new", file.parent)
+        await told.once_more()
+        put(file, "[c]\n")
+        await told.once_more()
+
+
+async def test_a_file_that_may_be_read_at_last_is_told(file: Path, told: Told) -> None:
+    os.chmod(file, 0)
+    with Watch([file], told, quiet=0.02):
+        os.chmod(file, 0o644)
+        await told.once_more()
+
+
+async def test_who_writes_beside_it_without_a_pause_holds_up_nobody(file: Path, told: Told) -> None:
+    async def write() -> None:
+        while True:
+            put(file.parent / "log", "x")
+            await asyncio.sleep(0)
+
+    writing = asyncio.create_task(write())
+    with Watch([file], told, quiet=0.1):
+        put(file, "[b]\n")
+        await told.once_more()
+    writing.cancel()
+
+
 async def test_a_folder_with_another_model_in_it_is_told(tmp_path: Path, told: Told) -> None:
     with Watch([tmp_path], told, quiet=0.02):
         (tmp_path / "qwen").mkdir()
         await told.once_more()
+
+
+@pytest.mark.parametrize("name", ["qwen", "org/qwen"])
+async def test_a_model_that_comes_file_by_file_is_told_when_its_last_one_is_there(
+    name: str, tmp_path: Path, told: Told
+) -> None:
+    """A copy takes its time: what it began with has been told long before, and was no model yet."""
+    model, size = tmp_path / name, 1 << 20
+    with Watch([tmp_path], told, quiet=0.02):
+        put_below(model / "config.json", "{}")
+        await told.once_more()
+        with (model / "model.safetensors").open("wb") as file:
+            await told.once_more()
+            file.write(bytes(size))
+        await told.once_more()
+        assert (model / "model.safetensors").stat().st_size == size
 
 
 async def test_what_changes_beside_it_and_comes_together_is_told_once(file: Path, told: Told) -> None:
@@ -101,12 +190,16 @@ async def test_what_changes_beside_it_is_no_news(file: Path, told: Told) -> None
         assert told.times == 0
 
 
-async def test_a_folder_that_is_not_there_is_no_news_and_leaves_nothing_open(tmp_path: Path, told: Told) -> None:
+async def test_a_folder_that_is_not_there_is_no_news_until_it_comes_and_leaves_nothing_open(
+    tmp_path: Path, told: Told
+) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     gone = tmp_path / "gone"
     gone.mkdir()
-    watch = Watch([gone / "models.ini"], told)
+    watch = Watch([gone / "models.ini"], told, quiet=0.02)
     gone.rmdir()
-    with watch:  # nothing there to watch yet: no error, no news
-        pass
+    with watch:  # nothing there yet: no error, no news
+        assert told.times == 0
+        put_below(gone / "models.ini", "[a]\n")
+        await told.once_more()
     assert len(os.listdir("/proc/self/fd")) == descriptors
