@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp.http
 import platformdirs
@@ -114,6 +114,13 @@ async def _first(events: set[asyncio.Event]) -> None:
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for each in waiting:
         each.cancel()
+
+
+class Reloads(Protocol):
+    """A site, as far as it reads presets again."""
+
+    async def reload(self) -> object:
+        """Raises ApiError."""
 
 
 class _Stop:
@@ -251,7 +258,9 @@ async def _router(
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
         listener = app.listener(runner)
         listening = [await listener.listen(sock) for sock in sockets]
-        stop.on_hangup = lambda: stop.keep(_reload(site))
+        told = asyncio.Event()
+        stop.on_hangup = told.set
+        reloading = asyncio.get_running_loop().create_task(reload_when_told(site, told), name="reload")
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
         lag = asyncio.get_running_loop().create_task(metrics.watch_the_loop())
         preparing: asyncio.Task[None] | None = None
@@ -264,6 +273,7 @@ async def _router(
                 yield site
         finally:
             lag.cancel()
+            reloading.cancel()
             if preparing is not None:
                 preparing.cancel()
                 await asyncio.wait({preparing})
@@ -324,11 +334,17 @@ def _watch(settings: Settings, stop: _Stop) -> Iterator[None]:
         watch.__exit__()
 
 
-async def _reload(site: Site) -> None:
-    try:
-        await site.reload()
-    except ApiError as error:
-        log.error("not reloaded: %s", error.message)
+async def reload_when_told(site: Reloads, told: asyncio.Event) -> None:
+    """Never returns. However often it is told while presets are read, once more is enough: it begins after all that."""
+    while True:
+        await told.wait()
+        told.clear()
+        try:
+            await site.reload()
+        except ApiError as error:
+            log.error("not reloaded: %s", error.message)
+        except Exception:
+            log.exception("not reloaded: the router failed")
 
 
 def _dump(site: Site) -> None:
@@ -467,4 +483,4 @@ def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-__all__ = ["run"]
+__all__ = ["reload_when_told", "run"]

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from router.errors import ConfigError
-from router.serve import ESSENTIAL, _check_locking, _Stop
+from router.errors import ConfigError, PresetInvalid
+from router.serve import ESSENTIAL, _check_locking, _Stop, reload_when_told
 
 
 async def dies(name: str) -> _Stop:
@@ -42,3 +42,37 @@ async def test_a_router_lives_on_without_a_task_that_serves_one_request() -> Non
     stop = await dies("a request")
     assert not stop.failed.is_set()
     assert not stop.wanted.is_set()
+
+
+class Slow:
+    """A site that takes its time to read presets, and fails at that first in one way, then in another."""
+
+    def __init__(self) -> None:
+        self.failures = [PresetInvalid("a bad edit"), RuntimeError("a bug")]
+        self.turns: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def reload(self) -> None:
+        over = asyncio.Event()
+        await self.turns.put(over)
+        await over.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+async def test_hangups_while_presets_are_read_are_one_more_reload_and_no_failure_is_the_last() -> None:
+    site, told = Slow(), asyncio.Event()
+    reloading = asyncio.create_task(reload_when_told(site, told))
+    async with asyncio.timeout(10):
+        told.set()
+        for _ in range(3):
+            over = await site.turns.get()
+            for _ in range(5):
+                told.set()
+            over.set()
+        last = await site.turns.get()
+        last.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert site.turns.empty()
+    assert not reloading.done()
+    reloading.cancel()
