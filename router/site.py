@@ -74,6 +74,8 @@ class Site:
     logs: Ring = field(default_factory=Ring)
     leaving: set[str] = field(default_factory=set)
     """Models whose files are being deleted: they are not listed again."""
+    _gone: set[str] = field(default_factory=set)
+    """Models that calls took out since presets were last begun to be read, which may have found them still."""
     _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -142,6 +144,7 @@ class Site:
         async with self._reloading:
             try:
                 further = self._further()
+                self._gone.clear()
                 loaded, keys = await asyncio.to_thread(lambda: (self.load(further), self.keys()))
             except ConfigError as broken:
                 rows = [{"message": line} for line in broken.problems]
@@ -156,7 +159,8 @@ class Site:
             for id in [id for id in self.registered if not _is_registered(loaded.presets.get(id))]:
                 del self.registered[id]
                 warnings.append(f"{id} was registered by a call, and now stands in a file: that holds")
-            presets = {id: self._as_told(preset) for id, preset in loaded.presets.items() if id not in self.leaving}
+            left = self.leaving | self._gone
+            presets = {id: self._as_told(preset) for id, preset in loaded.presets.items() if id not in left}
             self.awaited &= presets.keys()
             result = self.fleet.apply(presets)
             self._listed()
@@ -195,6 +199,7 @@ class Site:
         self.adapters.pop(id, None)
         self.pinned.pop(id, None)
         self._facts.pop(id, None)
+        self._gone.add(id)
         self.awaited -= {id}
         workers = self.fleet.remove(id, reason)
         self._listed()

@@ -1,5 +1,7 @@
 """LMI's management of models, below /lmi: a real router and fake workers."""
 
+import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -151,3 +153,21 @@ async def test_what_cannot_be_registered_says_why_and_is_not_listed(tmp_path: Pa
         assert any("broken" in warning for warning in reload["warnings"])
         assert error(await up.client.delete("/lmi/models/broken"))[0] == 400
         assert (await up.client.post("/v1/chat/completions", json=chat("broken"))).status_code == 200
+
+
+async def test_a_model_that_is_unregistered_while_presets_are_read_does_not_come_back(tmp_path: Path) -> None:
+    """The file is a pipe: what is in it is read when we say so."""
+    async with world(tmp_path) as up:
+        url = str(fake_snapshot(tmp_path / "models" / "further" / "one"))
+        query = {"url": f"file://{url}", "model_name": "mine", "synchronous": "false"}
+        assert (await up.client.post("/lmi/models", params=query)).status_code == 202
+        file, pipe = tmp_path / "models.ini", tmp_path / "pipe"
+        text = file.read_text()
+        os.mkfifo(pipe)
+        os.replace(pipe, file)
+        reading = asyncio.create_task(up.client.post("/router/reload"))
+        with await asyncio.to_thread(open, file, "w") as writer:
+            assert (await up.client.delete("/lmi/models/mine")).status_code == 200
+            writer.write(text)
+        assert (await reading).status_code == 200
+        assert (await up.client.get("/lmi/models/mine")).status_code == 404
