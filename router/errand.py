@@ -4,6 +4,7 @@ A luxury on main memory, as a holding is: charged while it runs, and it ends as 
 """
 
 import asyncio
+from math import inf
 
 from router.ledger import HOST, LOCAL, DeviceId, Resident
 from router.presets import Preset
@@ -22,12 +23,12 @@ class Errand:
         self._since = now
 
     def resident(self) -> Resident:
-        """As the planner sees it: it grows up to its size, as who starts does, and never lingers."""
+        """As the planner sees it: it grows up to its size, as who starts does, never lingers, and goes first."""
         return Resident(
             id=self.id,
             model=self.preset.id,
             reserved={DeviceId(LOCAL, HOST): self._size},
-            last_used=self._since,
+            last_used=-inf,
             linger=0.0,
             starting=True,
             leaving=self.released.is_set(),

@@ -193,7 +193,8 @@ class Fleet:
     def _consider_copy(self, model: Model) -> None:
         """Begin a further worker of a model that wants one, if there is room at once: a luxury, which nobody awaits."""
         if not self.closing and self.models.get(model.preset.id) is model and model.wants_copy(self.now()):
-            self._begin(model, luxury=True)
+            wished = model.wished(self.now())
+            self._begin(model, luxury=True).wished = wished
 
     def _companions(self, model: Model) -> list[Model]:
         """Those of a model's companions that are not here, and could be."""

@@ -18,6 +18,9 @@ from router.presets import Preset
 
 log = logging.getLogger("router.fleet")
 
+ASLEEP = 1e9
+"""Seconds that weights that sleep are older than they are: they make way before any worker, copies included."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
@@ -56,7 +59,7 @@ class Holding:
             model=self.preset.id,
             reserved={host: self.wish.size},
             measured={host: self.wish.size if self.is_held else 0},
-            last_used=self.wish.last_used,
+            last_used=self.wish.last_used - ASLEEP,
             leaving=self.released.is_set(),
             pinned=self.preset.pin,
             priority=self.preset.priority,

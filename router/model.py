@@ -52,6 +52,8 @@ class Model:
     no_copy_before: float = 0.0
     asked: float = -inf
     """When it was last asked for."""
+    spell: float = -inf
+    """Since when it has been in use, with no pause as long as `replica-idle-seconds`."""
     left: float | None = None
     """When the last of its requests ended; None while one runs."""
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
@@ -99,7 +101,17 @@ class Model:
         ours = self.all_open
         if not 0 < len(ours) < most or any(worker.state is not State.READY for worker in ours):
             return False
-        return len(ours) < least or all(len(worker.leases) > self.preset.parallel for worker in ours)
+        return len(ours) < least or self.is_crowded
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether each of its workers has more to do than `parallel`."""
+        return all(len(worker.leases) > self.preset.parallel for worker in self.all_open)
+
+    def wished(self, now: float) -> float:
+        """Since when there has been the wish for one more worker: that for the least number is as old as its use is.
+        So of two models that cannot both have theirs one has it for good, and they do not take it from each other."""
+        return now if self.is_crowded else self.spell
 
     def surplus(self) -> list[Worker]:
         """Copies beyond the least number, the newest first: they end when they idle."""
@@ -109,7 +121,7 @@ class Model:
         """Somebody must be the need: the oldest that is open."""
         ours = self.all_open
         if ours and all(worker.luxury for worker in ours):
-            ours[0].luxury = False
+            ours[0].luxury = ours[0].surplus = False
 
     def took(self, seconds: float) -> None:
         """One request held a ready worker for so long."""
@@ -118,6 +130,8 @@ class Model:
 
     def asked_at(self, now: float) -> None:
         """Somebody asks for it."""
+        if self.asked == -inf or (self.left is not None and now - self.asked >= self.preset.replica_idle):
+            self.spell = now
         self.asked = now
         if self.left is not None:
             self.pauses.append(now - self.left)

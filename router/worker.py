@@ -80,12 +80,16 @@ class Worker:
         self.fetches = False
         """It is only to bring the files: nobody has to wait for it, and it ends with the download unless somebody
         does."""
+        self.wished = now
+        """Since when there has been a wish for it, if it is a copy: luxuries that were used since then stay."""
         self.surplus = False
         """A copy beyond the least number of `replicas`: it ends when it idles."""
         self.since = now
         """When it entered its state; the place in the queue while QUEUED."""
         self.born = now
         self.snapshot = ""
+        self.sizes: Mapping[str, int] | None = None
+        """Bytes of the files of its weights, by path, once somebody has looked."""
         self.facts: Checkpoint | None = None
         self.costs: Costs | None = None
         self.devices: frozenset[DeviceId] = frozenset()
@@ -192,7 +196,7 @@ class Worker:
             model=self.preset.id,
             shards=estimate.shards,
             host=0 if on_host else estimate.host,
-            since=self.since,
+            since=self.wished if self.luxury else self.since,
             priority=self.preset.priority,
             luxury=self.luxury,
             sure=self.costs.sure,

@@ -2,6 +2,7 @@
 there is not; they are nobody's need."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from router.lifecycle import State
 from router.limits import Limits
 from router.model import COPY_PAUSE
 from router.worker import Worker
-from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, virtual
+from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 
 TWO = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 64 * GIB}
@@ -111,6 +112,56 @@ async def test_a_copy_makes_room_for_another_models_need() -> None:
 
 
 @virtual
+async def test_models_that_cannot_all_have_their_least_number_do_not_take_copies_from_each_other() -> None:
+    """Three devices for four workers. Whoever came into use last has two; and takes another one's copy, which idles,
+    once it has more to do than that."""
+    keys = {name: {"replicas": (2, 3), "parallel": 1} for name in "ab"}
+    scene = Schedule({"a": 5 * GIB, "b": 5 * GIB}, totals=TWO | {GPU2: 8 * GIB}, keys=keys)
+
+    async def client(model: str) -> None:
+        for _ in range(300):
+            await scene.ask(model, 0.3)
+            await asyncio.sleep(0.7)
+
+    first = asyncio.create_task(client("a"))
+    await asyncio.sleep(20)
+    second = asyncio.create_task(client("b"))
+    await asyncio.sleep(200)
+    assert scene.journal == ["start a", "start a", "start b", "stop a", "start b"]
+    crowd = [asyncio.create_task(scene.ask("a", 30.0)) for _ in range(4)]
+    await asyncio.sleep(30)
+    assert len(workers(scene)) == 2
+    await asyncio.gather(first, second, *crowd)
+    await scene.stop()
+
+
+@virtual
+async def test_a_copy_takes_the_room_of_weights_that_sleep_whenever_they_were_used_last() -> None:
+    """`b` is used after `a` has come into use, and falls asleep: a copy of `a` fits without its weights only."""
+    keys: dict[str, dict[str, Any]] = {
+        "a": {"replicas": (2, 2)}, "b": {"sleep_idle": 5.0, "required_memory": {"": 3 * GIB // 2}}
+    }  # fmt: skip
+    sizes = {"a": 2 * GIB, "b": 3 * GIB // 2}
+    limits = Limits(sleep_memory=GIB)
+    scene = Schedule(sizes, totals={CPU: 4 * GIB + 64 * MIB}, keys=keys, limits=limits)
+
+    async def client() -> None:
+        for _ in range(60):
+            await scene.ask("a", 0.3)
+            await asyncio.sleep(0.7)
+
+    using = asyncio.create_task(client())
+    await asyncio.sleep(1)
+    await scene.ask("b")
+    await asyncio.sleep(12)
+    assert (scene.fleet.models["b"].sleeps, len(workers(scene))) == (True, 1)
+    await asyncio.sleep(30)
+    assert (scene.fleet.models["b"].sleeps, len(workers(scene))) == (False, 2)
+    await using
+    await scene.stop()
+
+
+@virtual
 async def test_where_there_is_no_room_a_copy_is_dropped_and_not_tried_with_every_request() -> None:
     scene = world({"a": 5 * GIB, "b": 5 * GIB})
     await scene.ask("b")
@@ -192,7 +243,7 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     scene = world({"a": 3 * GIB}, (2, 2))
     await scene.ask("a")
     await asyncio.sleep(10)
-    fewer = {id: type(preset)(**{**_fields(preset), "replicas": (1, 1)}) for id, preset in scene.presets.items()}
+    fewer = {id: replace(preset, replicas=(1, 1)) for id, preset in scene.presets.items()}
     assert scene.fleet.apply(fewer)["restarted"] == []
     await asyncio.sleep(25)
     assert len(workers(scene)) == 1
@@ -200,8 +251,21 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
     await scene.stop()
 
 
-def _fields(preset: Any) -> dict[str, Any]:
-    return {name: getattr(preset, name) for name in preset.__dataclass_fields__}
+@virtual
+async def test_a_copy_that_was_too_many_and_is_the_only_worker_by_now_stays() -> None:
+    scene = world({"a": 3 * GIB}, (2, 2))
+    await scene.ask("a")
+    await asyncio.sleep(10)
+    fewer = {id: replace(preset, replicas=(1, 1)) for id, preset in scene.presets.items()}
+    scene.fleet.apply(fewer)
+    await asyncio.sleep(1)
+    first, copy = workers(scene)
+    scene.launcher.die("a")
+    await first.stopped.wait()
+    assert workers(scene) == [copy]
+    await asyncio.sleep(600)
+    assert (workers(scene), copy.luxury) == ([copy], False)
+    await scene.stop()
 
 
 @virtual
