@@ -183,6 +183,16 @@ class Worker:
         return pooled(self.measured, self.pools) if self.pools else self.measured
 
     @property
+    def counted(self) -> Bytes:
+        """Of that, what drivers count as used. Pages of files that it has mapped are none of it: the kernel would give
+        them to anybody, and whoever took them off its figure would take memory of others for free."""
+        occupied, host = self.occupied, DeviceId(LOCAL, HOST)
+        said = self.pulse or (self.process.ready if self.process is not None else None)
+        if said is None or not said.mapped or host not in occupied:
+            return occupied
+        return {**occupied, host: max(0, occupied[host] - said.mapped)}
+
+    @property
     def on_host(self) -> bool:
         return all(device.index == HOST for device in self.devices)
 
@@ -246,7 +256,7 @@ class Worker:
             id=self.id,
             model=self.preset.id,
             reserved=self.reserved,
-            measured=self.occupied,
+            measured=self.counted,
             last_used=self.last_used,
             busy=busy,
             leaving=self.retired.is_set() or self.state is State.STOPPING,

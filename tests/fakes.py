@@ -127,6 +127,8 @@ class FakeModel:
     """Bytes of main memory beside accelerators."""
     shared: int = 0
     """Of them, or of its shard in main memory, bytes that it has in common with its nursery if it is forked."""
+    mapped: int = 0
+    """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
     download_seconds: float = 1.0
     convert_seconds: float = 1.0
     estimate_seconds: float = 0.5
@@ -153,6 +155,10 @@ class FakeModel:
         if count == len(self.shards):
             return self.shards
         return (-(-sum(self.shards) // count),) * count
+
+    def counted(self, sizes: dict[DeviceId, int]) -> dict[DeviceId, int]:
+        """Of these, what the driver shows."""
+        return {**sizes, CPU: sizes[CPU] - self.mapped} if self.mapped else sizes
 
     def on(self, place: Bytes, *, forked: bool = False) -> dict[DeviceId, int]:
         """Bytes by device when it runs on `place`."""
@@ -238,7 +244,7 @@ class FakeStandby:
         await self.prepared()
         sizes = self._model.on(place, forked=self._forked)
         self._launcher._begin(f"start {self._program.model}")
-        self._launcher._occupy(self._program, sizes)
+        self._launcher._occupy(self._program, self._model.counted(sizes))
         self.worker = await self._launcher._load(self._program, self._model, sizes, self._listen, forked=self._forked)
         return self.worker
 
@@ -403,7 +409,7 @@ class FakeLauncher:
         self._begin(f"start {program.model}")
         assert program.worker not in self._occupied, f"{program.worker} was started twice"
         self._listeners[program.worker] = listen
-        self._occupy(program, sizes)
+        self._occupy(program, model.counted(sizes))
         worker = None
         try:
             worker = await self._load(program, model, sizes, listen, forked=forked)
@@ -474,6 +480,7 @@ class FakeLauncher:
         ready = contract.Ready(
             address="unix:/fake",
             measured={names[device]: size for device, size in sizes.items()},
+            mapped=model.mapped,
             capabilities=list(model.capabilities),
             n_ctx=8192,
         )

@@ -354,12 +354,13 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name; `later`:
-    as in Pulse."""
+    """The model answers. `address` as in `Serve.listen` with the real port; `measured`: bytes by device name; `later`,
+    `mapped`: as in Pulse."""
 
     address: str
     measured: dict[str, int]
     later: int = 0
+    mapped: int = 0
     capabilities: list[str] = dataclasses.field(default_factory=list)
     """Of chat, completion, embedding, rerank."""
     n_ctx: int = 0
@@ -401,6 +402,8 @@ class Pulse:
     later: int = 0
     """Bytes of main memory that it does not take yet and may at any time: tables for answers that follow a grammar,
     pages that it shares with its nursery until it writes to them."""
+    mapped: int = 0
+    """Of what it measures of main memory, bytes of files: the kernel says of such pages that anybody may have them."""
     parallel: int = 0
     """Sequences that may run at once; 0: not said."""
     prefill_rate: float = 0.0

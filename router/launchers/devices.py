@@ -148,7 +148,7 @@ class Devices:
     def host(self) -> Reading:
         """Main memory, or the cgroup's share of it where that is less: what may be used, and what is not available.
 
-        Page cache that the kernel would give back counts as available.
+        Page cache that the kernel would give back counts as available, whether or not somebody has it mapped.
         """
         total, available = self._meminfo()
         for limit, used in _cgroup_limits(self._proc, self._cgroup):
@@ -340,18 +340,18 @@ def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "none", "")
         if controllers == "":
-            yield from _walk(root, path, limit="memory.max", used="memory.current", reclaimable="inactive_file")
+            yield from _walk(root, path, limit="memory.max", used="memory.current", prefix="")
         elif "memory" in controllers.split(","):
             yield from _walk(
                 root / "memory",
                 path,
                 limit="memory.limit_in_bytes",
                 used="memory.usage_in_bytes",
-                reclaimable="total_inactive_file",
+                prefix="total_",
             )
 
 
-def _walk(root: Path, path: str, *, limit: str, used: str, reclaimable: str) -> Iterator[tuple[int, int]]:
+def _walk(root: Path, path: str, *, limit: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
     """From the group at `path` up to `root`; a container that sees only its own group has it at `root`."""
     group = root / path.strip("/")
     if ".." in group.parts or not group.is_dir():
@@ -359,7 +359,8 @@ def _walk(root: Path, path: str, *, limit: str, used: str, reclaimable: str) -> 
     while True:
         most = _number(group / limit)
         if most is not None and most < _UNLIMITED:
-            yield most, max(0, (_number(group / used) or 0) - _statistic(group / "memory.stat", reclaimable))
+            cached = sum(_statistic(group / "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive"))
+            yield most, max(0, (_number(group / used) or 0) - cached)
         if group == root:
             return
         group = group.parent

@@ -110,8 +110,8 @@ def test_a_control_group_of_version_2_limits_the_host_without_its_reclaimable_ca
     machine.write("proc/self/cgroup", "0::/box/inner\n")
     machine.write("cgroup/box/inner/memory.max", "max\n")
     machine.write("cgroup/box/memory.max", f"{8 * GIB}\n")
-    machine.write("cgroup/box/memory.current", f"{5 * GIB}\n")
-    machine.write("cgroup/box/memory.stat", f"anon {3 * GIB}\ninactive_file {2 * GIB}\n")
+    machine.write("cgroup/box/memory.current", f"{6 * GIB}\n")
+    machine.write("cgroup/box/memory.stat", f"anon {3 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\n")
     assert machine.host() == (8, 3)
 
 
@@ -129,8 +129,9 @@ def test_a_control_group_of_version_1_limits_the_host(machine: Machine) -> None:
     machine.write("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     machine.write("cgroup/memory/box/memory.limit_in_bytes", f"{4 * GIB}\n")
     machine.write("cgroup/memory/box/memory.usage_in_bytes", f"{3 * GIB}\n")
-    machine.write("cgroup/memory/box/memory.stat", f"inactive_file 7\ntotal_inactive_file {GIB}\n")
-    assert machine.host() == (4, 2)
+    stat = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n"
+    machine.write("cgroup/memory/box/memory.stat", stat)
+    assert machine.host() == (4, 1)
 
 
 def test_a_container_that_sees_only_its_own_group_finds_it_at_the_root(machine: Machine) -> None:

@@ -75,3 +75,19 @@ async def test_two_routers_that_swap_side_by_side_never_take_what_the_other_has(
         assert world.journal.count("start a") > 3
         assert world.fleet.breaches[CPU] == 0, "the margin was kept by both together"
         await world.stop()
+
+
+@virtual
+async def test_memory_of_others_is_not_taken_for_files_that_our_workers_have_mapped() -> None:
+    """Which our workers measure, and the driver counts as available: what is left of its figure is all the others'."""
+    sizes = {"a": 32 * GIB, "b": 30 * GIB}
+    models = {name: FakeModel(shards=(size,), mapped=size - GIB) for name, size in sizes.items()}
+    world = Schedule(sizes, totals={CPU: 64 * GIB}, margin=GIB, models=models)
+    world.launcher.set_foreign(CPU, 20 * GIB)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    world.fleet.arrange()
+    assert [(device.used, device.foreign) for device in world.fleet.devices] == [(21 * GIB, 20 * GIB)]
+    await world.ask("b")
+    assert world.journal == ["start a", "stop a", "start b"], "there is no room for both beside the others"
+    await world.stop()

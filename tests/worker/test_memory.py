@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import mmap
 import os
 import warnings
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engine.memory import Inheritance, claim
+from worker.engine.memory import Inheritance, claim, mapped
 
 MIB = 1 << 20
+WEIGHTS = Path(__file__).parents[2] / "worker" / "demo" / "chat" / "model.safetensors"
 
 
 def forked(look: Inheritance, written: torch.Tensor) -> int:
@@ -59,3 +61,11 @@ def test_memory_that_is_claimed_is_zeros_and_there_at_once() -> None:
     claimed = claim(3, 16 * MIB, dtype=torch.uint8, device=torch.device("cpu"))
     assert resident() - before > 47 * MIB
     assert not claimed.any()
+
+
+def test_pages_of_files_are_told_apart_as_long_as_they_are_mapped() -> None:
+    before, size = mapped(), WEIGHTS.stat().st_size
+    with WEIGHTS.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as area:
+        assert any(area[:: mmap.PAGESIZE])
+        assert mapped() - before > 0.9 * size
+    assert mapped() - before < 0.1 * size

@@ -69,10 +69,20 @@ def measured(devices: Sequence[str]) -> dict[str, int]:
     return peaks
 
 
+def mapped() -> int:
+    """Bytes of files among its resident ones: weights as they lie on disk, and libraries."""
+    return _status("RssFile")
+
+
 def _peak_resident() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    """Bytes, as the kernel counts them (proc_pid_status(5)); 0 where it does not."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0
 

@@ -216,6 +216,7 @@ class StepLoop:
                 waiting=now.waiting,
                 measured=self._measured(),
                 later=report.later + memory.yet_to_copy(),
+                mapped=memory.mapped(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),
                 decode_rate=self._decode.since(report.decode_tokens, at),
