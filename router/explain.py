@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.errors import DoesNotFit
+from router.errors import ApiError, DoesNotFit
 from router.ledger import HOST, SLOTS, Device, DeviceId
 from router.planner import Demand, Plan, Refusal, Shortage
+from router.standby import place_in_line
 from router.worker import Worker
 
 MIB = 1 << 20
@@ -31,8 +32,15 @@ def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
     return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}
 
 
-def preview(demand: Demand, found: Plan, names: Mapping[int, str], numbers: dict[str, Any]) -> dict[str, Any]:
-    """What a plan says of one demand; `names` are models by worker."""
+def refused(error: ApiError) -> dict[str, Any]:
+    """That nothing would be tried, and why."""
+    return {"decision": "refuse", "reason": error.reason, "message": error.message, "retry_after": error.retry_after}
+
+
+def preview(
+    demand: Demand, line: Sequence[Demand], found: Plan, names: Mapping[int, str], numbers: dict[str, Any]
+) -> dict[str, Any]:
+    """What a plan says of one demand among all in the `line`; `names` are models by worker."""
     evict = [
         {"model": names.get(id, ""), "reason": eviction.reason, "idle": eviction.idle}
         for id, eviction in found.evict.items()
@@ -48,9 +56,11 @@ def preview(demand: Demand, found: Plan, names: Mapping[int, str], numbers: dict
     wait = found.waits.get(demand.id)
     if wait is None:
         return {"decision": "drop", **numbers}
+    before = [each for each in line if place_in_line(each) < place_in_line(demand)]
     return {
         "decision": "evict" if evict else "wait",
         "cause": wait.cause,
+        "ahead": [each.model for each in sorted(before, key=place_in_line) if each.id in found.waits],
         "evict": evict,
         "waits_for": [names.get(id, "") for id in wait.on],
         "later": [names.get(id, "") for id in wait.victims],
@@ -95,4 +105,4 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
     )
 
 
-__all__ = ["does_not_fit", "numbers", "preview", "shortages"]
+__all__ = ["does_not_fit", "numbers", "preview", "refused", "shortages"]

@@ -34,7 +34,7 @@ from router.errors import (
     QueueTimeout,
 )  # fmt: skip
 from router.events import EventLog
-from router.explain import does_not_fit, numbers, preview, shortages
+from router.explain import does_not_fit, numbers, preview, refused, shortages
 from router.facts import EstimateError
 from router.holding import Holding, Wish, hold, make_room
 from router.launchers import Launcher, NotHeld, WorkerLost, WorkerProcess
@@ -249,13 +249,19 @@ class Fleet:
     def _reading(self) -> int:
         """Bytes that are being read ahead for those who wait."""
         waiting = [w for w in self.workers() if w.state is State.QUEUED and w.reads.is_set()]
-        return sum(sum(self.files.weights(worker.snapshot).values()) for worker in waiting)
+        return sum(map(self._to_read, waiting))
+
+    def _to_read(self, worker: Worker) -> int:
+        """Bytes of its files, which are looked up once: it may wait for long, and plans are many."""
+        if worker.sizes is None:
+            worker.sizes = self.files.weights(worker.snapshot)
+        return sum(worker.sizes.values())
 
     def _read_ahead(self, plan: Plan, queued: Sequence[Worker]) -> None:
         """Those who have to wait for room have their files read meanwhile, the first in line first."""
         line = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
         sizes = [
-            (worker.id, sum(self.files.weights(worker.snapshot).values()))
+            (worker.id, self._to_read(worker))
             for worker in line if worker.id in plan.waits and not (worker.luxury or worker.reads.is_set())
         ]  # fmt: skip
         if sizes:
@@ -314,25 +320,35 @@ class Fleet:
             raise QueueFull(f"{everybody} requests already wait (--queue-size)", retry_after=self.eta(model))
 
     def _refuse_failed(self, model: Model) -> None:
+        """Raises LoadBackoff, LoadFailed."""
+        if (refusal := self._refusal(model)) is not None:
+            raise refusal
+        if model.failure is not None and self.now() < model.failure.until:
+            model.failure = None  # its files have changed
+
+    def _refusal(self, model: Model) -> ApiError | None:
+        """What a request hears whose model has failed; None: it may be tried again."""
         failure, now = model.failure, self.now()
         if failure is None or now >= failure.until:
-            return
+            return None
         if failure.final and self.files.look(model.preset) != failure.files:
-            model.failure = None
-            return
+            return None
         message = f"{model.preset.id} failed: {failure.message}"
         if failure.final:
-            raise LoadFailed(
+            return LoadFailed(
                 f"{message} (it is not tried again before the preset or its files change, or POST /models/load)"
             )
-        raise LoadBackoff(f"{message}; next attempt in {failure.until - now:.0f} s", retry_after=failure.until - now)
+        return LoadBackoff(f"{message}; next attempt in {failure.until - now:.0f} s", retry_after=failure.until - now)
 
     def eta(self, model: Model) -> float:
         """Seconds until a request for `model` can expect its turn: its own load and those ahead of it, by what loads
-        took so far, less what is over of them, once those in the way may leave."""
+        took so far, less what is over of them, once those in the way may leave; before that, the rest of its download,
+        by the rate so far."""
         worker, now = model.open, self.now()
         if worker is not None and worker.state >= State.STARTING:
             return max(1.0, model.expected_load() - (now - worker.since))
+        if worker is not None and worker.state is State.DOWNLOADING:
+            return max(1.0, (worker.stages.left or 0.0) + model.expected_load())
         queued = [w for w in self.workers() if w.state is State.QUEUED and not w.luxury and w is not worker]
         ahead = [w for w in queued if worker is None or w.ahead < worker.ahead]
         loads = (self._homes[w.id].expected_load() for w in ahead)
@@ -676,12 +692,11 @@ class Fleet:
             return
         now = self.now()
         workers = self.workers()
-        queued = [w for w in workers if w.state is State.QUEUED and w.costs is not None and not w.retired.is_set()]
         for worker in [w for w in workers if w.state < State.STARTING and not w.leases and not w.retired.is_set()]:
             if not worker.luxury and not (worker.fetches and worker.state is State.DOWNLOADING):
                 self.retire(worker, "abandoned", drain=0.0)
         self._mark_surplus()
-        queued = [worker for worker in queued if not worker.retired.is_set() and not worker.room.done()]
+        queued = self._in_line()
         residents = self._residents()
         readings = self.launcher.readings()
         self.devices = self._ledger.observe(readings, residents)
@@ -712,6 +727,14 @@ class Fleet:
             self._put_to_sleep(spare - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
+
+    def _in_line(self) -> list[Worker]:
+        """Those who wait for room, and whose costs are known."""
+        return [
+            worker for worker in self.workers()
+            if worker.state is State.QUEUED and worker.costs is not None
+            and not (worker.retired.is_set() or worker.room.done())
+        ]  # fmt: skip
 
     def cautious_devices(self) -> list[Device]:
         """The devices as they were read for the last plan, as if nothing of what standbys may still take were used."""
@@ -883,28 +906,32 @@ class Fleet:
         self.retire(worker, eviction.reason, drain=drain, made_room_for=asker.preset.id if asker else "")
 
     async def preview(self, id: str) -> dict[str, Any]:
-        """What a load of `id` would do now; changes nothing. Raises ApiError if its files are not here."""
+        """What would become of a request for `id` now; changes nothing. Raises ApiError if its files are not usable."""
         model = self.model(id)
         worker = model.open
         if worker is not None and worker.state >= State.STARTING:
             return {"decision": "none", "message": f"{id} is {worker.state.name.lower()} already"}
+        if worker is None and (refusal := self._refusal(model)) is not None:
+            return refused(refusal)
         if worker is None or worker.costs is None:
             snapshot = self.files.find(model.preset)
             if snapshot is None:
-                return {"decision": "unknown", "message": f"the files of {id} are not here yet; load it once"}
+                what = "are not here yet; load it once" if worker is None else "are being fetched"
+                return {"decision": "unknown", "message": f"the files of {id} {what}"}
             worker = Worker(0, model.preset, State.QUEUED, self.now())
             worker.snapshot = self.files.loads_from(model.preset, snapshot)
             try:
                 await weigh(worker, self)
             except EstimateError as unknown:
                 raise LoadFailed(f"{id} cannot be loaded: {unknown.message}") from None
-        demand = worker.demand()
+        demand = replace(worker.demand(), luxury=False)  # whoever is asked for is a need
+        line = [demand, *(each.demand() for each in self._in_line() if each.id != worker.id)]
         residents = self._residents()
         devices = self._ledger.observe(self.launcher.readings(), residents)
-        found = planner.plan([demand], residents, devices, self.now(), self._policy())
+        found = planner.plan(line, residents, devices, self.now(), self._policy())
         here: list[Worker | Holding | Errand] = [*self.workers(), *self._holdings.values(), *self._errands.values()]
         names = {each.id: each.preset.id for each in here}
-        return preview(demand, found, names, numbers(worker, devices))
+        return preview(demand, line, found, names, numbers(worker, devices))
 
 
 async def _hold(lease: Lease) -> None:

@@ -73,15 +73,19 @@ class Stages:
         """Of the current stage, 0 to 1; 0 while its total is unknown."""
         return min(1.0, self._done / self._total) if self._total else 0.0
 
+    @property
+    def left(self) -> float | None:
+        """Seconds of the current stage that are still to come, by its rate so far; None where that would be a guess."""
+        return (self._total - self._done) / self._rate if self._rate and self._total else None
+
     def told(self) -> dict[str, Any]:
         """The current stage for people and programs. `rate` is in units per second and `eta` in seconds; null where
         they would be guesses."""
-        left = self._total - self._done
         return {
             "stage": self._stage,
             "done": self._done,
             "total": self._total,
             "unit": UNITS.get(self._stage),
             "rate": round(self._rate, 1) if self._rate else None,
-            "eta": round(left / self._rate, 1) if self._rate and self._total else None,
+            "eta": round(self.left, 1) if self.left is not None else None,
         }

@@ -55,14 +55,14 @@ def decide(
     plan: Plan, candidates: Sequence[Candidate], residents: Sequence[Resident], devices: Sequence[Device]
 ) -> Decision:
     """What to do after a plan for these demands, residents and devices."""
-    if not plan.waits:
+    if not any(each.stands_by or _may_begin(plan, each) for each in candidates):
         return Decision()
     free = _free(plan, residents, devices)
     hosts = {each.pool or each.id for each in devices if each.id.index == HOST}
     begin: dict[int, int] = {}
     end: set[int] = set()
     is_scarce = False
-    for candidate in sorted(candidates, key=_place_in_line):
+    for candidate in sorted(candidates, key=lambda each: place_in_line(each.demand)):
         demand = candidate.demand
         wait = plan.waits.get(demand.id)
         if wait is None:
@@ -70,11 +70,17 @@ def decide(
         if candidate.stands_by:
             if is_scarce:
                 end.add(demand.id)
-        elif candidate.runtime and wait.cause == "stopping" and not is_scarce and candidate.runtime <= free:
+        elif _may_begin(plan, candidate) and not is_scarce and candidate.runtime <= free:
             begin[demand.id] = candidate.runtime
         is_scarce = is_scarce or not hosts.isdisjoint(wait.shortage)
         free -= max(begin.get(demand.id, 0), _on_host(demand, hosts))
     return Decision(begin, frozenset(end))
+
+
+def _may_begin(plan: Plan, candidate: Candidate) -> bool:
+    """Whether it is to be prepared, if there is room: it waits for memory of those who leave."""
+    wait = plan.waits.get(candidate.demand.id)
+    return candidate.runtime > 0 and wait is not None and wait.cause == "stopping"
 
 
 def readable(sizes: Sequence[tuple[Hashable, int]], devices: Sequence[Device], reading: int = 0) -> list[Hashable]:
@@ -114,9 +120,9 @@ def _on_host(demand: Demand, hosts: Collection[DeviceId]) -> int:
     return demand.host
 
 
-def _place_in_line(candidate: Candidate) -> tuple[bool, int, float, int]:
-    demand = candidate.demand
+def place_in_line(demand: Demand) -> tuple[bool, int, float, int]:
+    """By it those who wait are sorted, as the planner meets them."""
     return demand.luxury, -demand.priority, demand.since, demand.id
 
 
-__all__ = ["Candidate", "Decision", "cautious", "decide", "less", "readable", "spare"]
+__all__ = ["Candidate", "Decision", "cautious", "decide", "less", "place_in_line", "readable", "spare"]

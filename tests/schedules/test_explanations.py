@@ -1,14 +1,18 @@
 """What people are told of decisions: while they wait, beforehand, and afterwards."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from router import log
 from router.access import Access
-from router.errors import DoesNotFit, QueueFull
+from router.errors import ApiError, DoesNotFit, QueueFull
+from router.launchers import WorkerLost
+from router.limits import Limits
 from router.metrics import Metrics
+from router.model import SECONDS
 from router.proxy import status_comment
 from router.settings import Key
 from tests.fakes import GIB, FakeModel, virtual
@@ -63,6 +67,72 @@ async def test_a_plan_asked_for_says_who_would_leave_and_changes_nothing() -> No
     assert told["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
     assert len(world.fleet.workers()) == 2
     assert ("c", "evict") not in plans(world)
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_stands_in_line_as_its_request_would() -> None:
+    """There is room for `c`, and `b` is going to take it."""
+    world = Schedule({"a": 5 * GIB, "b": 6 * GIB, "c": 3 * GIB}, keys={"b": {"priority": -1}})
+    using = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    assert (await world.fleet.preview("c"))["decision"] == "start"
+    first = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    assert (await world.fleet.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
+    world.fleet.change(replace(world.presets["b"], priority=0))
+    told = await world.fleet.preview("c")
+    assert (told["decision"], told["cause"], told["ahead"]) == ("wait", "memory", ["b"])
+    second = asyncio.create_task(world.ask("c"))
+    await asyncio.sleep(1)
+    assert "start c" not in world.journal
+    again = await world.fleet.preview("c")
+    assert {**told, "devices": ()} == {**again, "devices": ()}, "as it was told before"
+    assert (await world.fleet.preview("b"))["ahead"] == []
+    await asyncio.gather(using, first, second)
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_hears() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    crash, unusable = WorkerLost("died", cause="crashed", exit=1), WorkerLost("odd", cause="load_failed", exit=3)
+    for name, lost in (("a", crash), ("b", unusable)):
+        world.launcher.models[name].start_fails = [lost]
+        with pytest.raises(ApiError):
+            await world.ask(name)
+        with pytest.raises(ApiError) as heard:
+            await world.ask(name)
+        told = await world.fleet.preview(name)
+        assert told == {
+            "decision": "refuse", "reason": heard.value.reason, "message": heard.value.message,
+            "retry_after": heard.value.retry_after,
+        }  # fmt: skip
+    await asyncio.sleep(2)
+    assert (await world.fleet.preview("a"))["decision"] == "start"
+    world.files.change("b")
+    assert (await world.fleet.preview("b"))["decision"] == "start"
+    assert world.fleet.models["b"].failure is not None, "looking at it changes nothing"
+    await world.ask("b")
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_have_come_and_it_is_loaded() -> None:
+    models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
+    world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=1))
+    assert "not here yet" in (await world.fleet.preview("a"))["message"]
+    first = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(20)
+    worker = world.fleet.models["a"].open
+    assert worker is not None
+    worker.stages.hear("download", 20, 100, world.now)
+    assert "being fetched" in (await world.fleet.preview("a"))["message"]
+    with pytest.raises(QueueFull) as refused:
+        await world.ask("a")
+    assert refused.value.retry_after == 60.0, "as much as anybody is told"
+    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(80 + SECONDS)
+    await first
     await world.stop()
 
 

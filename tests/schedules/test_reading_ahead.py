@@ -39,6 +39,21 @@ async def test_the_files_of_a_model_that_waits_for_room_are_read_ahead() -> None
 
 
 @virtual
+async def test_the_files_of_who_waits_are_looked_up_once_however_many_plans_are_made() -> None:
+    world = world_of("a", "b", "c", host=FILES - 1)
+    using = [asyncio.create_task(world.ask(name, 60.0)) for name in "ab"]
+    await asyncio.sleep(5)
+    using.append(asyncio.create_task(world.ask("c")))
+    await asyncio.sleep(5)
+    looks = world.files.looks
+    for _ in range(20):
+        world.fleet.arrange()
+    assert world.files.looks == looks
+    await asyncio.gather(*using)
+    await world.stop()
+
+
+@virtual
 async def test_reading_ahead_ends_when_there_is_room() -> None:
     world = world_of("a", "b", "c")
     world.launcher.hold_seconds = 100.0

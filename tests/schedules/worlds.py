@@ -45,6 +45,8 @@ class FakeFiles:
         self.conversions: dict[str, str] = {}
         """Folders of converted snapshots, by those of what they were made of."""
         self.swept = 0
+        self.looks = 0
+        """How often somebody wanted to know how large weights are."""
         self._changes: Counter[str] = Counter()
 
     def change(self, name: str) -> None:
@@ -80,6 +82,7 @@ class FakeFiles:
         return []
 
     def weights(self, snapshot: str) -> dict[str, int]:
+        self.looks += 1
         return {f"{snapshot}/model.safetensors": 128 << 20}
 
     def fetched(self, preset: Preset, snapshot: str) -> None:
