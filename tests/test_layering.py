@@ -27,6 +27,7 @@ ROUTER = [
     "router.fleet  router.access  router.launchers.orphans",
     "router.lease",
     "router.explain  router.model  router.forecast  router.adapters",
+    "router.launchers.neighbours",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.costs",
     "router.commands",

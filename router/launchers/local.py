@@ -26,6 +26,7 @@ from router.launchers import nursery as nurseries
 from router.launchers.environment import Verb
 from router.launchers.guard import Guard
 from router.launchers.keeper import Keeper, KeeperFailed
+from router.launchers.neighbours import Claim, Neighbours
 from router.launchers.nursery import Nursery, NurseryRefused
 from router.launchers.oom import OomKills, counted
 from router.launchers.probe import Devices, Probe
@@ -92,6 +93,7 @@ class LocalLauncher:
         devices: Devices,
         runtime_dir: Path,
         environ: Mapping[str, str],
+        beside: Path | None = None,
         on_reading: Callable[[], None] = lambda: None,
         offline: bool = False,
         hf_token: str = "",
@@ -103,7 +105,8 @@ class LocalLauncher:
         nursery_pause: float = FIRST_PAUSE,
         nursery_timeout: float = nurseries.ANSWER_TIMEOUT,
     ):
-        """`environ`: the router's own environment, of which an allow-list is handed on; `on_reading` is called on the
+        """`environ`: the router's own environment, of which an allow-list is handed on; `beside`: a folder in which
+        routers of this machine tell each other what they set aside; `on_reading` is called on the
         loop after each new reading; `sample_interval`: seconds between them; `download_silence`: seconds without any
         event after which a download counts as dead; `estimate_timeout`: seconds that an estimate may take in all;
         `python_argv`: how the worker program is started, the interpreter first; `nursery`: whether
@@ -117,7 +120,8 @@ class LocalLauncher:
         self._estimate_timeout = estimate_timeout
         self._argv = tuple(python_argv)
         self._folder = RunFolder(runtime_dir)
-        self._probe = Probe(devices, on_reading)
+        self._neighbours = Neighbours(devices, beside)
+        self._probe = Probe(self._neighbours, on_reading)
         self._ooms = OomKills(counted)
         self._children: dict[str, Child] = {}
         self.nursery: Nursery | None = None
@@ -159,6 +163,8 @@ class LocalLauncher:
             for survivor in self._folder.open():
                 log.warning("killed %s (process %d), left by an earlier router", survivor.worker, survivor.pid)
             stack.callback(self._folder.close)
+            self._neighbours.open()
+            stack.callback(self._neighbours.close)
             had_adopted = orphans.adopt()
             stack.callback(orphans.adopt, whether=had_adopted)
             self._guard = Guard()
@@ -235,19 +241,21 @@ class LocalLauncher:
     ) -> AsyncIterator["LocalWorker"]:
         names = device_names(place)
         command = replace(command, devices=model_devices(names))
-        async with self._born(program, command, names, listen) as worker:
-            await self._started(worker)
-            yield worker
+        with self._neighbours.claim(place) as claim:
+            async with self._born(program, command, names, listen, claim) as worker:
+                await self._started(worker)
+                yield worker
 
     @asynccontextmanager
     async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator["LocalStandby"]:
         names = device_names({DeviceId(LOCAL, HOST): 0})
-        async with self._born(program, replace(command, prepare=True), names, listen) as worker:
-            yield LocalStandby(worker, self._visible, self._started)
+        with self._neighbours.claim({}) as claim:
+            async with self._born(program, replace(command, prepare=True), names, listen, claim) as worker:
+                yield LocalStandby(worker, self._visible, self._started, claim)
 
     @asynccontextmanager
     async def _born(
-        self, program: Program, command: contract.Serve, names: Mapping[str, DeviceId], listen: Listen
+        self, program: Program, command: contract.Serve, names: Mapping[str, DeviceId], listen: Listen, claim: Claim
     ) -> AsyncIterator["LocalWorker"]:
         """A worker that is about to start, for the length of the block; left, all it had is given back."""
         tag = self._folder.tag(program.model, program.worker)
@@ -261,7 +269,7 @@ class LocalLauncher:
             async with self._running(program, command, "serve", tag, token, visible) as child:
                 forked = self.nursery is not None and self.nursery.has(child.pid)
                 worker = LocalWorker(
-                    program, command, child, names, socket, token, listen, self._ooms, began=began, forked=forked
+                    program, command, child, names, socket, token, listen, claim, self._ooms, began=began, forked=forked
                 )
                 try:
                     yield worker
@@ -516,6 +524,7 @@ class LocalWorker:
         socket: Path,
         token: str,
         listen: Listen,
+        claim: Claim,
         ooms: OomKills,
         *,
         began: float,
@@ -535,6 +544,7 @@ class LocalWorker:
         """Its devices, by its own names for them."""
         self._prepared: asyncio.Future[None] = loop.create_future()
         self._listen = listen
+        self._claim = claim
         self._ooms = ooms
         self._loop = loop
         self.forked = forked
@@ -624,12 +634,14 @@ class LocalWorker:
                 return
             case contract.Ready():
                 self._measure(event.measured)
+                self._count(event.mapped)
                 birth = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
                 self._ready.set_result(
                     replace(event, seconds={"fork" if self.forked else "exec": birth, **event.seconds})
                 )
             case contract.Pulse():
                 self._measure(event.measured)
+                self._count(event.mapped)
             case contract.Prepared() if not self._prepared.done():
                 self._measure(event.measured)
                 self._prepared.set_result(None)
@@ -638,6 +650,10 @@ class LocalWorker:
 
     def _measure(self, measured: Mapping[str, int]) -> None:
         self.measured.update({self.names[name]: size for name, size in measured.items() if name in self.names})
+
+    def _count(self, mapped: int) -> None:
+        """Of what it measures, all but so many bytes of main memory is in the figures of drivers."""
+        self._claim.count({id: size - mapped if id.index == HOST else size for id, size in self.measured.items()})
 
     def _judged(self, verdict: Verdict) -> None:
         self._lose(lost_by_verdict(self._program, "serve", verdict, self._child.said))
@@ -671,8 +687,10 @@ class LocalStandby:
         worker: LocalWorker,
         visible: Callable[[Mapping[str, DeviceId]], str],
         started: Callable[[LocalWorker], Awaitable[None]],
+        claim: Claim,
     ):
         """`visible`: CUDA_VISIBLE_DEVICES for devices; `started` returns once a worker that was told to go is ready."""
+        self._claim = claim
         self._worker = worker
         self._visible = visible
         self._started = started
@@ -690,6 +708,7 @@ class LocalStandby:
 
     async def go(self, command: contract.Serve, place: Bytes) -> LocalWorker:
         names = device_names(place)
+        self._claim.give(place)
         self._worker.go(names, reserved=command.reserved, visible=self._visible(names))
         await self._started(self._worker)
         return self._worker

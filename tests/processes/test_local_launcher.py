@@ -674,3 +674,37 @@ async def test_preparing_for_ever_is_ended(launcher: LocalLauncher) -> None:
     async with prepare(launcher, fake_program("deaf", start_timeout=0.2)) as standby:
         with pytest.raises(WorkerLost, match="made no progress"):
             await standby.prepared()
+
+
+async def test_what_a_load_is_going_to_take_is_used_for_a_router_beside_it(tmp_path: Path, journal: Journal) -> None:
+    totals, go = {CPU: 16 * GIB}, tmp_path / "go"
+    environ = {"PATH": os.environ["PATH"]}
+    ours, theirs = [
+        LocalLauncher(
+            devices=FixedDevices(totals), runtime_dir=tmp_path / name, environ=environ, python_argv=FAKE_ARGV,
+            beside=tmp_path / "beside",
+        )
+        for name in ("ours", "theirs")
+    ]  # fmt: skip
+
+    async def used() -> int:
+        return (await theirs.refresh())[0].used
+
+    async with ours, theirs:
+        program = fake_program("m", journal=journal.path, hold_load=str(go), measured={"cpu": 2 * GIB})
+        async with asyncio.TaskGroup() as group:
+            ready, over = asyncio.Event(), asyncio.Event()
+
+            async def live() -> None:
+                async with serve(ours, program, place={CPU: 3 * GIB}):
+                    ready.set()
+                    await over.wait()
+
+            group.create_task(live())
+            await journal.line("started")
+            assert await used() == 3 * GIB
+            go.touch()
+            await ready.wait()
+            assert await used() == GIB, "what it has taken by now is the driver's affair"
+            over.set()
+        assert await used() == 0
