@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import aiohttp.http
 import platformdirs
+import uvloop
 from aiohttp import web
 
 from router import __version__
@@ -71,7 +72,7 @@ def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[]
         return 1
     try:
         _spare_the_collector()
-        return asyncio.run(_main(settings, load, keys))
+        return uvloop.run(_main(settings, load, keys))
     except ConfigError as broken:
         print(f"router: {broken}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment with the test packages if it is not there yet, then checks style, format and types, and runs
-# the tests. Arguments go to pytest; `--venv DIR` says where the environment is.
+# the tests. Arguments go to pytest (`-n 0`: one after the other); `--venv DIR` says where the environment is.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -32,7 +32,8 @@ step ruff check .
 step ruff format --check .
 step mypy
 export OMP_NUM_THREADS=1
-step pytest ${tests[@]+"${tests[@]}"}
+# Two files at a time, since half the tests wait for processes; in the order of the tree, which begins with the longest.
+step pytest -n 2 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test.sh: failed: ${failed[*]}" >&2
