@@ -105,6 +105,7 @@ def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
         "n_predict": preset.n_predict,
         "queue_size": preset.queue_size,
         "max_logprobs": preset.max_logprobs,
+        "warm_up": worker.costs is None or worker.costs.estimate.source != "learned",
         "seed": preset.seed,
         "sampling": json.dumps(dict(preset.sampling)) if preset.sampling else "",
         "pooling": preset.pooling,

@@ -9,6 +9,7 @@ answer.
 import asyncio
 import logging
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -381,7 +382,10 @@ class Fleet:
 
     def _begin(self, model: Model, *, luxury: bool = False) -> Worker:
         self._ids += 1
-        state = State.QUEUED if self.files.find(model.preset) is not None else State.DOWNLOADING
+        is_here = self.files.find(model.preset) is not None and not (
+            model.doubtful and self.files.can_mend(model.preset)  # a download looks at what is here
+        )
+        state = State.QUEUED if is_here else State.DOWNLOADING
         worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.cut_short, luxury=luxury)
         worker.family = model.workers
         model.workers.append(worker)
@@ -424,6 +428,10 @@ class Fleet:
         served = worker.ready_at is not None
         is_curable = lost is not None and not served and (lost.memory != "" or lost.from_outside)
         model.cut_short = int(is_curable and worker.attempt == 0)
+        if lost is not None and lost.exit in (Exit.DAMAGED, -signal.SIGBUS):
+            model.doubtful = True
+        elif served:
+            model.doubtful = False
         if worker.ready_at is not None and worker.answered and now - worker.ready_at > backoff.CALM:
             model.crashes.forget()
         if lost is None and worker.refused is not None:
@@ -433,6 +441,8 @@ class Fleet:
                 model.failure = None
         elif not model.cut_short:
             model.failure = self._failure(model, lost, served=served)
+        if not served and (worker.refused is not None or (lost is not None and not model.cut_short)):
+            self._let_go(model, "load_failed")  # it cannot be woken
 
     def _failure(self, model: Model, lost: WorkerLost, *, served: bool) -> Failure:
         now, before = self.now(), model.failure

@@ -25,7 +25,7 @@ MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 LAG_INTERVAL = 1.0
 """Seconds between two looks at how late the loop is."""
 STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
-SPENT = ("fork", "exec", "imports", "config", "tokenizer", "standby", "read", "build", "warmup", "server")
+SPENT = ("fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server")
 """What a start is made of, as its worker tells."""
 STAGES = ("download", "wait", "start", "weights", "warmup")
 TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)

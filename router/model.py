@@ -39,6 +39,8 @@ class Model:
     crashes: Crashes = field(default_factory=Crashes)
     cut_short: int = 0
     """How many lives in a row ended before they were ready, by what one more may cure (`Worker.attempt`): 0 or 1."""
+    doubtful: bool = False
+    """Its files may be damaged: its last worker found them so, or could not read what it had mapped of them."""
     reason: str = ""
     """Why its last worker ended."""
     since: float | None = None

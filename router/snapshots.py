@@ -107,6 +107,9 @@ class Snapshots:
         repo, _, revision = source.path.removeprefix(HUB).partition(":")
         return find_snapshot(repo, revision, self._cache, adapter=True)
 
+    def can_mend(self, preset: Preset) -> bool:
+        return not (preset.path or preset.demo or self._offline)
+
     def download(self, preset: Preset) -> contract.Download:
         if preset.demo:
             return contract.Download(demo=preset.demo, target=str(self._demo))

@@ -45,6 +45,9 @@ class Files(Protocol):
     def look(self, preset: Preset) -> object:
         """What is on disk of it: equal as long as nothing there has changed; looks at a few names only."""
 
+    def can_mend(self, preset: Preset) -> bool:
+        """Whether a download would find what is damaged of it, and bring it anew."""
+
     def download(self, preset: Preset) -> contract.Download:
         """How to fetch it. Raises ApiError if it cannot be fetched."""
 

@@ -83,7 +83,8 @@ WORKER = [
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.readout"
-    "  worker.engine.layout  worker.engine.batching  worker.engine.alignment  worker.engine.cache_types",
+    "  worker.engine.layout  worker.engine.claims  worker.engine.batching  worker.engine.alignment"
+    "  worker.engine.cache_types",
     "worker.engine.slots",
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families  worker.adapting  worker.telling"
@@ -92,7 +93,7 @@ WORKER = [
     "worker.fields  worker.deltas",
     "worker.generation",
     "worker.images  worker.ranks",
-    "worker.leash  worker.errors  worker.connection  worker.help  worker.demo",
+    "worker.leash  worker.pagecache  worker.errors  worker.connection  worker.help  worker.demo",
     "worker  worker.engine",
 ]
 TABLES = [

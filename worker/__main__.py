@@ -247,13 +247,23 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     import logging
 
     from worker import contract
+    from worker.pagecache import Reading
+
+    reading = Reading(command.snapshot)
+    may_read = not command.prepare and command.load_format != "dummy"  # before there is room the router says when
+    if may_read and "torch" not in sys.modules:
+        reading.start()
+        may_read = False
     from worker.engine import memory
     from worker.engine.engine import TransformersEngine
+    from worker.engine.shelf import shelf
     from worker.errors import StartError
     from worker.server import Server
 
     laps = Laps(began)
     laps.over("imports")
+    if may_read and shelf.find(command) is None:
+        reading.start()
 
     if command.prepare and not tied.leashed:
         raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", contract.Exit.USAGE)
@@ -262,6 +272,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         tied.say(contract.Prepared(measured=memory.measured(("cpu",))))
         command = _go(command, tied)
         laps.over("standby")
+    reading.stop()
     # By hand a line each second would only hide the others.
     pulse: Callable[[contract.Pulse], None] = tied.say if tied.leashed else lambda _: None
     engine = TransformersEngine.load(command, prepared, progress=tied.say, pulse=pulse, over=laps.over, ranks=ranks)

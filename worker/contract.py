@@ -159,6 +159,9 @@ class Serve(ModelOptions):
     max_cpu_loras: int = 0
     """Of so many adapters the files stay open; 0: of all."""
     max_logprobs: int = 20
+    warm_up: bool = True
+    """On an accelerator the largest step is tried before it is ready, so that what that takes is measured; needless
+    where loads before have shown it."""
     seed: int = -1
     """Where a request has none; -1: another one each time."""
     sampling: str = ""
@@ -366,7 +369,8 @@ class Ready:
     n_ctx: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     """Where the time of the load went, by stage, in their order: imports, config, tokenizer, standby (prepared, it
-    waited for Go), read, build, warmup, server. What came before them, this process has not seen."""
+    waited for Go), read, copy (weights that were converted, or that a bus still carried once all were read), build,
+    warmup, server. What came before them, this process has not seen."""
     processor: float = 0.0
     """Seconds that the threads of this process have used of the processor together."""
     modules: list[str] = dataclasses.field(default_factory=list)

@@ -6,6 +6,7 @@ in one error frame and a broken connection, never in a clean end.
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import ipaddress
 import logging
@@ -252,7 +253,9 @@ class Server:
         except OSError as error:
             await self._runner.cleanup()
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise StartError(f"cannot listen on {self._listen}: {why}; choose another --listen", Exit.USAGE) from None
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            way, exit = ("make room there", Exit.DISK_FULL) if is_full else ("choose another --listen", Exit.USAGE)
+            raise StartError(f"cannot listen on {self._listen}: {why}; {way}", exit) from None
         except StartError:
             await self._runner.cleanup()
             raise

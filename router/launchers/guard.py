@@ -64,8 +64,11 @@ class Guard:
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line.encode())
+            is_told = self._process.stdin.write(line.encode()) is not None
         except (BrokenPipeError, ValueError):  # it died; or it had, and no new one could be started then
+            is_told = False
+        if not is_told:  # or it was stopped thousands of lines ago, and whoever waited for it would stand still, too
+            self._process.kill()
             self.close()
             self._process = self._start()
             everyone = "".join(f"+{group}\n" for group in self._groups)
@@ -86,6 +89,7 @@ class Guard:
         )
         assert process.stdin is not None
         assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
         with process.stdout as answer:
             if not answer.read(1):
                 process.stdin.close()

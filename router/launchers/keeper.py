@@ -26,6 +26,9 @@ from typing import Any
 CHUNK = 16 << 20
 """Bytes that are read, or locked, at a time; orders are heard in between."""
 CLOSE_TIMEOUT = 5.0
+MOST_UNHEARD = 1 << 20
+"""Bytes of orders that a keeper has not heard: one that has so many waits for a disk that does not answer, or was
+stopped, and is replaced."""
 OOM_SCORE = "1000"
 """Whatever it holds can be read again."""
 _CAP_IPC_LOCK = 14
@@ -216,6 +219,8 @@ class Keeper:
         self._lost: dict[int, asyncio.Future[None]] = {}
         """Of what is held: done once it is no longer."""
         self._rest = b""
+        self._untold = bytearray()
+        """Of orders that its pipe had no room for: it hears them between two chunks, and we never wait for it."""
 
     @property
     def pid(self) -> int | None:
@@ -269,9 +274,30 @@ class Keeper:
                 self._tell({"id": id})
 
     def _tell(self, order: dict[str, Any]) -> None:
+        """Raises OSError."""
+        self._untold += json.dumps(order).encode() + b"\n"
+        self._write()
+        if len(self._untold) > MOST_UNHEARD:
+            self._bury()
+            raise TimeoutError("it does not answer")
+
+    def _write(self) -> None:
+        """As much as there is room for; the rest once there is. Raises OSError."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        loop, pipe = asyncio.get_running_loop(), self._process.stdin.fileno()
+        loop.remove_writer(pipe)
+        with contextlib.suppress(BlockingIOError):
+            while self._untold:
+                del self._untold[: os.write(pipe, self._untold)]
+            return
+        loop.add_writer(pipe, self._write_on)
+
+    def _write_on(self) -> None:
+        try:
+            self._write()
+        except OSError:  # it has ended, and is about to be buried
+            self._untold.clear()
 
     def _start(self) -> None:
         """Raises OSError."""
@@ -285,7 +311,9 @@ class Keeper:
             close_fds=True,
             start_new_session=True,
         )
+        assert process.stdin is not None
         assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
         asyncio.get_running_loop().add_reader(process.stdout.fileno(), self._hear)
         self._born(process.pid)
@@ -314,12 +342,16 @@ class Keeper:
     def _bury(self) -> None:
         """It has ended, or is to end: whoever counted on it hears so."""
         process, self._process, self._rest = self._process, None, b""
+        self._untold.clear()
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        asyncio.get_running_loop().remove_reader(process.stdout.fileno())
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.stdout.fileno())
+        loop.remove_writer(process.stdin.fileno())
         process.kill()
-        process.wait(CLOSE_TIMEOUT)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, with a disk that does not answer
+            process.wait(CLOSE_TIMEOUT)
         process.stdin.close()
         process.stdout.close()
         self._gone(process.pid)

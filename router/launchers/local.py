@@ -814,6 +814,8 @@ def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError)
 def _how_it_ended(code: int, *, oom_killed: bool) -> str:
     if oom_killed:
         return "was killed by the kernel because main memory ran out (SIGKILL)"
+    if code == -signal.SIGBUS:
+        return "was killed by SIGBUS: a file that it had mapped was cut short, or cannot be read from its disk"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"

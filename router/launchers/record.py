@@ -7,6 +7,7 @@ Law: a process is known by number, start time and boot, never by name.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -108,13 +109,19 @@ class RunFolder:
             verb=verb,
             socket=socket,
         )
-        draft = self.path / f"{tag}.tmp"
-        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        draft, text = self.path / f"{tag}.tmp", json.dumps(asdict(record)).encode()
         try:
-            os.write(file, json.dumps(asdict(record)).encode())
-        finally:
-            os.close(file)
-        draft.rename(self._record(tag))
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                if os.write(file, text) < len(text):  # the disk is full, and had room for some of it
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(file)
+            draft.rename(self._record(tag))
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
 
     def remove(self, tag: str) -> None:
         """The process is reaped: strike it off, with its socket."""

@@ -86,8 +86,28 @@ def test_a_stopped_guard_does_not_hold_up_the_routers_end() -> None:
     guard.close()
 
 
+def test_a_stopped_guard_holds_up_nobody_and_is_replaced_once_it_is_far_behind(
+    group: "subprocess.Popen[bytes]",
+) -> None:
+    guard = Guard()
+    guard.add(group.pid)
+    first = guard.pid
+    os.kill(first, signal.SIGSTOP)
+    for _ in range(1 << 16):  # a pipe holds so many bytes
+        guard.add(group.pid)
+        if guard.pid != first:
+            break
+    assert guard.pid != first
+    _ended(first)
+    guard.close()
+    assert group.wait(WITHIN) == -signal.SIGKILL
+
+
 def _ended(pid: int) -> None:
-    watch = os.pidfd_open(pid)
+    try:
+        watch = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
     poll = select.poll()
     poll.register(watch, select.POLLIN)
     assert poll.poll(WITHIN * 1000)

@@ -102,6 +102,32 @@ async def test_a_keeper_that_is_killed_is_replaced_and_who_counted_on_it_hears(
             assert not lost.done()
 
 
+async def test_a_keeper_that_hears_nothing_holds_up_nobody_and_is_replaced(keeper: Keeper, file: str) -> None:
+    """Stopped, or waiting for a disk that does not answer."""
+    await asyncio.wait_for(keeper.read([file]), DEADLINE)
+    deaf = keeper.pid
+    assert deaf is not None
+    os.kill(deaf, signal.SIGSTOP)
+    waiting = [asyncio.create_task(keeper.read([file + "-not"] * 1000)) for _ in range(30)]
+    failures = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE)
+    assert "the keeper cannot be told: it does not answer" in {str(each) for each in failures}
+    assert await asyncio.wait_for(keeper.read([file]), DEADLINE) == 33 * MIB + 3
+    assert keeper.pid != deaf
+
+
+async def test_orders_for_which_there_is_no_room_yet_are_heard_in_the_end(keeper: Keeper, file: str) -> None:
+    await asyncio.wait_for(keeper.read([file]), DEADLINE)
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGSTOP)
+    waiting = [asyncio.create_task(keeper.read([f"{file}-{number}-{'not' * 30}"] * 40)) for number in range(100)]
+    waiting.append(asyncio.create_task(keeper.read([file])))
+    await asyncio.sleep(0)
+    os.kill(keeper.pid, signal.SIGCONT)
+    *failures, size = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), DEADLINE)
+    assert {str(each) for each in failures} == {"No such file or directory"}
+    assert size == 33 * MIB + 3
+
+
 def test_a_keeper_ends_with_its_router(file: str) -> None:
     code = (
         "import asyncio, os, sys; from router.launchers.keeper import Keeper\n"

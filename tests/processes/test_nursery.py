@@ -254,6 +254,16 @@ async def test_a_worker_whose_nursery_is_stopped_is_reaped_all_the_same(launcher
     await ended(nursery.pid, within=WITHIN)
 
 
+@pytest.mark.slow
+async def test_a_nursery_that_hangs_is_killed_and_whoever_waited_for_it_is_executed(launcher: ForkingLauncher) -> None:
+    nursery = await launcher.warmed()
+    os.kill(nursery.pid, signal.SIGSTOP)
+    async with serving(launcher) as worker:
+        assert parent(worker.pid) == os.getpid()
+        await ended(nursery.pid, within=WITHIN)
+    assert (await launcher.warmed()).pid != nursery.pid
+
+
 async def test_the_exit_of_a_forked_worker_is_its_own(launcher: ForkingLauncher) -> None:
     await launcher.warmed()
     for code in (0, 4, 77, -signal.SIGSEGV):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -141,6 +142,18 @@ def test_a_folder_that_cannot_be_made_is_an_error_for_a_person(tmp_path: Path) -
 def test_no_tag_is_given_twice_even_by_another_router(tmp_path: Path) -> None:
     tags = {folder.tag("m", "m#1") for folder in (RunFolder(tmp_path), RunFolder(tmp_path)) for _ in range(100)}
     assert len(tags) == 200
+
+
+def test_a_record_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path) -> None:
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path) as folder:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most))  # so much of a file can be written, and no more
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                folder.write(folder.tag("m", "m#1"), os.getpid(), model="m", worker="m#1", verb="serve")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+        assert [file.name for file in tmp_path.iterdir()] == ["lock"]
 
 
 def test_what_is_removed_leaves_nothing(tmp_path: Path) -> None:

@@ -550,6 +550,39 @@ async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> No
 
 
 @virtual
+@pytest.mark.parametrize("exit", [10, -7])
+async def test_files_that_a_worker_could_not_use_are_looked_at_by_a_download_before_they_are_used_again(
+    exit: int,
+) -> None:
+    """Cut short in the cache, or under the feet of who had mapped them (SIGBUS)."""
+    damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=exit)
+    world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged])})
+    world.files.is_on_hub = True
+    with pytest.raises(LoadBackoff, match="damaged"):
+        await world.ask("a")
+    await asyncio.sleep(1.1)
+    await world.ask("a")
+    assert world.journal == ["start a", "download a", "start a"]
+    await world.fleet.unload("a")[0].stopped.wait()
+    await world.ask("a")
+    assert world.journal[3:] == ["stop a", "start a"], "they are as good as any others"
+    await world.stop()
+
+
+@virtual
+async def test_files_of_a_folder_are_nobodys_to_mend() -> None:
+    damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=10)
+    world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged] * 2)})
+    with pytest.raises(LoadBackoff, match="damaged"):
+        await world.ask("a")
+    await asyncio.sleep(1.1)
+    with pytest.raises(LoadFailed, match="damaged"):
+        await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    await world.stop()
+
+
+@virtual
 async def test_room_that_appears_meanwhile_needs_no_better_estimate() -> None:
     world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB + 300}, stated=False,
                      keys={"a": {"required_memory": {"": 5 * GIB}}},

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.commands import threads
+from router.commands import serve_fields, threads
 from router.errors import LoadFailed
 from router.estimate import SAFETY_FACTOR, estimate
 from router.faces.llama_server import status
@@ -132,6 +132,17 @@ async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_
     assert costs is not None
     assert costs.estimate.source == "exact", "nothing was learned of this way"
     assert costs.estimate.total >= NEEDS
+    await world.stop()
+
+
+@virtual
+async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_learned() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    assert serve_fields(only(world, "a"), world.fleet)["warm_up"]
+    await leave(world, "a")
+    await world.ask("a")
+    assert not serve_fields(only(world, "a"), world.fleet)["warm_up"]
     await world.stop()
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.errors import AlreadyRunning, NotRunning
+from router.errors import AlreadyRunning, LoadFailed, NotRunning
 from router.faces.llama_server import status, value_of
+from router.launchers import WorkerLost
 from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
@@ -196,6 +197,24 @@ async def test_a_holding_that_is_lost_leaves_an_unloaded_model() -> None:
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
     await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
+    """Its files are gone, for one: what is held of them is of no use to anybody."""
+    world = gpu("a", "b")
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    assert value(world, "a") == "sleeping"
+    gone = WorkerLost("there is no config.json", cause="load_failed", exit=3)
+    world.launcher.models["a"].start_fails.append(gone)
+    with pytest.raises(LoadFailed, match="config"):
+        await world.ask("a")
+    await settled(world)
+    assert value(world, "a") == "unloaded"
+    assert "a" not in world.launcher.held
     await world.stop()
 
 

@@ -44,6 +44,8 @@ class FakeFiles:
         """In each of them."""
         self.conversions: dict[str, str] = {}
         """Folders of converted snapshots, by those of what they were made of."""
+        self.is_on_hub = False
+        """They may be fetched anew."""
         self.swept = 0
         self.looks = 0
         """How often somebody wanted to know how large weights are."""
@@ -91,6 +93,9 @@ class FakeFiles:
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         await asyncio.sleep(0)
         return self.facts
+
+    def can_mend(self, preset: Preset) -> bool:
+        return self.is_on_hub
 
     def download(self, preset: Preset) -> contract.Download:
         return contract.Download(repo=preset.id)

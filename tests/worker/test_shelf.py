@@ -106,6 +106,20 @@ def test_what_would_take_memory_for_weights_is_left_to_the_worker(
     assert made.built is None
 
 
+def test_weights_that_do_not_lie_where_kernels_expect_them_are_left_to_the_worker(folder: Path, ours: Shelf) -> None:
+    """To use them they have to be copied."""
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + whole[8 : 8 + length] + b" " + whole[8 + length :])
+    asked = options(folder)
+    ours.make(asked)
+    made = ours.find(asked)
+    assert made is not None
+    assert made.built is None
+    assert mapped(folder) == (0, 0)
+
+
 def test_code_of_a_snapshots_own_never_runs_in_a_nursery(folder: Path, ours: Shelf) -> None:
     assert not ours.wants(options(folder, trust_remote_code=True))
 

@@ -127,7 +127,8 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
         if len(heard) == 3:
             enough.set()
 
-    loop = StepLoop(Counting(), Outbox(), pulse=hear, measured=partial(memory.measured, ()), threads=1, interval=0.02)
+    measured = partial(memory.measured, ())
+    loop = StepLoop(Counting(), Outbox(), pulse=hear, measured=measured, later=lambda: 7, threads=1, interval=0.02)
     try:
         assert await asyncio.to_thread(enough.wait, DEADLINE)
     finally:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from worker.contract import AdapterSource
-from worker.engine import lora_files, memory
+from worker.engine import claims, lora_files, memory
 from worker.engine.linears import is_read
 from worker.engine.lora_files import LoraFile
 from worker.engine.slots import Adapter, Slots, Use
@@ -130,8 +130,8 @@ class Adapters:
     def _layer(self, module: nn.Module, inputs: int, outputs: int, dtype: torch.dtype, slots: int) -> _Layer:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         kind = weight.dtype if weight.is_floating_point() else dtype
-        a = memory.claim(slots, self._rank, inputs, dtype=kind, device=weight.device)  # one of several, perhaps
-        b = memory.claim(slots, outputs, self._rank, dtype=kind, device=weight.device)
+        a = claims.claim(slots, self._rank, inputs, dtype=kind, device=weight.device)  # one of several, perhaps
+        b = claims.claim(slots, outputs, self._rank, dtype=kind, device=weight.device)
         return _Layer(module, a, b, [0] * slots, self._plan)
 
     @property

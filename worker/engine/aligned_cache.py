@@ -28,8 +28,8 @@ from transformers.cache_utils import (
 
 from worker.engine.alignment import Move, Swap
 from worker.engine.cache_types import CacheType
+from worker.engine.claims import claim
 from worker.engine.kept import LayerShape, Shape
-from worker.engine.memory import claim
 
 
 @dataclass(slots=True)

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker.engine import kernels
+from worker.engine.claims import claim
 from worker.engine.kv_cache import BLOCK_TOKENS, Table, home_stride
-from worker.engine.memory import claim, upload
+from worker.engine.memory import upload
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
@@ -44,7 +45,7 @@ Span = tuple[int, int]
 
 
 class Pool:
-    """Keys and values of every layer, allocated and touched at once: nothing of it grows later.
+    """Keys and values of every layer, allocated at once: nothing of it grows later.
 
     `keys[layer]` and `values[layer]` are `[slots, kv_heads, head_dim]`; block `b` is the slots from
     `b * BLOCK_TOKENS` on.

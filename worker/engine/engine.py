@@ -27,6 +27,7 @@ from worker.detokenize import Answer, TokenBytes
 from worker.engine import architectures, attention, backends, cache_types, encoders, loader, lockstep, memory, slices
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
+from worker.engine.claims import Claims, claiming
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
@@ -94,19 +95,21 @@ class TransformersEngine:
         blind: str = TEXT_ONLY,
         ahead: bool = False,
         prefault: Prefault | None = None,
+        claims: Claims | None = None,
     ):
         """With a `runner` it generates, with an `encoder` it embeds or scores. Starts the step loop.
 
         `ahead`: the next step is launched before the newest tokens are known (`Generating`).
 
-        With `vision` it takes images; else `blind` says why not. `prefault`: of weights that are not mapped yet.
+        With `vision` it takes images; else `blind` says why not. `prefault`: of weights that are not mapped yet;
+        `claims`: of the cache, whose pages have not come yet.
         `capacity`: what the runner's cache has room for; None: the whole context in each of `parallel` rows.
         """
         self.tokenizer = tokenizer
         self.ctx_size = ctx_size
         """Tokens that prompt and answer of one request may have together."""
         self._options = options
-        self._prefault = prefault
+        self._prefault, self._claims = prefault, claims or Claims()
         self._reads_first = bool(getattr(config, "is_encoder_decoder", False))
         """An encoder reads the prompt; the answer is a text of its own, and does not go on with it."""
         self._vocab_size = int(config.get_text_config().vocab_size)
@@ -139,7 +142,9 @@ class TransformersEngine:
             work = self._embedding = Embedding(encoder.encoder, outbox, budget=options.prefill_chunk)
         self.encoding = encoder.encoding if encoder is not None else None
         self._leader = runner if isinstance(runner, Leader) else None
-        self._loop = StepLoop(work, outbox, pulse=pulse, measured=self._measure, threads=options.threads)
+        self._loop = StepLoop(
+            work, outbox, pulse=pulse, measured=self._measure, later=self._to_come, threads=options.threads
+        )
         if self._leader is not None:
             self._leader.on_lost(self._loop.fail)
 
@@ -173,9 +178,9 @@ class TransformersEngine:
     ) -> "TransformersEngine":
         """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
         warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
-        tokenizer, read, build, warmup; some go hand in hand, and end several times). `prepared` for the same options,
-        but for what `contract.Go` changes; None: that is done now. `ahead`: whether a step is launched before the one
-        in front has landed; None: on accelerators. `ranks`: the followers, of a model that is divided. Raises
+        tokenizer, read, copy, build, warmup; some go hand in hand, and end several times). `prepared` for the same
+        options, but for what `contract.Go` changes; None: that is done now. `ahead`: whether a step is launched before
+        the one in front has landed; None: on accelerators. `ranks`: the followers, of a model that is divided. Raises
         StartError, and RankLost if one of those ends.
         """
         progress(contract.Progress(stage="start"))
@@ -209,6 +214,7 @@ class TransformersEngine:
         loaded = loader.load_model(options, config, implementation, progress, over, prepared.built, share)
         rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
         processor, blind = see(options, config, prepared.tokenizer)
+        claims = None
         try:
             tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
             backend: PackedRunner | AlignedRunner
@@ -216,16 +222,17 @@ class TransformersEngine:
             if share is not None and ranks is not None:
                 backend, capacity = lockstep.lead(loaded, config, options, ctx_size, ranks, share[1], progress)
             else:
-                backend, capacity = backends.make_runner(
-                    loaded.model,
-                    config,
-                    options,
-                    ctx_size,
-                    loaded.device,
-                    caches=options.prefix_caching,
-                    tower=tower,
-                    split=loaded.split,
-                )
+                with claiming() as claims:
+                    backend, capacity = backends.make_runner(
+                        loaded.model,
+                        config,
+                        options,
+                        ctx_size,
+                        loaded.device,
+                        caches=options.prefix_caching,
+                        tower=tower,
+                        split=loaded.split,
+                    )
             pace = Pace(apart=not isinstance(backend, PackedRunner))
             backends.prove(backend, config, ctx_size)
             adapters = backends.make_adapters(
@@ -245,7 +252,7 @@ class TransformersEngine:
             over("build")
             # On the CPU no kernel is chosen and no buffer grows: the first request would only compute the same again.
             progress(contract.Progress(stage="warmup", total=chunk))
-            if loaded.device.type != "cpu":
+            if loaded.device.type != "cpu" and options.warm_up:
                 warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
             records = loaded.device.type == "cuda" and not options.enforce_eager
             if loaded.split is not None:
@@ -289,6 +296,7 @@ class TransformersEngine:
             blind=blind,
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
             prefault=loaded.prefault,
+            claims=claims,
         )
 
     @classmethod
@@ -336,15 +344,23 @@ class TransformersEngine:
         return self._leader.measured() if self._leader is not None else memory.measured(self._options.devices)
 
     def map_rest(self) -> None:
-        """Have what is in the page cache mapped meanwhile, ahead of the first step; to be called once."""
-        if self._prefault is not None:
+        """Have what is in the page cache mapped meanwhile, ahead of the first step, and then what was claimed; to be
+        called once."""
+        if self._prefault is None:
+            self._claims.start()
+        else:
             self._prefault.start()
+            self._claims.start(behind=self._prefault.finish)
 
     @property
     def later(self) -> int:
         """As in `contract.Pulse`."""
+        return self._to_come()
+
+    def _to_come(self) -> int:
         to_map = self._prefault.left if self._prefault is not None else 0
-        return to_map + memory.yet_to_copy() + (self._grammars.bytes_to_come if self._generating is not None else 0)
+        tables = self._grammars.bytes_to_come if self._generating is not None else 0
+        return to_map + self._claims.left + tables + memory.yet_to_copy()
 
     @property
     def fatal(self) -> Future[StartError]:

@@ -189,7 +189,6 @@ class Generating:
     def report(self) -> Report:
         places = self._scheduler.places
         return Report(
-            later=self._grammars.bytes_to_come if self._grammars is not None else 0,
             parallel=self._capacity.rows,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,

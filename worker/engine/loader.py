@@ -235,10 +235,10 @@ def load_model(
 ) -> Loaded:
     """The model of `config` with its weights, in evaluation mode; `attention` by transformers' name, None: its default.
 
-    Progress counts bytes of weights; `over` is told of the ends of `read` and `build`, of each several times, as they
-    go hand in hand. `built` by `build`, for the same options. `share`: which slice of each matrix is to be here, and
-    who has the others. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY where memory
-    ran out.
+    Progress counts bytes of weights; `over` is told of the ends of `read`, `copy` and `build`, of each several times,
+    as they go hand in hand. `built` by `build`, for the same options. `share`: which slice of each matrix is to be
+    here, and who has the others. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY
+    where memory ran out.
     """
     devices = devices_of(options)
     device = devices[0] if share is None else device_of(options, share[0].rank)
@@ -306,10 +306,12 @@ def _send(
     device: torch.device,
     parts: Split | None,
     report: Callable[[int], None] = lambda done: None,
+    read: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have `model` on its device, or devices; `report` gets the bytes that have arrived there."""
+    """Have `model` on its device, or devices; `report` gets the bytes that have arrived there, `read` is called once
+    all are read, by whoever brings them to one device."""
     if parts is None:
-        staging.move(model, files, device, report)
+        staging.move(model, files, device, report, read=read)
     else:
         split.place(model, parts, files, report)
 
@@ -331,6 +333,8 @@ def build(options: contract.ModelOptions, config: Any, attention: str | None) ->
     dtype = _dtype(options, config, files, torch.device(options.devices[0].partition(":")[0]))
     if any(file.converts_to(dtype) for file in files) or (_keeps_float32(cls) and dtype != torch.float32):
         return None
+    if not all(file.is_aligned for file in files):
+        return None  # those of its tensors that are not have to be copied
     tensors = {name: tensor for file in files for name, tensor in file.tensors()}
     with torch.device("meta"):
         expected = cls._from_config(config, dtype=dtype).state_dict()
@@ -387,10 +391,10 @@ def sent(
     total = sum(file.size for file in files)
     told = partial(_tell_weights, report, total)
     told(0)
-    _send(model, files, device, parts, lambda done: told(min(done, total - 1)))
+    _send(model, files, device, parts, lambda done: told(min(done, total - 1)), partial(over, "read"))
     told(total)
     _let_go_of_others(files, model)
-    over("read")
+    over("copy" if parts is None else "read")
     return model
 
 
@@ -524,7 +528,7 @@ def _stored(
         tensors: dict[str, torch.Tensor] = {}
         for file in opened:
             tensors.update(file.converted(dtype, count) if file in converts else file.tensors())
-        over("read")
+        over("copy" if converts else "read")
         model = build_around(cls, config, tensors, dtype, embeds)
         if device.type != "cpu":
             _send(model, opened, device, parts)

@@ -26,14 +26,10 @@ _PART_PAGES, _LOOKED_AT = 64, 4
 """Pages that are looked at one behind another, and of how many such parts that is one."""
 _PAGE_PRESENT, _PAGE_OF_FILE, _PAGE_EXCLUSIVE = np.uint64(1 << 63), np.uint64(1 << 61), np.uint64(1 << 56)
 _PAGE_FLAGS = _PAGE_PRESENT | _PAGE_OF_FILE | _PAGE_EXCLUSIVE
-_HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
-"""linux/mman.h."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """malloc.h. A second arena for each thread keeps freed memory that no other thread can use."""
 _KEPT_BLOCK = 32 << 20
 """Bytes: the largest block that glibc takes from its heap when asked to (mallopt(3); DEFAULT_MMAP_THRESHOLD_MAX)."""
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -41,22 +37,6 @@ def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype).to(device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
-def claim(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros `[*size]` in memory that is this process's from now on: nothing of it has to be found later.
-
-    On the CPU in pages of 2 MiB, where the system has such for those who ask: with small ones a gigabyte takes 0.4 s,
-    with these 0.09 (measured). They come as zeros, so that a byte of each is touched and no more is written."""
-    tensor = torch.empty(size, dtype=dtype, device=device)
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE:
-        return tensor.zero_()  # zeros() would leave the pages to be claimed by the first write
-    area = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with its last view
-    with suppress(OSError):
-        area.madvise(_MADV_HUGEPAGE)
-    whole = torch.frombuffer(area, dtype=torch.uint8)
-    whole[:: mmap.PAGESIZE].zero_()
-    return whole.view(dtype).view(size)
 
 
 def measured(devices: Sequence[str]) -> dict[str, int]:

@@ -25,7 +25,7 @@ class Runner(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Of the cache, allocated and touched at load; nothing of it grows later."""
+        """Of the cache, allocated at load; nothing of it grows later."""
 
     def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[sum of segment.logits, vocab]` in float32, in the order of the segments.

@@ -111,6 +111,7 @@ def move(
     device: torch.device,
     report: Callable[[int], None] = lambda done: None,
     *,
+    read: Callable[[], None] = lambda: None,
     lane: Lane | None = None,
     buffers: int = BUFFERS,
     buffer_bytes: int = BUFFER_BYTES,
@@ -123,6 +124,7 @@ def move(
         files,
         device,
         report,
+        read=read,
         lane=lane,
         buffers=buffers,
         buffer_bytes=buffer_bytes,
@@ -138,6 +140,7 @@ def bring(
     device: torch.device,
     report: Callable[[int], None],
     *,
+    read: Callable[[], None] = lambda: None,
     lane: Lane | None = None,
     buffers: int = BUFFERS,
     buffer_bytes: int = BUFFER_BYTES,
@@ -145,15 +148,16 @@ def bring(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What each of `tensors` is on `device`, once all are there: those that are views of `files` are read from there.
 
-    Tensors that are one stay one. `report` gets the bytes that are there so far. Raises StartError (Exit.DAMAGED) for a
-    file that has become shorter, and what the device's allocator raises.
+    Tensors that are one stay one. `report` gets the bytes that are there so far, `read` is called once no more has to
+    be read. Raises StartError (Exit.DAMAGED) for a file that has become shorter, and what the device's allocator
+    raises.
     """
     lane = lane or (Bus(device) if device.type == "cuda" else Direct())
     moved: dict[tuple[Any, ...], torch.Tensor] = {}
     stretches = _plan(tensors, files, device, moved, buffer_bytes)
     if stretches:
         with _ring(min(buffers, len(stretches)), buffer_bytes, device) as ring:
-            _Transfer(stretches, ring, lane).run(min(readers, os.cpu_count() or 1), report)
+            _Transfer(stretches, ring, lane).run(min(readers, os.cpu_count() or 1), report, read)
 
     def brought(tensor: torch.Tensor) -> torch.Tensor:
         found = moved.get(_key(tensor)) if _lies_here(tensor) else None
@@ -325,7 +329,7 @@ class _Transfer:
         for buffer in ring:
             self._empty.put((buffer, _nothing))
 
-    def run(self, readers: int, report: Callable[[int], None]) -> None:
+    def run(self, readers: int, report: Callable[[int], None], read: Callable[[], None]) -> None:
         """Returns once everything has arrived; raises what kept it from that, and nothing is on its way then."""
         files = {id(each.source): each.source for each in self._stretches if isinstance(each.source, WeightFile)}
         with contextlib.ExitStack() as stack:
@@ -352,6 +356,7 @@ class _Transfer:
                 self._empty.put((buffer, self._lane.mark()))
                 done += stretch.size
                 report(done)
+            read()
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
         self._stopped.set()

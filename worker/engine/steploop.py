@@ -43,8 +43,6 @@ class Report:
     cache_reusable: int = 0
     cache_total: int = 0
     slots: tuple[tuple[int, int, int, int, int], ...] = ()
-    later: int = 0
-    """Bytes."""
 
 
 class Rate:
@@ -111,12 +109,14 @@ class StepLoop:
         *,
         pulse: Callable[[contract.Pulse], None],
         measured: Callable[[], dict[str, int]],
+        later: Callable[[], int],
         threads: int,
         interval: float = PULSE_INTERVAL,
     ):
+        """`measured`, `later`: as in `contract.Pulse`."""
         self._interval = interval
         self._work, self._outbox = work, outbox
-        self._pulse, self._measured, self._threads = pulse, measured, threads
+        self._pulse, self._measured, self._later, self._threads = pulse, measured, later, threads
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()
@@ -209,13 +209,14 @@ class StepLoop:
 
     def _say(self) -> None:
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
+        later = self._later()  # first: what comes meanwhile counts twice, and not never
         self._pulse(
             contract.Pulse(
                 steps=now.steps,
                 running=now.running,
                 waiting=now.waiting,
                 measured=self._measured(),
-                later=report.later + memory.yet_to_copy(),
+                later=later,
                 mapped=memory.mapped(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),

@@ -1,0 +1,62 @@
+"""Weights that are read while a worker imports, and whether they are in memory yet."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from worker.pagecache import INDEX, SINGLE, STRETCH, Reading, cached
+
+MIB = 1 << 20
+
+
+def cold(path: Path, size: int) -> Path:
+    """A file of which nothing is in memory."""
+    path.write_bytes(os.urandom(MIB) * (size // MIB) + b"x" * (size % MIB))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def here(path: Path) -> int:
+    with path.open("rb") as file:
+        return cached(file.fileno(), 0, path.stat().st_size)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """In two files by an index, with a second copy of the weights beside it that nobody loads."""
+    for name in ("a.safetensors", "b.safetensors", SINGLE):
+        cold(tmp_path / name, STRETCH + 3 * MIB + 5)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    if here(tmp_path / SINGLE):
+        pytest.skip("this file system keeps all of a file in memory")
+    return tmp_path
+
+
+def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
+    reading = Reading(str(snapshot))
+    reading.start()
+    reading.finish()
+    assert [here(snapshot / name) > STRETCH + 3 * MIB for name in ("a.safetensors", "b.safetensors")] == [True] * 2
+    assert here(snapshot / SINGLE) == 0
+
+
+def test_one_that_is_stopped_reads_no_more(snapshot: Path) -> None:
+    reading = Reading(str(snapshot))
+    reading._is_over = True
+    reading.start()
+    reading.stop()
+    assert here(snapshot / "a.safetensors") == 0
+
+
+def test_what_is_not_there_is_for_whoever_loads(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{")
+    reading = Reading(str(tmp_path / "nowhere"))
+    reading.start()
+    reading.finish()
+    reading = Reading(str(tmp_path))
+    reading.start()
+    reading.stop()
