@@ -159,6 +159,8 @@ class Worker:
         self.first_token = 0.0
         """Seconds from the arrival of its first request to its first token; 0.0: there was none yet."""
         self.longest_prompt = 0
+        self._resident: tuple[tuple[object, ...], Resident] | None = None
+        """As the planner has seen it last, and what that was made of."""
 
     def __str__(self) -> str:
         return f"{self.preset.id}#{self.id}"
@@ -247,7 +249,17 @@ class Worker:
 
     def resident(self, comes_back: float | None = None) -> Resident:
         """This worker as the planner sees it while it holds memory; its model is asked for again in `comes_back`
-        seconds."""
+        seconds. The same as before while all is the same that it is made of: looks are many, changes few."""
+        made_of = (
+            self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.turn_ends,
+            self.retired_at, self.keep_alive, self.luxury, self.surplus, self.load_seconds, self.reserved,
+            self.process, self.pulse, comes_back,
+        )  # fmt: skip
+        if self._resident is None or self._resident[0] != made_of:
+            self._resident = made_of, self._made(comes_back)
+        return self._resident[1]
+
+    def _made(self, comes_back: float | None) -> Resident:
         busy = bool(self.leases)
         ttl = self.time_to_live
         if self.surplus:

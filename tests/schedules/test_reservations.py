@@ -233,3 +233,26 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
         await world.ask("a")
     assert world.journal == ["estimate a"]
     await world.stop()
+
+
+@virtual
+async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_changes() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
+    await world.ask("a")
+    [worker] = world.fleet.workers()
+    before = worker.resident()
+    assert worker.resident() is before
+    world.launcher.say("a", contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
+    assert (worker.resident().measured[CPU], worker.resident().reserved[CPU]) == (GIB, 2 * GIB)
+    before = worker.resident()
+    for change in (
+        lambda: world.fleet.change(replace(world.presets["a"], priority=1)),
+        lambda: setattr(worker, "keep_alive", 5.0),
+        lambda: world.fleet.unload("a"),
+    ):
+        change()
+        assert worker.resident() != before
+        before = worker.resident()
+    assert (before.priority, before.expires, before.leaving) == (1, worker.last_used + 5.0, True)
+    assert worker.resident(comes_back=1.0).comes_back == 1.0
+    await world.stop()
