@@ -188,7 +188,7 @@ async def _router(
         devices=devices,
         runtime_dir=runtime,
         environ=os.environ,
-        beside=runtime.absolute().parent / "beside",
+        beside=runtime.absolute().parent / "fleet-router-neighbours",
         offline=settings.offline,
         hf_token=settings.hf_token,
         on_reading=lambda: holder[0].changed() if holder else None,
