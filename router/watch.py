@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +23,10 @@ QUIET = 0.5
 """Seconds without a further change until one is told."""
 DEPTH = 2
 """Folders below a folder of models, one in the other, in which models may be: of themselves, and of organisations."""
+MOST_FOLDERS = 1000
+"""Below one; of more, not all are watched."""
+LOOKS = 5
+"""In the time that has to be quiet, at most: so many are enough to see whether it was, however much happens there."""
 MOST_LINKS = 40
 """On the way to one file, as for the kernel (path_resolution(7)); more lead nowhere."""
 _ATTRIBUTES, _CLOSED_AFTER_WRITING, _MOVED, _CREATED, _DELETED = 0x4, 0x8, 0xC0, 0x100, 0x200
@@ -40,7 +45,10 @@ class Watch:
         self._paths = [path.absolute() for path in paths]
         self._changed = changed
         self._quiet = quiet
+        self._soon: asyncio.TimerHandle | None = None
+        """It is about to be looked what has happened."""
         self._timer: asyncio.TimerHandle | None = None
+        """Of a change that is about to be told."""
 
     def __enter__(self) -> Self:
         self._kernel = _Kernel()
@@ -56,12 +64,19 @@ class Watch:
     def __exit__(self, *exc_info: object) -> None:
         asyncio.get_running_loop().remove_reader(self._kernel.file)
         self._kernel.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._soon, self._timer):
+            if timer is not None:
+                timer.cancel()
 
     def _hear(self) -> None:
-        """Something has happened in one of the folders, which may be others by now."""
+        """Something has happened in one of the folders."""
         self._kernel.skip()
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(self._quiet / LOOKS, self._see)
+
+    def _see(self) -> None:
+        """What it was; the folders may be others by now."""
+        self._soon = None
         try:
             self._kernel.follow(self._folders())
         except OSError as failed:
@@ -125,7 +140,7 @@ class _Kernel:
 def _folders(path: Path) -> set[Path]:
     """Where a change of `path` can be seen: where it stands, and each link on the way to it, or would stand; and, if it
     is a folder, in itself and in those below."""
-    return {*(_nearest(step.parent) for step in _steps(path)), *_below(path)}
+    return {*(_nearest(step.parent) for step in _steps(path)), *islice(_below(path), MOST_FOLDERS)}
 
 
 def _steps(path: Path) -> Iterator[Path]:
@@ -175,7 +190,7 @@ def _entries(folder: Path) -> list[tuple[str, bool, int, int]]:
 def _state(path: Path) -> object:
     """Equal as long as nothing has changed there that anybody would want to read again."""
     if os.path.isdir(path):
-        return [(folder, _entries(folder)) for folder in _below(path)]
+        return [(folder, _entries(folder)) for folder in islice(_below(path), MOST_FOLDERS)]
     try:
         facts = path.stat()
     except OSError as error:
