@@ -123,7 +123,7 @@ class Model:
         """Somebody must be the need: the oldest that is open."""
         ours = self.all_open
         if ours and all(worker.luxury for worker in ours):
-            ours[0].luxury = ours[0].surplus = False
+            ours[0].luxury = False
 
     def took(self, seconds: float) -> None:
         """One request held a ready worker for so long."""

@@ -252,23 +252,6 @@ async def test_fewer_replicas_take_effect_without_a_restart() -> None:
 
 
 @virtual
-async def test_a_copy_that_was_too_many_and_is_the_only_worker_by_now_stays() -> None:
-    scene = world({"a": 3 * GIB}, (2, 2))
-    await scene.ask("a")
-    await asyncio.sleep(10)
-    fewer = {id: replace(preset, replicas=(1, 1)) for id, preset in scene.presets.items()}
-    scene.fleet.apply(fewer)
-    await asyncio.sleep(1)
-    first, copy = workers(scene)
-    scene.launcher.die("a")
-    await first.stopped.wait()
-    assert workers(scene) == [copy]
-    await asyncio.sleep(600)
-    assert (workers(scene), copy.luxury) == ([copy], False)
-    await scene.stop()
-
-
-@virtual
 async def test_a_status_counts_them() -> None:
     scene = world({"a": 3 * GIB}, (2, 4))
     await scene.ask("a")
