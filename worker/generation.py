@@ -34,7 +34,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the answer so far (OpenAI)."""
     repeat_last_n: int = -1
-    """Tokens that the three penalties look back at; -1: all, 0: none."""
+    """Tokens that the three penalties look back at, but none of a prompt that an encoder reads; -1: all, 0: none."""
     tempers_last: bool = False
     """Temperature comes behind top_k, top_p and min_p, which look at what the model says, as in llama.cpp; else before
     them."""

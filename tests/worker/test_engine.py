@@ -25,6 +25,7 @@ from tests.worker.loaded import (
     load,
     load_with,
     options,
+    reference,
     say,
     serving,
     tell,
@@ -211,6 +212,16 @@ async def test_a_repetition_penalty_equals_that_of_generate(engine: Transformers
     )
     told = await say(engine, PROMPT, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.8))
     assert told.tokens == out[0, len(PROMPT) :].tolist()
+
+
+async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path) -> None:
+    folder = tiny.make("t5", tmp_path, seed=2)
+    prompt = tuple(range(20, 60))
+    free = generated(reference(folder), prompt, 20)
+    async with serving(load(folder, ctx_size=CTX, parallel=2)) as engine:
+        told = await say(engine, prompt, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.4))
+    expected = generated(reference(folder), prompt, 20, repetition_penalty=1.4)
+    assert told.tokens == expected != free
 
 
 async def test_a_frequency_penalty_keeps_a_token_from_coming_again(engine: TransformersEngine) -> None:
@@ -431,6 +442,17 @@ def is_marked(segment: Segment) -> bool:
 MARKED = (13, 5, 6)
 
 
+async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_preset_says(folder: Path) -> None:
+    seen: set[tuple[str, int]] = set()
+    engine, _ = faulty(
+        folder, lambda _: seen.add((threading.current_thread().name, torch.get_num_threads())), threads=3
+    )
+    async with serving(engine):
+        await asyncio.gather(*(say(engine, PROMPT, max_tokens=3) for _ in range(2)))
+    assert seen == {("step-loop", 3)}
+    assert torch.get_num_threads() == 1, "nobody else's"
+
+
 async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
     computing, go_on = threading.Event(), threading.Event()
 
@@ -476,6 +498,33 @@ async def test_a_backend_is_told_of_every_row_that_is_void(folder: Path) -> None
         go_on.set()
         await say(engine, PROMPT, max_tokens=1)
         assert runner.forgotten[4:] == [0, 0], "a cancel, too, before somebody else gets the row"
+
+
+async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_otherwise(folder: Path) -> None:
+    """The second prompt shares a step with the end of the first, is put back behind it, and begins again alone."""
+    asked, seen = threading.Event(), set[tuple[int, int]]()
+
+    def fault(batch: Batch) -> None:
+        assert asked.wait(DEADLINE)
+        second = next((each for each in batch if is_marked(each)), None)
+        if second is not None and (seen or second.start):
+            seen.add((second.start, second.length))
+        if second is not None and second.start and len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    prompts = [tuple(range(20, 60)), (13, *range(20, 59))]
+    engine, _ = faulty(folder, fault, parallel=2, prefill_chunk=16)
+    async with serving(engine):
+        tasks = [asyncio.create_task(say(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts]
+        await asyncio.sleep(0)
+        asked.set()
+        first, second = await asyncio.gather(*tasks)
+        alone = await say(engine, prompts[1], max_tokens=4, prompt_logprobs=True)
+    assert {start % 16 for start, _ in seen} >= {0, 8}, "cut in two ways"
+    assert [each.token for each in first.prompt_logprobs] == list(prompts[0])
+    assert [each.token for each in second.prompt_logprobs] == list(prompts[1])
+    told = [each.logprob for each in second.prompt_logprobs[1:]]
+    assert told == pytest.approx([each.logprob for each in alone.prompt_logprobs[1:]], abs=1e-4)
 
 
 async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -> None:

@@ -517,6 +517,16 @@ def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: st
     )
     assert kind in str(refused(folder))
     assert "trust-remote-code = on" in str(refused(folder))
+    edit(folder / "config.json", model_type=kind, auto_map=None)
+    error = refused(folder)
+    assert error.exit is Exit.UNUSABLE
+    for word in (repr(kind), "auto_map", "trust-remote-code = on"):
+        assert word in str(error), "a copy without its code says what to look for"
+
+
+def test_a_configuration_that_names_no_family_says_so(folder: Path) -> None:
+    edit(folder / "config.json", model_type=None)
+    assert "names no model_type" in str(refused(folder))
 
 
 def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,17 +173,24 @@ def test_kernels_that_fail_or_say_something_else_are_not_used(pool: Pool, kernel
         flash.choose("flash", pool, 4, CPU, kernels)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "why"),
-    [("llama", "runs on CUDA devices"), ("mamba", "keep no blocks"), ("bert-embed", "keeps no blocks")],
+    ("family", "changes", "why"),
+    [
+        ("llama", {}, "runs on CUDA devices"),
+        ("llama", {"kv_cache_dtype": "int4"}, "kv-cache-dtype = int4 keeps another"),
+        ("llama", {"devices": ("cpu", "cpu"), "layers": ("1", "1")}, "split over devices"),
+        pytest.param("mamba", {}, "keep no blocks", marks=pytest.mark.slow),
+        ("bert-embed", {}, "keeps no blocks"),
+    ],
 )
-def test_asked_for_where_it_cannot_be_had_it_is_refused_with_the_way_out(family: str, why: str, tmp_path: Path) -> None:
+def test_asked_for_where_it_cannot_be_had_it_is_refused_with_the_way_out(
+    family: str, changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     snapshot = tiny.make(family, tmp_path)
     for weights in snapshot.glob("*.safetensors"):
         weights.write_bytes(b"nobody reads this")
     with pytest.raises(StartError, match=why) as caught:
-        load(snapshot, attention="flash", ctx_size=64)
+        load(snapshot, attention="flash", ctx_size=64, **changes)
     assert "leave attention at auto" in str(caught.value)
 
 

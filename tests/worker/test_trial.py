@@ -49,6 +49,27 @@ class OddForCausalLM(LlamaForCausalLM):
 """
 
 
+OF_ANOTHER_TIME = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def forward(self, input_ids, past_key_values=None, **options):
+        return super().forward(input_ids, past_key_values=past_key_values[0][0].old_names, **options)
+"""
+NEVER_BUILT = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        self.what = config.is_no_longer_there
+"""
+NEVER_READ = """
+from transformers import GoneWithVersionFive
+"""
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where transformers copies the code of snapshots to."""
@@ -94,6 +115,43 @@ def test_what_our_cache_would_make_wrong_is_refused(code: str, why: str, tmp_pat
         load(snapshot(tmp_path / "odd", code), trust_remote_code=True)
     assert error.value.exit is Exit.UNUSABLE
     assert "'odd'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (OF_ANOTHER_TIME, "its model"),
+        (NEVER_BUILT, "AttributeError: 'OddConfig' object has no attribute 'is_no_longer_there'"),
+        (NEVER_READ, "ImportError: cannot import name 'GoneWithVersionFive'"),
+    ],
+    ids=["forward", "init", "import"],
+)
+def test_code_that_does_not_run_any_more_is_refused_and_not_tried_again(
+    code: str, why: str, tmp_path: Path, modules: None
+) -> None:
+    with pytest.raises(StartError, match="own code") as error:
+        load(snapshot(tmp_path / "odd", code), trust_remote_code=True)
+    assert error.value.exit is Exit.UNUSABLE
+    assert f"does not run with transformers {transformers.__version__}" in str(error.value)
+    assert why in str(error.value)
+
+
+def test_a_tokenizer_whose_code_does_not_run_any_more_is_refused_by_its_folder(tmp_path: Path, modules: None) -> None:
+    folder = tiny.make("llama", tmp_path / "odd")
+    (folder / "tokenization_odd.py").write_text(
+        "from transformers import PreTrainedTokenizer\n\n\nclass OddTokenizer(PreTrainedTokenizer):\n"
+        "    def __init__(self, **settings):\n        self.sp_tokenizer.begin()\n"
+    )
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "tokenizer_class": "OddTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_odd.OddTokenizer", None]},
+    }
+    path.write_text(json.dumps(config))
+    with pytest.raises(StartError, match="has no tokenizer that can be loaded: AttributeError") as error:
+        load(folder, trust_remote_code=True)
+    assert str(folder) in str(error.value)
 
 
 async def test_an_architecture_of_transformers_that_no_test_of_ours_covers_is_served(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from worker import contract
 from worker.engine import architectures, attention, flash, trial
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
-from worker.engine.cache_types import CacheType
+from worker.engine.cache_types import GROUPED, CacheType
 from worker.engine.compact import CompactPool
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
@@ -23,6 +23,7 @@ __all__ = [
     "ATTENTION",
     "Unsupported",
     "choose_flash",
+    "demand_flash",
     "implementation",
     "make_adapters",
     "make_blocks",
@@ -45,6 +46,17 @@ def implementation(asked: str, config: Any, devices: Sequence[str] = ()) -> str 
     if asked == "flash":
         raise flash.refused(f"{config.model_type} models keep no blocks that it could read")
     return None if asked == "auto" else asked
+
+
+def demand_flash(options: contract.ModelOptions, config: Any) -> None:
+    """Raises StartError where `options` demand FlashAttention and something else that it cannot be had with: all that
+    is known before any weight is read."""
+    if options.attention != "flash" or architectures.backend(config) != "paged":
+        return
+    if len(options.devices) > 1:
+        raise flash.refused("this model is split over devices, each with blocks of its own")
+    if options.kv_cache_dtype in GROUPED:
+        raise flash.refused(flash.keeps_another(options.kv_cache_dtype))
 
 
 def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
@@ -152,12 +164,10 @@ def choose_flash(
     options: contract.ModelOptions, config: Any, runner: PackedRunner, split: Split | None
 ) -> flash.Flash | None:
     """FlashAttention for this runner, if `options` allow it and it works here. Raises StartError if they demand it."""
-    if split is None:
-        heads: int = config.get_text_config().num_attention_heads
-        return flash.choose(options.attention, runner.pool, heads, runner.device)
-    if options.attention == "flash":
-        raise flash.refused("this model is split over devices, each with blocks of its own")
-    return None
+    if split is not None:
+        return None  # where it is demanded, `demand_flash` has refused
+    heads: int = config.get_text_config().num_attention_heads
+    return flash.choose(options.attention, runner.pool, heads, runner.device)
 
 
 def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:

@@ -187,11 +187,12 @@ class TransformersEngine:
         prepared = prepared or cls.prepare(options, over=over)
         loader.devices_of(options)
         memory.cap(options.devices[: 1 if options.tensor_parallel > 1 else None], options.reserved)
-        if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
-            if options.tensor_parallel > 1:
-                raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
-            return cls._load_encoder(options, prepared, progress, pulse, over)
-        return cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
+        with loader.own_code("its model", runs=loader.is_own_code(options, prepared.config)):
+            if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
+                if options.tensor_parallel > 1:
+                    raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
+                return cls._load_encoder(options, prepared, progress, pulse, over)
+            return cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
 
     @classmethod
     def _load_generator(
@@ -208,6 +209,7 @@ class TransformersEngine:
         loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
         divides = slices.wanted(options, config) > 1
         attention.register()
+        backends.demand_flash(options, config)
         implementation = backends.implementation(options.attention, config, options.devices)
         ctx_size = context_size(options, architectures.positions(config))
         share = lockstep.begin(options, ctx_size, ranks) if divides else None
@@ -454,7 +456,8 @@ class TransformersEngine:
             choice.tells_progress = request.progress
             choice.wants_timings = request.timings
             if has_penalties(request.sampling):
-                choice.repeats = Repeats(sequence, request.sampling.repeat_last_n)
+                first = len(prompt) if self._reads_first else 0
+                choice.repeats = Repeats(sequence, request.sampling.repeat_last_n, first)
             if request.prompt_logprobs:
                 choice.prompt = [TokenLogprob(prompt[0], self._piece(prompt[0]), None)]
             stream.choices.append(choice)

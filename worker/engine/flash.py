@@ -145,7 +145,7 @@ def choose(asked: str, pool: Pool, heads: int, device: torch.device, kernels: Ke
         return None
     why = _unsuited(pool, device) if kernels is None else ""
     if pool.kept_as:
-        why = f"it reads keys and values in the model's own type, and kv-cache-dtype = {pool.kept_as} keeps another"
+        why = keeps_another(pool.kept_as)
     if not why:
         kernels = kernels or cast("Kernels", importlib.import_module(MODULE))
         why = _tried(kernels, pool, heads, device)
@@ -164,6 +164,11 @@ def refused(why: str) -> StartError:
     return StartError(
         f"attention = flash cannot be had: {why}; leave attention at auto, which takes the fastest there is"
     )
+
+
+def keeps_another(kept_as: str) -> str:
+    """Why it cannot be had beside a cache in another type than the model's."""
+    return f"it reads keys and values in the model's own type, and kv-cache-dtype = {kept_as} keeps another"
 
 
 def demand(device: torch.device) -> None:

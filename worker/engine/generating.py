@@ -369,8 +369,8 @@ class Generating:
         if not segment.is_decode:
             self._prefill_tokens += segment.length
         sequence.computed = segment.end
-        if len(choice.prompt) == segment.start + 1:
-            choice.prompt.extend(map(self._logprob, result.prompt))
+        if choice.prompt:  # some may be known: of whom was put back, and whose prompt is cut otherwise now
+            choice.prompt.extend(map(self._logprob, result.prompt[len(choice.prompt) - segment.start - 1 :]))
         if choice.tells_progress:
             self._tell_progress(choice, now)
         if not segment.completes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from worker import contract
 from worker.contract import Exit
@@ -74,8 +75,11 @@ def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTok
         tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=options.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise StartError(f"{folder} has no tokenizer that can be loaded: {memory.one_line(error)}") from error
+    except Exception as error:  # the library's own errors, and whatever code that is not ours raises
+        if memory.is_exhausted(error):
+            raise
+        why = f"{type(error).__name__}: {memory.one_line(error)}"
+        raise StartError(f"{folder} has no tokenizer that can be loaded: {why}") from error
     if not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(Path(options.snapshot))
     return tokenizer
@@ -104,7 +108,7 @@ def load_config(options: contract.ModelOptions) -> Any:
     except (ValueError, TypeError, RecursionError) as error:
         raise StartError(f"{path} is damaged: {memory.one_line(error)}; download it again", Exit.DAMAGED) from error
     merged = _merge(stored, _override(options.config_override))
-    kind = str(merged.get("model_type"))
+    kind = str(merged.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         return _remote_config(options, merged, kind)
     if kind == "mistral" and "layer_types" in merged:
@@ -121,19 +125,48 @@ def _float(value: dict[str, Any]) -> Any:
 
 
 def _remote_config(options: contract.ModelOptions, merged: dict[str, Any], kind: str) -> Any:
-    if "auto_map" not in merged:
+    if not merged.get("auto_map"):
+        what = f"architecture {kind!r} is unknown to" if kind else "config.json names no model_type, so it is none of"
         raise StartError(
-            f"architecture {kind!r} is unknown to transformers {transformers.__version__}; a newer one may have it"
+            f"{what} transformers {transformers.__version__}, and config.json names no code of the model's own"
+            " (auto_map): take a revision that has its code, and set trust-remote-code = on, or a checkpoint converted"
+            " for transformers"
         )
     if not options.trust_remote_code:
         raise StartError(
             f"architecture {kind!r} is code in the snapshot, not part of transformers;"
             " to run that code, set trust-remote-code = on"
         )
-    config = transformers.AutoConfig.from_pretrained(options.snapshot, trust_remote_code=True, local_files_only=True)
+    with own_code("its configuration"):
+        config = transformers.AutoConfig.from_pretrained(
+            options.snapshot, trust_remote_code=True, local_files_only=True
+        )
     for key, value in _override(options.config_override).items():
         setattr(config, key, value)
     return config
+
+
+def is_own_code(options: contract.ModelOptions, config: Any) -> bool:
+    """Whether the model is code of its snapshot, and none of transformers. Raises StartError as `model_class`."""
+    if not options.trust_remote_code:
+        return False
+    module: str = model_class(options, config, is_embedder(options, config)).__module__
+    return module.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+
+@contextmanager
+def own_code(what: str, *, runs: bool = True) -> Iterator[None]:
+    """A block that runs code of the snapshot, if it `runs` any; `what` of it, for people. Whatever that raises is a
+    StartError: it would be raised again."""
+    try:
+        yield
+    except Exception as error:
+        if not runs or memory.is_exhausted(error) or memory.is_sticky(error):
+            raise
+        raise StartError(
+            f"the snapshot's own code ({what}) does not run with transformers {transformers.__version__}:"
+            f" {type(error).__name__}: {memory.one_line(error)}"
+        ) from error
 
 
 def _override(text: str) -> dict[str, Any]:
@@ -473,13 +506,8 @@ def _remote_generator(config: Any) -> str | None:
 def _from_snapshot(options: contract.ModelOptions, reference: str) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
 
-    try:
+    with own_code(reference):
         return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)
-    except Exception as error:  # whatever code that is not ours raises
-        raise StartError(
-            f"the snapshot's own code ({reference}) does not run with transformers {transformers.__version__}:"
-            f" {memory.one_line(error)}"
-        ) from error
 
 
 def _stored(

@@ -125,7 +125,9 @@ class Repeats:
     to the answer. Counting is incremental, so a step costs the same however long the text is.
     """
 
-    def __init__(self, sequence: Sequence, window: int):
+    def __init__(self, sequence: Sequence, window: int, first: int = 0):
+        """`first`: the tokens before it are another text, which an encoder reads."""
+        self._first = first
         self.seen: Counter[int] = Counter()
         self.answer: Counter[int] = Counter()
         self._sequence = sequence
@@ -136,7 +138,7 @@ class Repeats:
     def update(self) -> None:
         """Catch up with the tokens that the sequence got since, and forget those that left the window."""
         tokens, prompt = self._sequence.tokens, self._sequence.prompt_tokens
-        begin = 0 if self._window < 0 else max(0, len(tokens) - self._window)
+        begin = self._first if self._window < 0 else max(self._first, len(tokens) - self._window)
         for position in range(max(self._end, begin), len(tokens)):
             self.seen[tokens[position]] += 1
             if position >= prompt:
