@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from worker import contract
 from worker.contract import Exit
