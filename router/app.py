@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import Any
 
 import msgspec
@@ -750,8 +750,8 @@ def peek(body: bytes) -> Peek:
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
-    asked = headers.get("x-request-id", "")
-    return asked if REQUEST_ID.fullmatch(asked) else f"req_{os.urandom(12).hex()}"
+    asked = headers.get("x-request-id")
+    return asked if asked and REQUEST_ID.fullmatch(asked) else f"req_{getrandbits(96):024x}"
 
 
 def _own_headers(id: str) -> dict[str, str]:

@@ -15,9 +15,9 @@ from typing import Any
 log = logging.getLogger("router.events")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
-    """One thing that happened. `time` is wall-clock seconds, for people; order is by `id`.
+    """One thing that happened, which nobody changes. `time` is wall-clock seconds, for people; order is by `id`.
 
     Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
     `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `prepared` (what

@@ -26,9 +26,9 @@ GIB, MIB = 1 << 30, 1 << 20
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Line:
-    """One log line. `id` rises, `time` is in seconds since 1970."""
+    """One log line, which nobody changes. `id` rises, `time` is in seconds since 1970."""
 
     id: int
     time: float
@@ -59,7 +59,7 @@ def line(logger: logging.Logger, message: str) -> None:
         return
     now = time.time()
     for handler in _root.handlers:
-        if isinstance(handler, Ring | Spool):
+        if isinstance(handler, _OWN):
             handler.take(now, logger.name, message)
         else:
             record = logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None)
@@ -177,8 +177,9 @@ class Ring(logging.Handler):
 
     def _add(self, now: float, level: str, name: str, text: str) -> None:
         self.lines.append(Line(next(self._ids), now, level, name, text))
-        for news, loop in tuple(self._followers.items()):
-            loop.call_soon_threadsafe(news.set)  # lines come from any thread
+        if self._followers:
+            for news, loop in tuple(self._followers.items()):
+                loop.call_soon_threadsafe(news.set)  # lines come from any thread
 
     async def follow(self, after: int) -> AsyncIterator[Line]:
         """Every line after that of this id, as they come, for ever. A follower too slow for the ring misses some."""
@@ -234,6 +235,9 @@ class Spool(logging.Handler):
                 with suppress(ValueError, OSError):  # nobody reads any more
                     self._stream.write("".join(lines))
                     self._stream.flush()
+
+
+_OWN = Ring, Spool
 
 
 class _Text(logging.Formatter):

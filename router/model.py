@@ -70,7 +70,8 @@ class Model:
     @property
     def open(self) -> Worker | None:
         """The worker that takes the next lease: of those that are ready the least loaded, else the oldest."""
-        return min(self.all_open, key=_load, default=None)
+        ours = self.all_open
+        return min(ours, key=_load, default=None) if len(ours) != 1 else ours[0]
 
     @property
     def all_open(self) -> list[Worker]:
@@ -97,8 +98,9 @@ class Model:
         while the model is in use, and to the most while each has more to do than `parallel`. Nothing begins by itself
         of a model that idles, whatever becomes of its copies."""
         least, most = self.preset.replicas
-        in_use = self.leases or now - self.asked < self.preset.replica_idle
-        if most == 1 or now < self.no_copy_before or not in_use:
+        if most == 1 or now < self.no_copy_before:
+            return False
+        if not self.leases and now - self.asked >= self.preset.replica_idle:
             return False
         ours = self.all_open
         if not 0 < len(ours) < most or any(worker.state is not State.READY for worker in ours):

@@ -118,7 +118,8 @@ class Exchange:
 
     def close(self) -> None:
         """Nobody wants more of it: whoever waits gets Broken, and the worker sees the connection end."""
-        self.fail(Broken("closed"))
+        if not self._ended:
+            self.fail(Broken("closed"))
 
     async def _more(self) -> None:
         self._waiter = waiter = self._loop.create_future()
