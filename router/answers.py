@@ -63,22 +63,10 @@ def shape(always: Mapping[str, Schema], sometimes: Mapping[str, Schema] | None =
 
 
 _TOP = shape({"token": TEXT, "logprob": maybe(NUMBER), "bytes": several(COUNT)})
-_LOGPROBS = maybe(
-    shape(
-        {
-            "content": several(
-                shape(
-                    {
-                        "token": TEXT,
-                        "logprob": maybe(NUMBER),
-                        "bytes": several(COUNT),
-                        "top_logprobs": several(_TOP),
-                    }
-                )
-            )
-        }
-    )
+_TOKENS = several(
+    shape({"token": TEXT, "logprob": maybe(NUMBER), "bytes": several(COUNT), "top_logprobs": several(_TOP)})
 )
+_LOGPROBS = maybe(shape({"content": _TOKENS}))
 _LEGACY_LOGPROBS = maybe(
     shape(
         {
@@ -130,7 +118,7 @@ _NATIVE_END: dict[str, Schema] = {
 }
 _HEAD: dict[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
 _OUTPUT_TEXT = shape(
-    {"type": const("output_text"), "text": TEXT, "annotations": several(ANY_OBJECT), "logprobs": several(ANY_OBJECT)}
+    {"type": const("output_text"), "text": TEXT, "annotations": several(ANY_OBJECT), "logprobs": _TOKENS}
 )
 _THOUGHT = shape({"type": const("reasoning_text"), "text": TEXT})
 _ITEM_STATUS = enum("in_progress", "completed", "incomplete")
@@ -387,6 +375,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "text": shape({"format": ANY_OBJECT}),
             "tool_choice": {"anyOf": [TEXT, ANY_OBJECT]},
             "tools": several(ANY_OBJECT),
+            "top_logprobs": COUNT,
             "output": several(ref("ResponseItem")),
             "usage": maybe(
                 shape(
@@ -407,8 +396,8 @@ COMPONENTS: Mapping[str, Schema] = {
             shape({**_EVENT, "output_index": COUNT, "item": ref("ResponseItem")}),
             shape({**_EVENT, "output_index": COUNT, "item": ANY_OBJECT}),
             shape({**_ABOUT_ITEM, "content_index": COUNT, "part": {"anyOf": [_OUTPUT_TEXT, _THOUGHT]}}),
-            shape({**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT}, {"logprobs": several(ANY_OBJECT)}),
-            shape({**_ABOUT_ITEM, "content_index": COUNT, "text": TEXT}, {"logprobs": several(ANY_OBJECT)}),
+            shape({**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT}, {"logprobs": _TOKENS}),
+            shape({**_ABOUT_ITEM, "content_index": COUNT, "text": TEXT}, {"logprobs": _TOKENS}),
             shape({**_ABOUT_ITEM, "delta": TEXT}),
             shape({**_ABOUT_ITEM, "name": TEXT, "arguments": TEXT}),
         ]

@@ -288,11 +288,17 @@ class ChatReply:
         return _frame({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **further})
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json:
-        def told(entry: TokenLogprob) -> Json:
-            body = described(entry)
-            return {**body, "token": self._telling.spelt(entry, body["token"])}
+        return {"content": logprobs_of(entries, self._telling)}
 
-        return {"content": [{**told(entry), "top_logprobs": [told(top) for top in entry.top]} for entry in entries]}
+
+def logprobs_of(entries: Sequence[TokenLogprob], telling: Telling) -> list[Json]:
+    """Tokens of an answer with their alternatives, as OpenAI's clients read them."""
+
+    def told(entry: TokenLogprob) -> Json:
+        body = described(entry)
+        return {**body, "token": telling.spelt(entry, body["token"])}
+
+    return [{**told(entry), "top_logprobs": [told(top) for top in entry.top]} for entry in entries]
 
 
 def described(entry: TokenLogprob) -> Json:

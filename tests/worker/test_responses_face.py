@@ -79,6 +79,25 @@ async def test_a_response_takes_what_chats_take_beside_openais_fields() -> None:
         assert (status, told["error"]["param"]) == (400, "response_format")
 
 
+@pytest.mark.parametrize("asked", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+async def test_the_tokens_of_a_message_come_with_their_probabilities_if_asked(asked: dict[str, Any]) -> None:
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+        response = await client.responses.create(**HI, tools=[WEATHER], extra_body=asked)
+        reasoning, message, call = response.output
+        [part] = message.content  # type: ignore[union-attr]
+        assert "".join(entry.token for entry in part.logprobs).strip() == part.text  # type: ignore[union-attr]
+        assert {len(entry.top_logprobs) for entry in part.logprobs} == {asked.get("top_logprobs", 0)}  # type: ignore[union-attr]
+        assert not any(hasattr(item, "logprobs") for item in (reasoning, call))
+        told: list[Any] = []
+        async for event in await client.responses.create(**HI, tools=[WEATHER], extra_body=asked, stream=True):
+            told += event.logprobs if event.type == "response.output_text.delta" else []
+            if event.type == "response.output_text.done":
+                assert [entry.token for entry in event.logprobs] == [entry.token for entry in told]
+        assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]  # type: ignore[union-attr]
+        [silent] = (await client.responses.create(**HI)).output[1:2]
+        assert silent.content[0].logprobs == []  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
 async def test_a_stream_builds_the_same_response(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
@@ -170,7 +189,8 @@ async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "hosted tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": [image]}, "takes text, not images"),

@@ -88,6 +88,8 @@ FURTHER: Body = {
     "lora": ADAPTERS,
 }
 """What a response takes from chats, beside what OpenAI's has."""
+INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+"""What a response may be asked to include. Of the first there is none: thoughts are not encrypted here."""
 RESPONSES: Body = {
     **FURTHER,
     "model": MODEL,
@@ -118,7 +120,10 @@ RESPONSES: Body = {
     "stream": flag(),
     "stream_options": or_null({"type": "object"}),
     "sse_ping_interval": PING,
-    "include": array({"const": "reasoning.encrypted_content"}),
+    "include": array({"enum": list(INCLUDED)}),
+    "top_logprobs": integer(
+        0, None, "At most the model's max-logprobs; above 0 the text has logprobs, included or not."
+    ),
     "metadata": or_null({"type": "object"}),
     "previous_response_id": one_of([""], _STATELESS),
     "conversation": one_of([], _STATELESS),
@@ -126,5 +131,4 @@ RESPONSES: Body = {
     "background": one_of([False]),
     "truncation": one_of(["disabled"]),
     "prompt": one_of([]),
-    "top_logprobs": one_of([0]),
 }

@@ -7,20 +7,19 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.responses import FURTHER, REASONING, RESPONSE_TEXT, RESPONSES
+from worker.bodies.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES
 from worker.chat import detailed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
 from worker.fields import Fields, Json
-from worker.generation import Delta
+from worker.generation import Delta, TokenLogprob
 from worker.parts import Part, Reading, ToolCall
-from worker.replies import Totals
+from worker.replies import Totals, logprobs_of
 
 _STATELESS = "nothing is kept between requests here; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-_INCLUDED = ("reasoning.encrypted_content",)
-"""What may be asked to be included; there is none of it, which is no lie: thoughts are not encrypted here."""
+_LOGPROBS = "message.output_text.logprobs"
 
 
 async def responses(body: Json, model: Model) -> Call:
@@ -60,10 +59,11 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     fields.refuse("background", "background is not supported: an answer ends with its connection; use stream")
     fields.refuse("truncation", 'truncation must be "disabled": no input is cut')
     fields.refuse("prompt", "prompt is not supported: no prompts are kept here; use instructions and input")
-    fields.refuse("top_logprobs", "top_logprobs is not supported here; use POST /v1/chat/completions")
-    for name in fields.sequence("include") or ():
-        if name not in _INCLUDED:
-            raise UnsupportedField(f"include: only {_INCLUDED[0]} may stand there", param="include")
+    included = fields.sequence("include") or []
+    for name in included:
+        if name not in INCLUDED:
+            raise UnsupportedField(f"include: only {' and '.join(INCLUDED)} may stand there", param="include")
+    top = fields.integer("top_logprobs", high=model.options.max_logprobs) or 0
     instructions = fields.text("instructions")
     before = [{"role": "system", "content": instructions}] if instructions else []
     tools, choice = _tools(fields), _tool_choice(fields)
@@ -73,6 +73,8 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
         "max_tokens": fields.integer("max_output_tokens"),
         "tools": tools,
         "tool_choice": choice,
+        "logprobs": _LOGPROBS in included or top > 0,
+        "top_logprobs": top or None,
     }
     for name in ("temperature", "top_p", "parallel_tool_calls", "stream", "sse_ping_interval"):
         asked[name] = fields.handed(name)
@@ -99,6 +101,7 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
         "text": {"format": form or {"type": "text"}},
         "tool_choice": fields.take("tool_choice") or "auto",
         "tools": [{"type": "function", **tool["function"]} for tool in tools],
+        "top_logprobs": top,
     }
     return asked, echoed
 
@@ -254,6 +257,8 @@ class ResponseReply:
             **echoed,
         }
         self._output: list[Json] = []
+        self._untold: list[TokenLogprob] = []
+        """Tokens of a message, or of what may become one, that no part has told of yet."""
         self._number = -1
         self._open = ""
         """The kind of the last item, if it may still grow."""
@@ -289,6 +294,9 @@ class ResponseReply:
         self._totals.add(number, delta)
         parts, thoughts = self._reading.take(delta)
         self._totals.add_reasoning(thoughts)
+        self._untold += self._chat.common.telling.cut(delta).logprobs
+        if (parts or thoughts) and not any(part.content for part in parts):
+            self._untold = []  # they made thoughts or a call, of which nobody tells probabilities
         events = [event for part in parts for event in self._part(part)]
         if delta.finish is not None:
             events += self._close("completed" if delta.finish == "stop" else "incomplete")
@@ -301,9 +309,14 @@ class ResponseReply:
         events = []
         if self._open != kind:
             events = [*self._close(), *self._begin(kind)]
-        self._output[-1]["content"][0]["text"] += text
         grown = self._event(f"{self._channel}.delta", content_index=0, delta=text)
-        return [*events, grown | ({"logprobs": []} if kind == "message" else {})]
+        [whole] = self._output[-1]["content"]
+        whole["text"] += text
+        if kind == "message":
+            grown["logprobs"] = logprobs_of(self._untold, self._chat.common.telling)
+            whole["logprobs"] += grown["logprobs"]
+            self._untold = []
+        return [*events, grown]
 
     @property
     def _channel(self) -> str:
@@ -316,12 +329,9 @@ class ResponseReply:
             item["summary"] = []
         else:
             item["role"] = "assistant"
-        part: Json = {"type": "reasoning_text", "text": ""}
-        if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._output.append({**item, "status": "in_progress", "content": [dict(part)]})
+        self._output.append({**item, "status": "in_progress", "content": [_empty(kind)]})
         added = self._item("response.output_item.added", {**self._output[-1], "content": []})
-        return [added, self._event("response.content_part.added", content_index=0, part=part)]
+        return [added, self._event("response.content_part.added", content_index=0, part=_empty(kind))]
 
     def _close(self, status: str = "completed") -> list[Json]:
         """The events at the end of the item that may still grow."""
@@ -332,7 +342,7 @@ class ResponseReply:
         [part] = item["content"]
         done = self._event(f"{self._channel}.done", content_index=0, text=part["text"])
         if self._open == "message":
-            done["logprobs"] = []
+            done["logprobs"] = part["logprobs"]
         self._open = ""
         return [
             done,
@@ -387,3 +397,10 @@ class ResponseReply:
         self._number += 1
         numbered = {**event, "sequence_number": self._number}
         return f"event: {event['type']}\n".encode() + b"data: " + orjson.dumps(numbered) + b"\n\n"
+
+
+def _empty(kind: str) -> Json:
+    """The part that an item of `kind` begins with."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
