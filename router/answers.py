@@ -28,6 +28,8 @@ class Answer:
     """What stands behind `data:`, or in one line, of a stream; None: it does not stream."""
     about: str = ""
     media: str = "application/json"
+    has_page: bool = False
+    """Browsers, which ask for text/html, get a page in its place."""
     further: Mapping[int, Schema] = field(default_factory=dict)
     """Answers that are no success and no error object either, by status."""
 
@@ -783,7 +785,9 @@ ANSWERS: Mapping[str, Answer] = {
     "plan": Answer(body=ANY_OBJECT, about="What loading the model would do now; nothing is done."),
     "events": Answer(frame=ANY_OBJECT, about="Everything that happens, as it happens, each with an id."),
     "reload": Answer(body=ref("Reload"), about="Presets, folders and caches were read again."),
-    "index": Answer(body=shape({"message": TEXT, "version": TEXT}), about="What this is."),
+    "index": Answer(body=shape({"message": TEXT, "version": TEXT}), has_page=True, about="What this is."),
+    "style": Answer(media="text/css", about="How the page looks."),
+    "script": Answer(media="text/javascript", about="What the page does."),
     "openapi": Answer(body=ANY_OBJECT, about="This description."),
     "lmi_list": Answer(
         body=shape(

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from router import __version__
+from router import __version__, page
 from router.access import ANYBODY, SAFE_METHODS
 from router.connections import Connection, Reply
 from router.errors import (
@@ -137,6 +137,8 @@ class App:
             "requests": self._list_requests,
             "cancel": self._cancel,
             "index": self._index,
+            "style": self._page_part,
+            "script": self._page_part,
             "ping": self._ping,
             "lmi_list": self._lmi_list,
             "lmi_register": self._lmi_register,
@@ -673,8 +675,13 @@ class App:
         return await self._stream(request, admin.events(self._site, _last_event_id(request)))
 
     async def _index(self, request: web.Request, key: Key) -> web.StreamResponse:
+        if page.wants(request.headers.get("Accept", "")):
+            return _sheet(request, "page.html")
         at = f"{self._prefix}/v1"
         return _json({"message": f"the router is running; its API is at {at}", "version": __version__})
+
+    async def _page_part(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _sheet(request, request[_ROUTE].path.rpartition("/")[2])
 
     async def _stream(
         self, request: web.Request, frames: AsyncIterator[bytes], headers: Mapping[str, str] = EVENTS.headers
@@ -823,6 +830,14 @@ def _json(body: Any, *, status: int = 200, headers: dict[str, str] | None = None
     return web.Response(
         body=orjson.dumps(body), status=status, headers=headers, content_type="application/json", charset="utf-8"
     )
+
+
+def _sheet(request: web.Request, name: str) -> web.Response:
+    """A part of the page, or word that the browser has it already."""
+    sheet = page.sheet(name)
+    if request.headers.get("If-None-Match") == sheet.tag:
+        return web.Response(status=304, headers={name: sheet.headers[name] for name in ("ETag", "Cache-Control", "Vary")})
+    return web.Response(body=sheet.body, headers=sheet.headers)
 
 
 __all__ = ["App", "Peek", "peek"]

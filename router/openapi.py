@@ -202,6 +202,8 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
         content[answer.media] = {"schema": answer.body}
     elif route.name in ANSWERS and answer.frame is None:
         content[answer.media] = {"schema": TEXT}
+    if answer.has_page:
+        content["text/html"] = {"schema": TEXT}
     if answer.frame is not None and (route.streams or answer.body is None):
         manner = stream(route.face)
         media = manner.headers["Content-Type"]

@@ -18,7 +18,7 @@ ROUTER = [
     "router.cli",
     "router.serve",
     "router.app  router.launchers.local",
-    "router.openapi",
+    "router.openapi  router.page",
     "router.faces.lmi_adapters",
     "router.faces.admin  router.faces.lmi  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",

@@ -208,6 +208,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/router/requests", _A, "requests", False, Plane.ADMIN),
     Route("DELETE", "/router/requests/{request}", _A, "cancel", False, Plane.ADMIN),
     Route("GET", "/", _A, "index", False, Plane.PUBLIC),
+    Route("GET", "/ui/page.css", _A, "style", False, Plane.PUBLIC),
+    Route("GET", "/ui/page.js", _A, "script", False, Plane.PUBLIC),
     Route("GET", "/openapi.json", _A, "openapi", False),
     Route("GET", "/slots", _L, "slots", False),
     Route("POST", "/v1/streams/lookup", _L, "streams_lookup", False),

@@ -88,17 +88,20 @@ async def test_a_stream_that_waits_long_gets_its_status_and_comments(tmp_path: P
 
 
 async def test_an_early_failure_keeps_its_status_and_a_late_one_becomes_a_frame(tmp_path: Path) -> None:
-    go = tmp_path / "go"
     file = presets(
-        tmp_path,
-        {"a": {"_die_at_start": 3, "_message": "no good"}, "b": {"_hold_load": str(go), "_die_after_ready": 3}},
+        tmp_path, {"a": {"_die_at_start": 3, "_message": "no good"}, "b": {"_deaf": True, "start-timeout": "0.5"}}
     )
-    options = ("--stream-commit-seconds", "0.1", "--sse-ping-interval", "0.1", "--queue-timeout", "60")
+    options = ("--stream-commit-seconds", "0.1", "--sse-ping-interval", "0.1")
     async with router("--models-preset", str(file), *options, *MARGIN) as up:
-        status, _, _ = await raw_stream(up, chat("a", stream=True, fake={}))
-        assert " 200 " in status or " 500 " in status
+        await up.client.post(PATH, json=chat("a"))
         response = await up.client.post(PATH, json=chat("a", stream=True))
         assert error_of(response) == (500, "load_failed")
+        status, rest, _ = await raw_stream(up, chat("b", stream=True))
+        assert " 200 " in status
+        comments, _, frame = rest.partition(b"data: ")
+        assert b": loading" in comments
+        assert json.loads(frame.partition(b"\n\n")[0])["error"]["reason"] == "load_backoff"
+        assert not rest.endswith(b"0\r\n\r\n"), "no client may take that for the whole answer"
 
 
 async def test_a_worker_killed_in_mid_stream_gives_an_error_frame_and_an_aborted_connection(tmp_path: Path) -> None:
