@@ -121,13 +121,17 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
     assert (await read({"n_predict": 0})).generations[0].max_tokens == 0
     assert (await read({}, n_predict=6)).generations[0].max_tokens == 6
     assert (await read({"prompt": [5, 6]})).generations[0].prompt == (5, 6)
+    plain = (await read({"prompt": ["a b", "c"]})).generations
+    spelt = {"prompt": [{"prompt_string": "a b", "multimodal_data": []}, "c"]}
+    assert [each.prompt for each in (await read(spelt)).generations] == [each.prompt for each in plain]
 
 
 @pytest.mark.parametrize(
     ("body", "param", "reason"),
     [
         ({"prompt": None}, "prompt", "invalid_value"),
-        ({"prompt": {"prompt_string": "x"}}, "prompt", "invalid_value"),
+        ({"prompt": {"prompt_string": 5}}, "prompt", "invalid_value"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": ["aGk="]}}, "prompt", "unsupported_parameter"),
         ({"n": 2, "n_cmpl": 3}, "n_cmpl", "invalid_value"),
         ({"post_sampling_probs": 1}, "post_sampling_probs", "invalid_value"),
         ({"samplers": ["top_q"]}, "samplers", "invalid_value"),

@@ -146,7 +146,10 @@ async def test_token_ids_stay_as_they_are() -> None:
     made = embedder()
     await embeddings.embeddings({"input": [5, 6]}, made)
     await embeddings.embeddings({"input": [5] * 300, "truncate": True}, made)
-    await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": -1}, made)
+    cut = {"input": [5] * 300, "truncate_prompt_tokens": -1}
+    await embeddings.embeddings({**cut, "truncation_side": "right"}, made)
+    with pytest.raises(UnsupportedField, match="only the end"):
+        await embeddings.embeddings({**cut, "truncation_side": "left"}, made)
     with pytest.raises(UnsupportedField):
         await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 4}, made)
     assert isinstance(made.engine, FakeEngine)

@@ -113,6 +113,10 @@ async def test_a_prompt_is_cut_at_its_beginning_only_where_a_request_says_so() -
     assert [made.decode(each.prompt) for each in call.generations] == ["bc", "<s>c"]
     assert [each["text"][:2] for each in (await whole(call, made.engine))["choices"]] == ["bc", "c0"]
     assert made.decode((await only({"truncate_prompt_tokens": 3}, made)).prompt) == "|>\n"
+    first = {"prompt": "abc", "truncate_prompt_tokens": 2, "truncation_side": "right"}
+    [generation] = (await openai.completions(first, made)).generations
+    assert made.decode(generation.prompt) == "<s>a"
+    assert (await openai.completions({"prompt": "a", "truncation_side": "left"}, made)).ignored == ("truncation_side",)
 
 
 async def test_a_prompt_may_come_without_what_the_tokenizer_puts_around_texts() -> None:

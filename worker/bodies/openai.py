@@ -90,8 +90,9 @@ COMMON: Body = {
     "skip_special_tokens": flag("true unless stated."),
     "truncate_prompt_tokens": {
         "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}],
-        "description": "Of a longer prompt so many tokens, the last; -1 is all that fit.",
+        "description": "Of a longer prompt so many tokens, the last unless truncation_side says; -1 is all that fit.",
     },
+    "truncation_side": choice(("left", "right"), "Where truncate_prompt_tokens cuts; left unless stated."),
     "cache_salt": text("What is cached of a prompt serves only requests with the same salt."),
     "return_progress": flag("Chunks tell how far the prompt is."),
     "timings_per_token": flag("Every chunk has timings."),
@@ -233,6 +234,7 @@ _TRUNCATE: Schema = {
     "description": "Cut what is too long instead of refusing it.",
 }
 _CUT: Schema = one_of([-1], "The same as `truncate`; other numbers are not supported.")
+_CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: at the end, nowhere else.")
 _PROMPT_NAME: Schema = text("One of the model's own instructions, to put before each text.")
 EMBEDDINGS: Body = {
     "model": MODEL,
@@ -242,6 +244,7 @@ EMBEDDINGS: Body = {
     "prompt_name": _PROMPT_NAME,
     "truncate": _TRUNCATE,
     "truncate_prompt_tokens": _CUT,
+    "truncation_side": _CUT_SIDE,
 }
 EMBEDDING: Body = {
     "model": MODEL,
@@ -251,6 +254,7 @@ EMBEDDING: Body = {
     "prompt_name": _PROMPT_NAME,
     "truncate": _TRUNCATE,
     "truncate_prompt_tokens": _CUT,
+    "truncation_side": _CUT_SIDE,
 }
 RERANK: Body = {
     "model": MODEL,
@@ -270,4 +274,5 @@ RERANK: Body = {
     "raw_scores": one_of([False]),
     "truncate": _TRUNCATE,
     "truncate_prompt_tokens": _CUT,
+    "truncation_side": _CUT_SIDE,
 }

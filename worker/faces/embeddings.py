@@ -178,6 +178,7 @@ def _read_truncate(fields: Fields) -> bool:
     fields.refuse(
         "truncate_prompt_tokens", "truncate_prompt_tokens must be -1: what is too long can be cut to the context only"
     )
+    fields.refuse("truncation_side", 'truncation_side must be "right": only the end of a text can be cut')
     value = fields.take("truncate")
     if value is None and fields.take("truncate_prompt_tokens") is not None:
         return True

@@ -10,7 +10,7 @@ from worker import adapting, chat, constraints, samplers, sampling
 from worker.bodies.common import MAX_SHOWN, MAX_TEXTS
 from worker.bodies.llama_server import COMPLETION, DETOKENIZE, INFILL, TOKENIZE
 from worker.bodies.openai import TEMPLATE
-from worker.errors import InvalidValue, UnsupportedByModel
+from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json, to_integer
 from worker.filling import Filling
@@ -21,10 +21,25 @@ from worker.native import NativeReply
 async def completion(body: Json, model: Model) -> Call:
     """Text that goes on from a prompt, or from each of several; raises RequestError."""
     model.require("completion")
-    fields = Fields(body, COMPLETION)
+    fields = Fields({**body, "prompt": _without_media(body.get("prompt"))}, COMPLETION)
     prompts, texts = await read_texts(fields, "prompt", model)
     told = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
     return _completion(fields, model, prompts, told)
+
+
+def _without_media(prompt: Any) -> Any:
+    """A prompt, or several, with the objects that llama-server takes for text with media as their texts. Raises
+    UnsupportedField for media."""
+    if isinstance(prompt, list):
+        return [_without_media(each) if isinstance(each, dict) else each for each in prompt]
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_string"), str):
+        return prompt
+    if prompt.get("multimodal_data"):
+        raise UnsupportedField(
+            "prompt.multimodal_data is not supported; send images in messages of POST /v1/chat/completions",
+            param="prompt",
+        )
+    return prompt["prompt_string"]
 
 
 async def infill(body: Json, model: Model) -> Call:

@@ -214,7 +214,9 @@ class _Common:
     shown: frozenset[int]
     """Special tokens that the answer's text has, whatever its model."""
     truncates: int | None
-    """Of a longer prompt so many tokens, the last; None: a longer one is refused."""
+    """Of a longer prompt so many tokens; None: a longer one is refused."""
+    keeps_first: bool
+    """They are the first, not the last."""
     salt: str
     ping_interval: float | None
 
@@ -226,7 +228,9 @@ class _Common:
 
     def cut(self, prompt: list[int]) -> list[int]:
         """What of `prompt` is to be computed."""
-        return prompt if self.truncates is None else prompt[-self.truncates :]
+        if self.truncates is None:
+            return prompt
+        return prompt[: self.truncates] if self.keeps_first else prompt[-self.truncates :]
 
     def generations(
         self,
@@ -285,6 +289,7 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         encode=model.encode_piece,
     )
     shows_special = fields.flag("skip_special_tokens") is False
+    truncates = _truncates(fields, model)
     return _Common(
         model=fields.text("model") or options.name,
         max_tokens=_max_tokens(fields, options.n_predict),
@@ -298,7 +303,8 @@ def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Comm
         ends=_stop_token_ids(fields, model),
         shows_end=fields.flag("include_stop_str_in_output") or False,
         shown=model.special_ids | frozenset(model.special.values()) if shows_special else frozenset(),
-        truncates=_truncates(fields, model),
+        truncates=truncates,
+        keeps_first=_keeps_first(fields, truncates),
         salt=fields.text("cache_salt") or "",
         ping_interval=read_ping_interval(fields),
     )
@@ -333,6 +339,13 @@ def _truncates(fields: Fields, model: Model) -> int | None:
     if tokens == 0:
         raise InvalidValue("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
     return model.max_prompt if tokens == -1 else tokens
+
+
+def _keeps_first(fields: Fields, truncates: int | None) -> bool:
+    side = fields.choice("truncation_side")
+    if side is not None and truncates is None:
+        fields.mark_unused("truncation_side")
+    return side == "right"
 
 
 def _only_streamed(fields: Fields, name: str, stream: bool) -> bool:
