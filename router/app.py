@@ -93,7 +93,7 @@ class Peek(msgspec.Struct):
 class App:
     """The HTTP side of one router."""
 
-    def __init__(self, site: Site, proxy: Proxy, metrics: Metrics):
+    def __init__(self, site: Site, proxy: Proxy, metrics: Metrics, *, most_buffered: int = BUFFERED_IN_ALL):
         self._site = site
         self._prefix = site.settings.api_prefix
         self._hub = Hub(site)
@@ -102,6 +102,7 @@ class App:
         self._proxy = proxy
         self._metrics = metrics
         self._buffered = 0
+        self._most_buffered = most_buffered
         self._document = b""
         """The API's description, once somebody has asked for it."""
         self._streams: set[asyncio.Task[Any]] = set()
@@ -325,7 +326,7 @@ class App:
         limit = self._site.settings.max_body_size
         if size > limit:
             raise TooLarge(f"the body has more than the {limit} bytes that are allowed", headers=CLOSE)
-        if self._buffered > BUFFERED_IN_ALL:
+        if self._buffered > self._most_buffered:
             raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
 
     async def _object(self, request: web.Request) -> dict[str, Any]:
@@ -478,7 +479,7 @@ class App:
         errand.key = access.authorize(asked, asked.route.plane, asked.route.name)
         if len(asked.body) > (limit := self._site.settings.max_body_size):
             raise TooLarge(f"the body has {len(asked.body)} bytes, {limit} are allowed", headers=CLOSE)
-        if self._buffered > BUFFERED_IN_ALL:
+        if self._buffered > self._most_buffered:
             raise QueueFull("too many bytes of requests are waiting", retry_after=1, headers=CLOSE)
         return await self._send(errand)
 

@@ -19,7 +19,7 @@ from router.access import Access
 from router.limits import Limits
 from router.proxy import Pace
 from router.settings import Key, digest
-from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
+from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
 from worker.routes import ERRORS, Face, Trouble, error_body
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -240,6 +240,31 @@ async def test_who_finds_the_queue_full_is_told_when_to_come_back(tmp_path: Path
         assert told(caught)["reason"] == "queue_full"
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         await leave(first)
+
+
+async def test_more_bytes_than_are_held_at_once_are_told_when_to_come_back(tmp_path: Path) -> None:
+    """By the listener, which has the whole body before it counts it, and by aiohttp, which counts while it comes."""
+    body = b'{"model":"a","x":"' + b"y" * 600 + b'"}'
+    length = b"Content-Length: %d\r\n\r\n" % len(body) + body
+    pieces = b"Transfer-Encoding: chunked\r\n\r\n" + chunk(body) + END
+    async with world(tmp_path, holding, most_buffered=1000) as up, async_openai(up) as client:
+        first = asyncio.ensure_future(client.chat.completions.create(model="a", messages=HI, extra_body={"x": "y" * 600}))
+        await arrived(up)
+        for framed in (length, pieces):
+            reader, writer = await up.connect()
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + framed)
+            head, _, told_ = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 429 ")
+            assert b"Retry-After: 1\r\n" in head + b"\r\n"
+            assert b'"reason":"queue_full"' in told_
+            writer.close()
+        await leave(first)
+        await up.idle()
+        answer = asyncio.ensure_future(client.chat.completions.create(model="a", messages=HI, extra_body={"x": "y" * 600}))
+        async with asyncio.timeout(30):
+            while len(up.requests) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await leave(answer)
 
 
 @pytest.mark.slow

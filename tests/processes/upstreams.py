@@ -150,9 +150,10 @@ async def world(
     limits: Limits | None = None,
     load_seconds: float = 0.0,
     backlog: int = 2048,
+    **further: int,
 ) -> AsyncIterator[World]:
     """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`.
-    `backlog`: connections that may wait for the worker."""
+    `backlog`: connections that may wait for the worker; `further`: what else its App is told."""
     loop = asyncio.get_running_loop()
     upstream_socket, socket = folder / "up.sock", folder / "down.sock"
     presets = {"a": Preset(id="a", path="/snapshots/a", required_memory={"": GIB}, **(keys or {}))}
@@ -182,7 +183,7 @@ async def world(
     )
     made = World(site, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
-    app = App(site, Proxy(fleet, pace or Pace()), metrics)
+    app = App(site, Proxy(fleet, pace or Pace()), metrics, **further)
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
