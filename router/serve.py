@@ -468,8 +468,9 @@ def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
     """What a person who starts a router wants to see first."""
     host = settings.host.split(",")[0].strip()
     shown = f"[{host}]" if ":" in host else host
-    address = host if host.endswith(".sock") else f"http://{shown}:{site.port}{settings.api_prefix}/v1"
-    lines = [f"router {__version__}   API {address}"]
+    page = f"http://{shown}:{site.port}{settings.api_prefix}/"
+    at = f"API {host}" if host.endswith(".sock") else f"API {page}v1   page {page}"
+    lines = [f"router {__version__}   {at}"]
     for device in site.fleet.devices:
         if device.id.index < HOST:
             continue

@@ -212,8 +212,9 @@ def ignored(body: dict[str, Any], text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def test_effort_and_verbosity_go_to_the_template() -> None:
-    body = said(USER, reasoning_effort="low", verbosity="high")
-    assert ignored(body, "{{ reasoning_effort }} {{ verbosity }}") == ("low high", ())
+    for effort in ("low", "max"):
+        body = said(USER, reasoning_effort=effort, verbosity="high")
+        assert ignored(body, "{{ reasoning_effort }} {{ verbosity }}") == (f"{effort} high", ())
 
 
 def test_an_effort_of_none_turns_thinking_off() -> None:
@@ -226,7 +227,7 @@ def test_effort_without_effect_is_reported_as_ignored() -> None:
     assert ignored(body, "no such thing") == ("no such thing", ("reasoning_effort", "verbosity"))
 
 
-@pytest.mark.parametrize(("name", "value"), [("reasoning_effort", "max"), ("verbosity", "loud"), ("verbosity", 1)])
+@pytest.mark.parametrize(("name", "value"), [("reasoning_effort", "most"), ("verbosity", "loud"), ("verbosity", 1)])
 def test_effort_and_verbosity_are_words_of_the_api(name: str, value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         prompt(said(USER, **{name: value}))

@@ -31,14 +31,15 @@ LARGEST = 2**31 - 1
 _LONG = 2**63
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 FORMATS = ("text", "json_object", "json_schema")
 
 NO_OPS: Body = {
     name: {"description": "Makes no difference here."}
     for name in (
-        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention",
         "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling",
         "guided_decoding_backend", "spaces_between_special_tokens",
     )

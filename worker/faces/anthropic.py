@@ -257,7 +257,7 @@ def _output(fields: Fields) -> Json:
     asked: Json = {}
     effort = config.choice("effort")
     if effort is not None:
-        asked["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        asked["reasoning_effort"] = effort
     for owner, name in ((config, "format"), (fields, "output_format")):
         form = owner.mapping(name)
         if form is None:
