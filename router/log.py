@@ -22,6 +22,8 @@ KEPT = 2000
 """Lines that can be looked at later."""
 LONGEST = 2000
 """Characters of one of them."""
+MOMENT = 0.01
+"""Seconds that a line waits for others, to be written with them."""
 GIB, MIB = 1 << 30, 1 << 20
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
@@ -197,7 +199,7 @@ class Ring(logging.Handler):
 
 
 class Spool(logging.Handler):
-    """Writes what is logged in one pass of the loop at its end; what warns, or comes from another thread, at once."""
+    """Writes what is logged within MOMENT together; what warns, or comes from another thread, at once."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -226,7 +228,7 @@ class Spool(logging.Handler):
         if loop is None:
             self.flush()
         elif len(self._lines) == 1:
-            loop.call_soon(self.flush)
+            loop.call_later(MOMENT, self.flush)
 
     def flush(self) -> None:
         with self.lock or nullcontext():

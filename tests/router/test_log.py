@@ -60,14 +60,16 @@ def test_sizes_are_for_people() -> None:
     assert [size(value) for value in (None, 5 * MIB, 9000 * MIB, 20480 * MIB)] == ["-", "5MiB", "9000MiB", "20.0GiB"]
 
 
-async def test_lines_of_one_pass_of_the_loop_are_written_together_and_warnings_at_once() -> None:
+async def test_lines_of_one_moment_are_written_together_and_warnings_at_once() -> None:
     stream = Written()
     spool = Spool(stream)
     spool.setFormatter(logging.Formatter("%(message)s"))
     for text in ("one", "two"):
         spool.handle(record(text))
     assert stream.writes == []
-    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        while not stream.writes:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     assert stream.writes == ["one\ntwo\n"]
     spool.handle(record("three"))
     spool.handle(record("four", logging.WARNING))
