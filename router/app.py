@@ -837,7 +837,9 @@ def _sheet(request: web.Request, name: str) -> web.Response:
     """A part of the page, or word that the browser has it already."""
     sheet = page.sheet(name)
     if request.headers.get("If-None-Match") == sheet.tag:
-        return web.Response(status=304, headers={name: sheet.headers[name] for name in ("ETag", "Cache-Control", "Vary")})
+        return web.Response(
+            status=304, headers={name: sheet.headers[name] for name in ("ETag", "Cache-Control", "Vary")}
+        )
     return web.Response(body=sheet.body, headers=sheet.headers)
 
 

@@ -14,8 +14,15 @@ from worker.bodies import anthropic as messages
 from worker.bodies import common, openai, responses
 from worker.schemas import Body
 
-REPORTED = {"max_tool_calls", "context_management", "speed", "inference_geo", "diagnostics", "user_profile_id",
-            "workspace_id"}
+REPORTED = {
+    "max_tool_calls",
+    "context_management",
+    "speed",
+    "inference_geo",
+    "diagnostics",
+    "user_profile_id",
+    "workspace_id",
+}
 """What means something only where tools or machines are theirs: named in X-Ignored-Fields, as all that nobody knows."""
 
 
