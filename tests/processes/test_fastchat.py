@@ -110,7 +110,7 @@ async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_is_fastchats_out_of_memory() -> None:
-    told = {"type": "x", "message": "m"}
+    told: Any = {"type": "x", "message": "m"}
     assert error_body(Face.FASTCHAT, status=507, reason="does_not_fit", **told) == {"error_code": 50002, "text": "m"}
     assert error_body(Face.FASTCHAT, status=502, reason="worker_crashed", **told)["error_code"] == 50001
 

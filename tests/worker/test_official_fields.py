@@ -22,6 +22,8 @@ REPORTED = {
     "diagnostics",
     "user_profile_id",
     "workspace_id",
+    "access_programs",
+    "image",
 }
 """What means something only where tools or machines are theirs: named in X-Ignored-Fields, as all that nobody knows."""
 

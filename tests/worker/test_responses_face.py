@@ -82,20 +82,21 @@ async def test_a_response_takes_what_chats_take_beside_openais_fields() -> None:
 @pytest.mark.parametrize("asked", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
 async def test_the_tokens_of_a_message_come_with_their_probabilities_if_asked(asked: dict[str, Any]) -> None:
     async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
-        response = await client.responses.create(**HI, tools=[WEATHER], extra_body=asked)
+        response: Any = await client.responses.create(**HI, tools=[WEATHER], extra_body=asked)
         reasoning, message, call = response.output
-        [part] = message.content  # type: ignore[union-attr]
-        assert "".join(entry.token for entry in part.logprobs).strip() == part.text  # type: ignore[union-attr]
-        assert {len(entry.top_logprobs) for entry in part.logprobs} == {asked.get("top_logprobs", 0)}  # type: ignore[union-attr]
+        [part] = message.content
+        assert "".join(entry.token for entry in part.logprobs).strip() == part.text
+        assert {len(entry.top_logprobs) for entry in part.logprobs} == {asked.get("top_logprobs", 0)}
         assert not any(hasattr(item, "logprobs") for item in (reasoning, call))
         told: list[Any] = []
         async for event in await client.responses.create(**HI, tools=[WEATHER], extra_body=asked, stream=True):
             told += event.logprobs if event.type == "response.output_text.delta" else []
             if event.type == "response.output_text.done":
                 assert [entry.token for entry in event.logprobs] == [entry.token for entry in told]
-        assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]  # type: ignore[union-attr]
-        [silent] = (await client.responses.create(**HI)).output[1:2]
-        assert silent.content[0].logprobs == []  # type: ignore[union-attr]
+        assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]
+        unasked: Any = await client.responses.create(**HI)
+        [silent] = unasked.output[1:2]
+        assert silent.content[0].logprobs == []
 
 
 @pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
