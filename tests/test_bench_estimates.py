@@ -1,0 +1,69 @@
+"""scripts/bench_estimates: what it makes of what it measured, and that a run goes on where another one ended."""
+
+import json
+import sys
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "bench_estimates"
+MACHINE = "2 cores"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    loader = SourceFileLoader("bench_estimates", str(PROGRAM))
+    spec = spec_from_loader("bench_estimates", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules["bench_estimates"] = module  # dataclasses look their module up
+    loader.exec_module(module)
+    return module
+
+
+def row(bench: Any, model: str, shape: tuple[int, int], commit: str = "a", exact: int = 100, static: int = 100) -> Any:
+    def parts(total: int) -> Any:
+        return bench.Parts(total - 30, 20, 10)
+
+    return bench.Row(model, *shape, parts(100), parts(exact), parts(static), dict.fromkeys(bench.RULES, 50), commit, 1)
+
+
+def test_errors_are_of_all_segments_together_and_the_worst_on_each_side_is_told(bench: Any) -> None:
+    shape = bench.SHAPES[0]
+    rows = [row(bench, "Llama", shape, exact=each, static=each + 5) for each in (99, 100, 102)]
+    said = bench.summary(rows).splitlines()
+    assert said[2:4] == ["| exact | 1.0 % | 2.0 % | -1.0 % |", "| static | 5.0 % | 7.0 % | 0.0 % |"]
+    assert "| x 1.2 | 50.0 % | 0.0 % | -50.0 % |" in said
+
+
+def test_a_run_goes_on_with_what_is_not_measured_of_this_code(bench: Any, tmp_path: Path) -> None:
+    out = tmp_path / "estimates"
+    first = bench.Record(out)
+    first.put([row(bench, "T5", shape) for shape in bench.SHAPES], MACHINE)
+    first.put([row(bench, "Llama", shape) for shape in bench.SHAPES[1:]], MACHINE)
+    again = bench.Record(out)
+    assert again.rows == first.rows
+    assert [again.has("T5", "a"), again.has("T5", "b"), again.has("Llama", "a")] == [True, False, False]
+    again.put([row(bench, "T5", shape, commit="b") for shape in bench.SHAPES], MACHINE)
+    kept = bench.Record(out).rows
+    assert [each.model for each in kept] == ["Llama"] * (len(bench.SHAPES) - 1) + ["T5"] * len(bench.SHAPES)
+    assert {each.commit for each in kept if each.model == "T5"} == {"b"}
+    told = out.with_suffix(".md").read_text()
+    assert "not measured: llama," not in told.lower()
+    assert "Mixtral" in told.partition("Not measured:")[2].partition("|")[0]
+    assert f"{len(kept)} rows" in told
+
+
+def test_rows_of_models_and_shapes_that_are_gone_are_left_out(bench: Any, tmp_path: Path) -> None:
+    out = tmp_path / "estimates"
+    record = bench.Record(out)
+    record.put([row(bench, "Llama", bench.SHAPES[0])], MACHINE)
+    body = json.loads(out.with_suffix(".json").read_text())
+    gone = [replace(record.rows[0], model="Alpaca"), replace(record.rows[0], ctx_size=7)]
+    body["rows"] += [bench.asdict(each) for each in gone]
+    out.with_suffix(".json").write_text(json.dumps(body))
+    assert bench.Record(out).rows == record.rows
