@@ -49,6 +49,9 @@ MOST_SCORES = 4
 ENCODED_SCORES = 12
 """Bytes of each score while an encoder that was not measured reads a prompt as a whole: three tensors in float32."""
 
+DISTANCE_BYTES = 49
+"""Of each pair of tokens while T5 works out how far apart they are, once for all heads: whole numbers of 64 bits."""
+
 STATE_TENSORS = 11
 """Bytes of each element of a state, of each token of a chunk, where a recurrence is computed step by step: 2.75 float32
 tensors. Measured likewise on Mamba and Jamba."""
@@ -205,7 +208,7 @@ def _aligned_bytes(
         decoding += preset.parallel * (row + passing)
     encoding = 0
     if facts.cross_attention:
-        scores = _encoded_score_bytes(facts, preset) * facts.heads * tokens**2
+        scores = _pair_bytes(facts, preset, each) * tokens**2
         scores += tokens * (passing + 3 * queries * each)
         encoding = max(scores, tokens * (passing + 4 * facts.intermediate * each))
     if facts.state_steps > 1:  # beside whatever else lives in the layer
@@ -214,12 +217,14 @@ def _aligned_bytes(
     return max(chunked, decoding, encoding, int(states))
 
 
-def _encoded_score_bytes(facts: Checkpoint, preset: Preset) -> int:
-    """Of each score while an encoder reads a prompt; BART computes them by tiles.
-    By its exact trace, in 16 bits and 32, with 256 to 1024 tokens."""
-    if preset.attention == "eager":
-        return ENCODED_SCORES
-    return {"bart": 0}.get(facts.model_type, ENCODED_SCORES)
+def _pair_bytes(facts: Checkpoint, preset: Preset, each: int) -> int:
+    """Of each pair of tokens while an encoder reads a prompt; BART's scores are computed by tiles, and so are T5's, but
+    with a bias for each head: as it is looked up, and in the order that the kernel wants."""
+    if preset.attention != "eager" and facts.model_type == "bart":
+        return 0
+    if preset.attention != "eager" and facts.model_type == "t5":
+        return max(DISTANCE_BYTES, 2 * facts.heads * each)
+    return ENCODED_SCORES * facts.heads
 
 
 def _attention_bytes(facts: Checkpoint, preset: Preset, packed: int, tokens: int, each: int, *, on_host: bool) -> int:
