@@ -508,7 +508,8 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
     said = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(said, dict) or not said:
         return "", 0
-    method = str(said.get("quant_method") or "unknown")
+    by_bits = "bitsandbytes" if said.get("load_in_4bit") or said.get("load_in_8bit") else "unknown"  # as once written
+    method = str(said.get("quant_method") or by_bits)
     if method == "bitsandbytes":
         method = "bnb-4bit" if said.get("load_in_4bit") else "bnb-8bit"
     groups = said.get("config_groups")

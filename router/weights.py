@@ -8,10 +8,13 @@ from router.presets import Preset
 ON_LOAD: Mapping[str, int] = {"bnb-8bit": 8, "bnb-4bit": 4}
 """Bits of an element, where a checkpoint that is not quantised is packed while it is loaded."""
 
+SERVED = ("awq", "bnb-4bit", "bnb-8bit", "compressed-tensors", "fp8", "gptq", "mxfp4")
+"""Methods that the worker loads (worker/engine/packing.py)."""
+
 UNPACKED = frozenset({"compressed-tensors", "mxfp4"})
 """Methods whose weights the worker unpacks while it loads, or may have to (worker/engine/packing.py)."""
 
-UNPACKED_ON_HOST = frozenset({"fp8", "mxfp8"})
+UNPACKED_ON_HOST = frozenset({"fp8"})
 """Likewise on main memory, which has no kernels for them."""
 
 ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
@@ -89,8 +92,14 @@ def packed_bits(facts: Checkpoint, preset: Preset) -> int:
 
 
 def check_quantization(facts: Checkpoint, preset: Preset) -> None:
-    """Raises WrongQuantization if the preset asks for one that the checkpoint does not have and cannot get."""
+    """Raises WrongQuantization for a checkpoint whose method is not served, and if the preset asks for one that it does
+    not have and cannot get."""
     asked, is_ = preset.quantization, facts.quantization
+    if is_ and is_ not in SERVED:
+        raise WrongQuantization(
+            f"{preset.id}: the checkpoint is quantised with {is_}, which this version cannot load; take one that is not"
+            f" quantised, or quantised with {', '.join(SERVED)}"
+        )
     if asked == "auto" or (asked == "none" and not is_) or on_load(facts, preset) or (is_ and asked == is_):
         return
     if is_.startswith("bnb") and asked.startswith("bnb"):

@@ -38,7 +38,7 @@ def stored_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype
     the type of the model; all of it in that type if it is unpacked, and then without scales."""
     said = packing.stated(config)
     device = torch.device(options.devices[0])
-    unpacks = packing.unpacks(str(said.get("quant_method", "")), device)
+    unpacks = packing.unpacks(packing.named(config), device)
     fused = _is_fused(options, config)
     total = 0
     for file in map(weights.WeightFile, weights.files(Path(options.snapshot))):
@@ -183,6 +183,6 @@ def _bits(options: contract.ModelOptions, config: Any) -> int:
     said = packing.stated(config)
     if not said:
         return {"bnb-8bit": 8, "bnb-4bit": 4}.get(options.quantization, 0)
-    if packing.family(str(said.get("quant_method", ""))) != "bitsandbytes":
+    if packing.family(packing.named(config)) != "bitsandbytes":
         return 0
     return 4 if said.get("load_in_4bit") or said.get("_load_in_4bit") else 8

@@ -178,6 +178,7 @@ def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
         ("awq", "gptq", "quantization = awq, but the checkpoint is quantised with gptq"),
         ("bnb-4bit", "fp8", "but the checkpoint is quantised with fp8"),
         ("none", "gptq", "but the checkpoint is quantised with gptq; leave the key out"),
+        ("auto", "torchao", "quantised with torchao, which this version cannot load; take .* or quantised with awq"),
     ],
 )
 def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused(asked: str, stored: str, message: str) -> None:
@@ -308,18 +309,28 @@ def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:
     assert found["bfloat16", True] > KERNEL_BYTES > max(found["float32", True], found["bfloat16", False])
 
 
-@pytest.mark.parametrize(("family", "per_score"), [("bart", 0), ("nobody-measured", 12)])
+@pytest.mark.parametrize(
+    ("family", "heads", "dtype", "per_pair"),
+    [
+        ("bart", 64, "float32", 0),
+        ("nobody-measured", 64, "float32", 12 * 64),
+        ("t5", 64, "float32", 2 * 64 * 4),
+        ("t5", 64, "bfloat16", 2 * 64 * 2),
+        ("t5", 4, "float32", 49),
+        ("t5", 8, "bfloat16", 49),
+    ],
+)
 def test_an_encoder_keeps_the_scores_of_a_whole_prompt_where_no_kernel_does_without(
-    family: str, per_score: int
+    family: str, heads: int, dtype: str, per_pair: int
 ) -> None:
-    facts = replace(QWEN3_4B, model_type=family, cross_attention=True, aligned=True, heads=64, dtype="float32")
+    facts = replace(QWEN3_4B, model_type=family, cross_attention=True, aligned=True, heads=heads, dtype=dtype)
 
     def needed(tokens: int) -> int:
         return compute_bytes(facts, Preset(id="m", parallel=1, prefill_chunk=16), tokens, on_host=True)
 
     steps = [needed(tokens) for tokens in (8192, 16384, 24576)]
     curve = (steps[2] - steps[1]) - (steps[1] - steps[0])
-    assert curve == 2 * per_score * 64 * 8192**2
+    assert curve == 2 * per_pair * 8192**2
 
 
 def test_eager_attention_needs_the_whole_table_of_scores() -> None:

@@ -292,7 +292,8 @@ def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_
         ({"model_type": "nobody-knows"}, {}, Exit.UNUSABLE, "unknown to transformers"),
         (None, {"devices": ("cuda:0", "cuda:1")}, Exit.USAGE, "2 devices"),
         (None, {"dtype": "int4"}, Exit.USAGE, "none of auto, float32"),
-        ({"quantization_config": {"quant_method": "aqlm"}}, {}, Exit.UNUSABLE, "needs the library aqlm: pip install"),
+        ({"quantization_config": {"quant_method": "torchao"}}, {}, Exit.UNUSABLE, "'torchao', which this version"),
+        ({"quantization_config": {"bits": 3}}, {}, Exit.UNUSABLE, "'unknown', which this version cannot load"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantization": "awq"}, Exit.UNUSABLE, "gptq"),
     ],
 )

@@ -19,16 +19,13 @@ from worker import contract, estimate
 from worker.engine import attention, backends, loader, packing
 from worker.errors import StartError
 
-_NEEDS = {"gptq": "gptqmodel", "awq": "gptqmodel", "float-quantized": "compressed_tensors",
-          "pack-quantized": "compressed_tensors"}  # fmt: skip
-
 
 def _method(name: str) -> Any:
-    module = _NEEDS.get(name, "")
+    module, command = packing.LIBRARIES[packed.said(name)["quant_method"]]
     if not module:
         return name
     is_missing = importlib.util.find_spec(module) is None
-    why = f"{module} is not installed: {packing.LIBRARIES[packed.said(name)['quant_method']][1]}"
+    why = f"{module} is not installed: {command}"
     return pytest.param(name, marks=[pytest.mark.extra, pytest.mark.skipif(is_missing, reason=why)])
 
 

@@ -13,25 +13,23 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from worker import contract
 from worker.engine import memory, weights
 from worker.errors import StartError
 
 LIBRARIES = {
-    "aqlm": ("aqlm", "pip install aqlm"),
     "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
     "bitsandbytes": ("bitsandbytes", "pip install bitsandbytes"),
     "compressed-tensors": ("compressed_tensors", "pip install compressed-tensors"),
+    "fp8": ("", ""),
     "gptq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
-    "hqq": ("hqq", "pip install hqq"),
-    "quanto": ("optimum.quanto", "pip install optimum-quanto"),
-    "torchao": ("torchao", "pip install torchao"),
+    "mxfp4": ("", ""),
 }
-"""What a method needs beside transformers: module, and how to get it."""
+"""The methods that are served, which are those that our tests load, with what each needs beside transformers: module,
+and how to get it. transformers knows more, whose memory nobody has measured here. As in router/estimate.py."""
 _UNPACKED = frozenset({"compressed-tensors"})
-_UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4", "mxfp8"})
+_UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4"})
 """Methods without kernels there: transformers unpacks them while it loads."""
 _UNPACKED_WITHOUT = {"mxfp4": ("kernels", "triton")}
 """Likewise on accelerators where these libraries are not installed (transformers 5.23, quantizer_mxfp4.py)."""
@@ -52,10 +50,10 @@ def stated(config: Any) -> dict[str, Any]:
 def method(options: contract.ModelOptions, config: Any) -> str:
     """How the model's weights are packed, or will be; "": they are not.
 
-    Raises StartError if the preset wants another way than the checkpoint has, or if its library is not here.
+    Raises StartError if the preset wants another way than the checkpoint has, if we do not serve that, or if its
+    library is not here.
     """
-    found = str(stated(config).get("quant_method", ""))
-    asked = options.quantization
+    found, asked = named(config), options.quantization
     if not found and asked in ("auto", "none"):
         return ""
     if not found and asked in ("bnb-8bit", "bnb-4bit"):
@@ -63,15 +61,24 @@ def method(options: contract.ModelOptions, config: Any) -> str:
     elif asked != "auto" and not found.startswith("bitsandbytes" if asked.startswith("bnb") else asked):
         fact = f"quantised with {found}" if found else "not quantised"
         raise StartError(f"quantization = {asked}, but the checkpoint is {fact}; leave the key out")
-    module, command = LIBRARIES.get(family(found), ("", ""))
+    if family(found) not in LIBRARIES:
+        raise StartError(
+            f"the checkpoint is quantised with {found!r}, which this version cannot load; take one that is not"
+            f" quantised, or quantised with {', '.join(LIBRARIES)}"
+        )
+    module, command = LIBRARIES[family(found)]
     if module and not _is_installed(module):
         raise StartError(f"a checkpoint quantised with {found} needs the library {module}: {command}")
-    if family(found) != "bitsandbytes" and found not in AUTO_QUANTIZER_MAPPING:
-        raise StartError(
-            f"the checkpoint is quantised with {found!r}, which transformers {transformers.__version__} cannot load;"
-            " take one that is not quantised, or quantised otherwise"
-        )
     return found
+
+
+def named(config: Any) -> str:
+    """What config.json calls the method; "": it states none."""
+    said = stated(config)
+    if not said:
+        return ""
+    by_bits = "bitsandbytes" if said.get("load_in_4bit") or said.get("load_in_8bit") else "unknown"  # as once written
+    return str(said.get("quant_method") or by_bits)
 
 
 def family(method: str) -> str:
