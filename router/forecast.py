@@ -171,7 +171,7 @@ def find(name: str, loaded: Loaded, model_flags: Mapping[str, str], environ: Map
     for preset in loaded.presets.values():
         if name == preset.id or name in preset.aliases:
             return preset
-    if "/" not in name and not Path(name).is_dir():
+    if "/" not in name and not (name and Path(name).is_dir()):
         known = ", ".join(loaded.presets) or "none"
         raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); models are: {known}"])
     if any(word in name for word in "\n\r") or name != name.strip():

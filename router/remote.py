@@ -6,7 +6,7 @@ their headers (holes, which take no room on a disk). Whatever reads a snapshot f
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,7 +23,7 @@ MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""
 MAX_SMALL = 64 << 20
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SMALL = frozenset({
     "config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "modules.json",
     "sentence_bert_config.json", _INDEX,
@@ -47,16 +47,17 @@ def skeleton(repo: str, revision: str, folder: Path, *, environ: Mapping[str, st
             _check(answer, repo, base)
             commit, names = _listing(answer)
             hub = _Hub(client, base, repo, commit or revision)
-            small = [name for name in names if name in _SMALL]
-            for name in small:
-                _write(folder / name, hub.whole(name))
-            for name in _weights(folder, names):
+            _check_model(names, repo)
+            for name in names:
+                if name in _SMALL and not (name == _INDEX and _SINGLE in names):  # as a download takes them
+                    _write(folder / name, hub.whole(name))
+            for name in _weights(folder, names, repo):
                 head, size = hub.header(name)
                 _write(folder / name, head)
                 os.truncate(folder / name, size)
     except httpx.HTTPError as error:
         raise RemoteError(
-            f"{base} cannot be reached: {type(error).__name__}; with the files here nobody asks"
+            f"{base} cannot be reached ({type(error).__name__}), and {repo} is not here; name a folder with its files"
         ) from None
     except OSError as error:
         raise RemoteError(f"{folder} cannot be written: {error.strerror or error}") from None
@@ -128,19 +129,39 @@ def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
         raise RemoteError(f"{answer.url.host} answers with no list of files; is it a hub?") from None
 
 
+def _check_model(names: Collection[str], repo: str) -> None:
+    """Raises RemoteError for a repository without what a model is made of here."""
+    ends = {name.rpartition(".")[2] for name in names}
+    if "config.json" not in names:
+        if "adapter_config.json" in names:
+            raise RemoteError(f"{repo} is an adapter, which needs the model that it was made for: name that model")
+        if "gguf" in ends:
+            raise RemoteError(f"{repo} has GGUF files only; choose the original repository, with safetensors weights")
+        raise RemoteError(f"{repo} has no config.json: it is no model that transformers knows")
+    if "safetensors" not in ends:
+        pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+        only = f", only {pickles[0]}, and pickled weights are never loaded" if pickles else ""
+        raise RemoteError(f"{repo} has no safetensors weights{only}; choose another repository or revision")
+
+
 def _is_inside(name: str) -> bool:
     """Whether a name from outside stays below its folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
 
-def _weights(folder: Path, names: Iterable[str]) -> list[str]:
-    """The weight files that make up the model, and those of the layers behind it (one in each folder)."""
+def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:
+    """The weight files that make up the model, and those of the layers behind it (one in each folder).
+
+    Raises RemoteError if one of them is not there.
+    """
     known = set(names)
     try:
-        parts = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()) & known
+        parts = set(map(str, json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        parts = {"model.safetensors"} & known
+        parts = {_SINGLE}
+    if missing := sorted(parts - known):
+        raise RemoteError(f"{repo} lacks {missing[0]}, of which its weights are made; choose another revision")
     behind = {name for name in known if name.count("/") == 1 and name.endswith("/model.safetensors")}
     return sorted(parts | behind)
 

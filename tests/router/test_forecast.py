@@ -245,6 +245,7 @@ def test_a_model_that_no_empty_device_holds_ends_with_4(tmp_path: Path, capsys: 
     ("words", "code", "message"),
     [
         (["nobody"], 2, "is no model, no folder and no repository"),
+        ([""], 2, "is no model, no folder and no repository"),
         (["org/absent", "--offline"], 1, "are not here, and --offline forbids asking"),
         (["nobody", "--ctx-sise", "3"], 2, "No such option"),
     ],
@@ -291,6 +292,14 @@ def test_a_repository_is_weighed_like_its_files_of_which_only_headers_are_read(
     assert not (tmp_path / "empty-cache").exists(), "nothing is kept"
 
 
+def test_of_two_layouts_of_weights_the_one_is_weighed_that_a_download_takes(hub: FakeHub, tmp_path: Path) -> None:
+    folder = write(hub.root / "org" / "both", shards=2)
+    (folder / "model.safetensors").write_bytes((folder / "model-00000-of-00002.safetensors").read_bytes())
+    spare = tmp_path / "spare"
+    remote.skeleton("org/both", "main", spare, environ={"HF_ENDPOINT": hub.url})
+    assert sorted(file.name for file in spare.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_a_skeleton_is_read_as_the_snapshot_that_it_stands_for(hub: FakeHub, tmp_path: Path) -> None:
     folder = write(hub.root / "org" / "whole", shards=2)
     spare = tmp_path / "spare"
@@ -315,6 +324,40 @@ def test_what_the_hub_refuses_is_said(hub: FakeHub, tmp_path: Path, fault: dict[
         remote.skeleton("org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url})
     if "token" in fault:
         remote.skeleton("org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url}, token="secret")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": "x"}, "is an adapter, which needs the model"),
+        ({"model-q4.gguf": "x"}, "has GGUF files only"),
+        ({"README.md": "x"}, "has no config.json"),
+        ({"config.json": "{}", "pytorch_model.bin": "x"}, "only pytorch_model.bin, and pickled weights are never"),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, "has no safetensors weights; choose"),
+        (
+            {"config.json": "{}", "a.safetensors": "x", "model.safetensors.index.json": '{"weight_map": {"w": "b"}}'},
+            "lacks b, of which its weights are made",
+        ),
+    ],
+)
+def test_a_repository_that_is_no_model_is_called_what_it_is(
+    hub: FakeHub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    message: str,
+) -> None:
+    repo = f"org/{tmp_path.name}"
+    (hub.root / repo).mkdir(parents=True)
+    for name, content in files.items():
+        (hub.root / repo / name).write_text(content)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    assert main(["estimate", repo]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"router: {repo} ")
+    assert message in said.err
+    assert said.out == ""
 
 
 def test_a_hub_that_ignores_ranges_costs_no_more_than_a_header(hub: FakeHub, tmp_path: Path) -> None:
