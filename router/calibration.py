@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +83,17 @@ def version(distribution: str) -> str:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """What was learned of one key."""
+
+    estimate: Estimate
+    measured: tuple[int, ...]
+    """Bytes by shard, without what the preset adds and what is still to come."""
+    share: float = 0.0
+    """Of its largest step: what was not shown yet."""
+
+
 class Calibration:
     """The records of one file. All methods may be called from any thread."""
 
@@ -105,18 +116,29 @@ class Calibration:
         """What loads of `key` occupied, source `learned`; None if there was none yet."""
         return _to_estimate(self._get("learned", key), "learned")
 
-    def record(self, key: str, estimate: Estimate, shards: Sequence[int], host: int = 0) -> Estimate:
+    def record(
+        self, key: str, estimate: Estimate, shards: Sequence[int], host: int = 0, *, share_to_come: float = 0.0
+    ) -> Estimate:
         """A worker of `key`, started on `estimate`, has peaked at these bytes by shard, and on main memory beside.
 
-        Record what has seen its largest step (a warm-up of full size, or the first long prompt), not a fresh load.
+        `share_to_come`: of what its largest step computes, the part that it has not shown yet; so much of the
+        estimate's compute is added. Whoever has shown less than another one before can only raise what that taught.
         Returns what is now learned: at least the measurement, and above it what is left of higher ones.
         """
+        to_come = tuple(round(share_to_come * size) for size in estimate.compute)
 
-        def merge(before: Estimate | None) -> Estimate:
-            if before is None or len(before.shards) != len(shards):
-                return learned(estimate, tuple(shards), host)
-            kept = tuple(_decayed(old - before.reserved, new) for old, new in zip(before.shards, shards, strict=True))
-            return learned(estimate, kept, _decayed(before.host, host))
+        def merge(before: _Lesson | None) -> _Lesson:
+            measured, share, add, beside = tuple(shards), share_to_come, to_come, host
+            if before is not None and len(before.measured) == len(measured):
+                beside = _decayed(before.estimate.host, host)
+                if share <= before.share:
+                    measured = tuple(map(_decayed, before.measured, measured))
+                else:
+                    was = tuple(each - before.estimate.reserved for each in before.estimate.shards)
+                    measured, share = tuple(map(max, before.measured, measured)), before.share
+                    add = tuple(max(0, old - new) for old, new in zip(was, measured, strict=True))
+            total = tuple(map(sum, zip(measured, add, strict=True)))
+            return _Lesson(learned(estimate, total, beside), measured, share)
 
         return self._learn(key, merge)
 
@@ -126,13 +148,14 @@ class Calibration:
         Returns what is now learned: 15 % more than it had there.
         """
 
-        def merge(before: Estimate | None) -> Estimate:
-            least = before if before and len(before.shards) == len(estimate.shards) else estimate
+        def merge(before: _Lesson | None) -> _Lesson:
+            known = before.estimate if before is not None else estimate
+            least = known if len(known.shards) == len(estimate.shards) else estimate
             is_beside = memory == "host" and estimate.host > 0
             growth = (1.0, RAISE) if is_beside else (RAISE, 1.0)
             both = zip(least.shards, estimate.shards, strict=True)
             shards = tuple(round(max(each) * growth[0]) - estimate.reserved for each in both)
-            return learned(estimate, shards, round(max(least.host, estimate.host) * growth[1]))
+            return _Lesson(learned(estimate, shards, round(max(least.host, estimate.host) * growth[1])), shards)
 
         return self._learn(key, merge)
 
@@ -153,12 +176,13 @@ class Calibration:
         """One load of `key` took so long from spawn to ready."""
         self._change("seconds", key, lambda before: [*_to_seconds(before), seconds][-MOST_SECONDS:])
 
-    def _learn(self, key: str, merge: Callable[[Estimate | None], Estimate]) -> Estimate:
+    def _learn(self, key: str, merge: Callable[["_Lesson | None"], "_Lesson"]) -> Estimate:
         after: list[Estimate] = []
 
         def change(before: Any) -> Any:
-            after.append(merge(_to_estimate(before, "learned")))
-            return asdict(after[-1])
+            lesson = merge(_to_lesson(before))
+            after.append(lesson.estimate)
+            return {**asdict(lesson.estimate), "measured": lesson.measured, "share": lesson.share}
 
         self._change("learned", key, change)
         return after[-1]
@@ -277,6 +301,17 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
     if not len(weights) == len(context) == len(compute) == len(runtime) > 0:
         return None
     return Estimate(weights, context, compute, runtime, host, source, reserved)
+
+
+def _to_lesson(record: Any) -> _Lesson | None:
+    """The lesson in a record; one from before there were shares has shown all that it had."""
+    estimate = _to_estimate(record, "learned")
+    if estimate is None:
+        return None
+    measured, share = record.get("measured"), record.get("share")
+    if _is_sizes(measured) and len(measured) == len(estimate.shards) and isinstance(share, (int, float)):
+        return _Lesson(estimate, tuple(measured), share)
+    return _Lesson(estimate, tuple(each - estimate.reserved for each in estimate.shards))
 
 
 def _is_sizes(segment: Any) -> bool:

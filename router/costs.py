@@ -1,7 +1,7 @@
-"""What loading a worker costs: on which devices, how many bytes on each, how sure that is, and what is learned of it.
+"""What loading a worker costs: on which devices, how many bytes on each, and how sure that is.
 
 The best figure that can be had at once comes first: the preset's word, learned, exact from before, or static. An exact
-one is worked out when the planner asks for it. What a worker measures once it is ready stands for the next time.
+one is worked out when the planner asks for it.
 """
 
 import logging
@@ -217,62 +217,6 @@ def tell_estimate(worker: Worker, world: World) -> None:
     )
 
 
-def settle_reservation(worker: Worker) -> None:
-    """Once ready, a worker is charged its estimate, or what it measures and may yet take of main memory, whichever is
-    more: its pools are allocated, but what a longer prompt computes may still come."""
-    later = _later(worker)
-    for device, size in worker.occupied.items():
-        size += later if device.index == HOST else 0
-        worker.reserved[device] = max(worker.reserved.get(device, 0), size)
-
-
-def learn_from_load(worker: Worker, world: World) -> None:
-    """Replace a static estimate for next time: weights and pools are in what a ready worker measures, so that only
-    what its largest step computes is still to come."""
-    costs = worker.costs
-    if costs is None or costs.estimate.source not in ("static", "weights"):
-        return
-    at_ready, host = _peaks(worker)
-    if all(at_ready):
-        shards = [size + step for size, step in zip(at_ready, costs.estimate.compute, strict=True)]
-        world.calibration.record(costs.key, costs.estimate, shards, host)
-
-
-def learn(worker: Worker, world: World) -> None:
-    """Keep what a worker has measured, if that says more than its estimate did.
-
-    A worker that has seen no prompt of a whole prefill chunk has not been at its peak: of such a one only a figure
-    above the estimate is worth keeping.
-    """
-    costs = worker.costs
-    if costs is None or costs.estimate.source == "preset" or not worker.place:
-        return
-    shards, host = _peaks(worker)
-    seen_whole = worker.longest_prompt >= worker.preset.chunk
-    if all(shards) and (seen_whole or any(a > b for a, b in zip(shards, costs.estimate.shards, strict=False))):
-        world.calibration.record(costs.key, costs.estimate, shards, host)
-
-
-def _later(worker: Worker) -> int:
-    """Bytes of main memory that it does not take yet, and may at any time."""
-    if worker.pulse is not None:
-        return worker.pulse.later
-    return worker.process.ready.later if worker.process is not None else 0
-
-
-def _peaks(worker: Worker) -> tuple[tuple[int, ...], int]:
-    """Peak bytes by shard (0: not measured), and of main memory beside them, with what it may yet take of that."""
-    assert worker.costs is not None
-    main, later = DeviceId(worker.place[0].node, HOST), _later(worker)
-    shards = tuple(worker.measured.get(device, 0) for device in worker.place)
-    if main in worker.place:  # it is the only shard
-        return tuple(size and size + later for size in shards), 0
-    beside = worker.costs.estimate.host
-    measured = worker.measured.get(main, 0)
-    return shards, measured + later if beside and measured else beside
-
-
 __all__ = [
-    "devices_of", "in_order", "key_of", "kinds_of", "learn", "learn_from_load", "refine", "settle_reservation",
-    "tell_estimate", "trace_unknown", "weigh",
+    "devices_of", "in_order", "key_of", "kinds_of", "refine", "tell_estimate", "trace_unknown", "weigh",
 ]  # fmt: skip

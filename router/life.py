@@ -15,19 +15,11 @@ from typing import Any
 
 from router.backoff import Failure
 from router.commands import options, place_bytes, program_of, serve_fields
-from router.costs import (
-    key_of,
-    learn,
-    learn_from_load,
-    refine,
-    settle_reservation,
-    tell_estimate,
-    trace_unknown,
-    weigh,
-)  # fmt: skip
+from router.costs import key_of, refine, tell_estimate, trace_unknown, weigh
 from router.errors import ApiError, Draining, Internal, LoadBackoff, LoadFailed, Stalled, WorkerCrashed
 from router.facts import EstimateError
 from router.launchers import Listen, NotForked, NotHeld, Program, Standby, WorkerLost, WorkerProcess
+from router.learning import learn, learn_at_peak, settle_reservation
 from router.ledger import HOST, LOCAL, DeviceId
 from router.lifecycle import State, advance
 from router.planner import Start
@@ -319,7 +311,7 @@ async def _serve(worker: Worker, world: World, process: WorkerProcess, began: fl
         worker.costs = replace(worker.costs, key=key_of(worker, world, forked=process.forked), forked=process.forked)
     settle_reservation(worker)
     world.calibration.record_load(worker.costs.key, worker.load_seconds)
-    learn_from_load(worker, world)
+    learn(worker, world)
     worker.last_used = worker.ready_at = world.now()
     worker.turn_ends = worker.last_used + world.turn(worker.preset)
     _enter(worker, world, State.READY)
@@ -485,6 +477,7 @@ def _listener(worker: Worker, world: World) -> Listen:
                 worker.pulse = event
                 if worker.state is State.READY:
                     settle_reservation(worker)
+                    learn_at_peak(worker, world)
 
     return listen
 
@@ -492,7 +485,6 @@ def _listener(worker: Worker, world: World) -> Listen:
 def _hear_request(worker: Worker, world: World, event: contract.Request) -> None:
     worker.answered = worker.answered or event.outcome == "ok"
     worker.first_token = worker.first_token or event.ttft
-    worker.longest_prompt = max(worker.longest_prompt, event.prompt_tokens)
     if event.keep_alive != worker.keep_alive:
         worker.keep_alive = event.keep_alive
         world.changed()

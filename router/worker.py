@@ -158,7 +158,8 @@ class Worker:
         self.load_seconds = 0.0
         self.first_token = 0.0
         """Seconds from the arrival of its first request to its first token; 0.0: there was none yet."""
-        self.longest_prompt = 0
+        self.has_peaked = False
+        """Its largest step lies behind it, and was learned from."""
         self._resident: tuple[tuple[object, ...], Resident] | None = None
         """As the planner has seen it last, and what that was made of."""
 

@@ -29,7 +29,7 @@ ROUTER = [
     "router.explain  router.model  router.forecast  router.adapters",
     "router.launchers.neighbours",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
-    "router.costs",
+    "router.costs  router.learning",
     "router.commands",
     "router.world",
     "router.worker",

@@ -415,6 +415,9 @@ class Pulse:
     count."""
     decode_rate: float = 0.0
     """Tokens of answers chosen per second since the pulse before this one."""
+    largest: list[int] = dataclasses.field(default_factory=list)
+    """The most that steps have had so far: `[tokens of one prompt, sequences, tokens of a sequence up to its end]`; of
+    texts without an answer the third is the first. Empty: not said."""
     cache_used: int = 0
     """Tokens whose keys and values running sequences hold; what several of them share counts once."""
     cache_reusable: int = 0

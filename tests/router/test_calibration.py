@@ -54,6 +54,39 @@ def test_a_learned_figure_rises_at_once_and_falls_slowly(file: Path) -> None:
     assert 200 <= learned.shards[0] <= 202
 
 
+def test_what_nobody_has_shown_yet_is_added_to_what_was_measured_until_somebody_shows_it(file: Path) -> None:
+    calibration = Calibration(file)
+
+    def record(measured: int, share_to_come: float) -> int:
+        [learned] = calibration.record("a", GUESS, [measured], share_to_come=share_to_come).shards
+        assert Calibration(file).learned("a") == calibration.learned("a")
+        return learned
+
+    assert record(150, 1.0) == 180, "its compute is 30"
+    assert record(160, 0.5) == 175
+    assert record(165, 0.0) == 165, "at once: what was added was a guess"
+    assert record(140, 1.0) == 165, "a short life says nothing of long prompts"
+    assert record(170, 0.9) == 170, "but that it took more than was thought"
+    assert record(150, 0.0) == 165, "measurements come down slowly"
+
+
+def test_who_showed_less_leaves_what_is_still_to_come_as_it_is(file: Path) -> None:
+    calibration = Calibration(file)
+    assert calibration.record("a", GUESS, [150], share_to_come=0.5).shards == (165,)
+    assert calibration.record("a", GUESS, [155], share_to_come=1.0).shards == (165,)
+    assert calibration.record("a", GUESS, [155], share_to_come=0.5).shards == (170,)
+
+
+def test_a_record_from_before_there_were_shares_stands_as_measured(file: Path) -> None:
+    Calibration(file).record("a", GUESS, [190])
+    body = json.loads(file.read_text())
+    for name in ("measured", "share"):
+        del body["learned"]["a"][name]
+    file.write_text(json.dumps(body))
+    assert Calibration(file).record("a", GUESS, [100], share_to_come=1.0).shards == (190,)
+    assert Calibration(file).record("a", GUESS, [150]).shards == (180,)
+
+
 def test_each_shard_and_the_host_learn_by_themselves(file: Path) -> None:
     calibration = Calibration(file)
     calibration.record("a", SPLIT, [110, 90], 600)

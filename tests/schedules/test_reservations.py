@@ -123,7 +123,6 @@ async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_
     await leave(world, "a")
     await waiting
     assert only(world, "b").measured == {CPU: NEEDS - SHARED}
-    world.launcher.say("b", contract.Request(id="r", prompt_tokens=2048))  # it has seen a whole prompt, and so teaches
     await leave(world, "b")
     world.launcher.nursery = False
     world.launcher.set_foreign(CPU, 0)
@@ -132,6 +131,65 @@ async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_
     assert costs is not None
     assert costs.estimate.source == "exact", "nothing was learned of this way"
     assert costs.estimate.total >= NEEDS
+    await world.stop()
+
+
+def pulse(measured: int, *, largest: tuple[int, int, int]) -> contract.Pulse:
+    return contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": measured}, largest=list(largest))
+
+
+@virtual
+async def test_a_model_is_reserved_what_it_measured_once_a_worker_has_had_its_largest_step() -> None:
+    world = forking(a=model())
+
+    async def reserved_next() -> int:
+        await leave(world, "a")
+        await world.ask("a")
+        return only(world, "a").reserved[CPU]
+
+    await world.ask("a")
+    costs, measured = only(world, "a").costs, NEEDS - SHARED
+    assert costs is not None
+    [compute] = costs.estimate.compute
+    assert await reserved_next() == measured + compute
+    world.launcher.say("a", pulse(measured, largest=(100, 1, 120)))
+    less = await reserved_next()
+    assert measured < less < measured + compute, "a chunk has 512 tokens, a batch 4 rows, the context 1024 tokens"
+    world.launcher.say("a", pulse(measured + MIB, largest=(512, 4, 1023)))
+    known = world.fleet.calibration.learned(costs.key)
+    assert known is not None
+    assert known.shards == (measured + MIB,), "at once: this router may be killed"
+    assert await reserved_next() == measured + MIB
+    world.launcher.say("a", pulse(measured, largest=(10, 1, 20)))
+    assert await reserved_next() == measured + MIB, "it was hardly used"
+    await world.stop()
+
+
+@virtual
+async def test_a_model_whose_context_is_no_longer_than_a_chunk_has_been_at_its_peak_with_a_full_context() -> None:
+    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
+    world.files.facts = replace(LLAMA, max_positions=512)
+    await world.ask("a")
+    world.launcher.say("a", pulse(NEEDS, largest=(495, 4, 511)))
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.total == NEEDS
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_sees_is_never_thought_to_have_been_at_its_peak() -> None:
+    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
+    world.files.facts = replace(LLAMA, capabilities=("chat", "completion", "vision"), tower=10 * MIB, picture_tokens=64)
+    await world.ask("a")
+    world.launcher.say("a", pulse(NEEDS, largest=(512, 4, 1023)))
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.total > NEEDS + 10 * MIB, "nobody has shown it an image yet"
     await world.stop()
 
 
@@ -150,8 +208,10 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
 async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
-    pulse = contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB)
-    world.launcher.say("a", pulse)
+    told = contract.Pulse(
+        steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023]
+    )
+    world.launcher.say("a", told)
     assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB
     await leave(world, "a")
     await world.ask("a")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engine.memory import Inheritance, mapped
+from worker.engine.memory import Inheritance, cap, mapped
+from worker.errors import StartError
 
 MIB = 1 << 20
 WEIGHTS = Path(__file__).parents[2] / "worker" / "demo" / "chat" / "model.safetensors"
@@ -57,3 +58,9 @@ def test_pages_of_files_are_told_apart_as_long_as_they_are_mapped() -> None:
         assert any(area[:: mmap.PAGESIZE])
         assert mapped() - before > 0.9 * size
     assert mapped() - before < 0.1 * size
+
+
+@pytest.mark.parametrize("reserved", ["5", "[1]", '{"cuda:0": "much"}', '{"cuda:0": null}', "{"])
+def test_a_reservation_that_is_no_object_of_bytes_is_refused(reserved: str) -> None:
+    with pytest.raises(StartError, match="--reserved wants a JSON object of bytes by device"):
+        cap(["cpu"], reserved)

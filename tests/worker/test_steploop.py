@@ -74,12 +74,14 @@ async def test_a_report_says_who_runs_how_far_they_are_and_what_the_cache_holds(
     assert (work.load, said.parallel) == ((2, 1), 2)
     assert (said.cache_used, said.cache_total) == (4 + 2 + 8, 100)
     assert (said.prefill_tokens, said.decode_tokens) == (4 + 8, 3)
+    assert said.largest == (8, 2, 8), "a chunk, both rows, and the longest of them so far"
     work.cancel(third)
     while work.has_work:
         work.step()
     said = work.report()
     assert (said.slots, said.cache_used) == ((), 0)
     assert (said.prefill_tokens, said.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
+    assert said.largest == (8, 2, 12 + 2), "the last token of an answer is not computed"
 
 
 def test_a_rate_is_what_came_since_the_look_before() -> None:
@@ -105,6 +107,7 @@ class Counting:
             parallel=4,
             prefill_tokens=100 * self.steps,
             decode_tokens=10 * self.steps,
+            largest=(30, 2, 44),
             cache_used=70,
             cache_reusable=20,
             cache_total=400,
@@ -141,3 +144,4 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
     assert contract.decode(contract.encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
+    assert later.largest == [30, 2, 44]

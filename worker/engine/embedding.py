@@ -40,6 +40,8 @@ class Embedding:
         self._queue: Queue[Job] = Queue()
         self._batch: list[tuple[Job, int]] = []
         self._tokens = 0
+        self._largest = 0, 0, 0
+        """As in `contract.Pulse`."""
         self._live = 0
         self._lock = threading.Lock()
 
@@ -77,13 +79,17 @@ class Embedding:
         return len(self._batch), len(self._queue)
 
     def report(self) -> Report:
-        return Report(parallel=self._budget, prefill_tokens=self._tokens)  # a batch could be of texts of one token
+        # a batch could be of texts of one token
+        return Report(parallel=self._budget, prefill_tokens=self._tokens, largest=self._largest)
 
     def step(self) -> None:
         self._batch = self._queue.take(self._budget)
         for job, index, result in self._compute(self._batch):
             job.results[index] = result
             self._tokens += len(job.texts[index].tokens)
+            longest, texts, _ = self._largest
+            longest = max(longest, len(job.texts[index].tokens))
+            self._largest = longest, max(texts, len(self._batch)), longest
             if len(job.results) == len(job.texts):
                 results = [job.results[place] for place in range(len(job.texts))]
                 self._outbox.put(job.loop, partial(_settle, job.answer, results))

@@ -125,6 +125,8 @@ class Generating:
         self._scheduler = Scheduler(capacity, chunk, adapters.slots if adapters is not None else None)
         self._choices: dict[int, Choice] = {}
         self._prefill_tokens = self._decode_tokens = 0
+        self._most_prompt = self._most_rows = self._most_end = 0
+        """As in `contract.Pulse.largest`."""
         self._live = 0
         self._lock = threading.Lock()
         self._runs_ahead = ahead
@@ -192,6 +194,7 @@ class Generating:
             parallel=self._capacity.rows,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
+            largest=(self._most_prompt, self._most_rows, self._most_end),
             cache_used=max(0, sum(sequence.computed for _, sequence in places) - self._capacity.shared),
             cache_reusable=self._capacity.reusable,
             cache_total=self._capacity.tokens,
@@ -280,6 +283,7 @@ class Generating:
         decodes = any(segment.is_decode for segment in flight.batch)
         if len(results) == len(flight.batch) and not any(segment.sees for segment in flight.batch):
             self._pace.learn(flight.batch, seconds)  # what a tower takes says nothing about tokens
+        self._most_rows = max(self._most_rows, len(results))
         spoiled = set()
         for result in results:
             id = result.segment.sequence.id
@@ -368,7 +372,9 @@ class Generating:
         choice = self._choices[sequence.id]
         if not segment.is_decode:
             self._prefill_tokens += segment.length
+            self._most_prompt = max(self._most_prompt, segment.length)
         sequence.computed = segment.end
+        self._most_end = max(self._most_end, segment.end)
         if choice.prompt:  # some may be known: of whom was put back, and whose prompt is cut otherwise now
             choice.prompt.extend(map(self._logprob, result.prompt[len(choice.prompt) - segment.start - 1 :]))
         if choice.tells_progress:

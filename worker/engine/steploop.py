@@ -39,6 +39,7 @@ class Report:
     """Counted since the start."""
     decode_tokens: int = 0
     """Counted since the start."""
+    largest: tuple[int, int, int] = (0, 0, 0)
     cache_used: int = 0
     cache_reusable: int = 0
     cache_total: int = 0
@@ -217,6 +218,7 @@ class StepLoop:
                 waiting=now.waiting,
                 measured=self._measured(),
                 later=later,
+                largest=list(report.largest),
                 mapped=memory.mapped(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),
