@@ -197,7 +197,7 @@ def _aligned_bytes(
     """
     times = SCORES.get(facts.model_type, MOST_SCORES)
     queries = max(facts.expanded // 2, facts.hidden)
-    chunk = min(preset.chunk, tokens)
+    chunk = 1 if facts.cross_attention else min(preset.chunk, tokens)  # prompts are the encoder's
     chunked = packed * (passing + 3 * queries * each) + tokens * facts.expanded * each
     chunked += int(times * facts.heads * max(chunk, preset.parallel) * tokens * 4)
     repeats = times and facts.kv_heads < facts.heads

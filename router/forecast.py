@@ -31,6 +31,10 @@ EXACT_TIMEOUT = 120.0
 """Seconds that `worker estimate` may take."""
 
 
+SPARED = estimates.RUNTIME_HOST - estimates.RUNTIME_FORKED
+"""Bytes of main memory that a worker does without if it is forked."""
+
+
 class ForecastError(RouterError):
     """No forecast can be made; the message is for a person."""
 
@@ -112,6 +116,7 @@ def forecast(
     margin = settings.models_memory_margin.get("", 0)
     places = costs.devices_of(preset, readings)
     on_host = all(place.index == HOST for place in places)
+    forked = settings.nursery and commands.program_of(preset, preset.id).may_fork
     known = Calibration(state / "estimates.json") if (state / "estimates.json").is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
         snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
@@ -127,7 +132,7 @@ def forecast(
         for choice in split.choices(facts, preset, places, costs.in_order(preset, readings, places), room):
             found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
             if exact and found.source in ("static", "weights", "exact"):
-                found = _exactly(preset, facts, str(folder), environ, on_host=on_host, choice=choice)
+                found = _exactly(preset, facts, str(folder), environ, on_host=on_host, choice=choice, forked=forked)
             if split.fits(choice, found.shards, bounds):
                 break
     needs = dict.fromkeys(choice.devices, found.shards[0])
@@ -152,7 +157,7 @@ def forecast(
         files=files,
         is_here=is_here,
         estimate=found,
-        forked=settings.nursery and commands.program_of(preset, preset.id).may_fork and not exact,
+        forked=forked,
         tokens=0 if embeds(facts, preset) else effective_ctx(facts, preset),
         dtype=compute_dtype(facts, preset, on_host=on_host),
         rooms=rooms,
@@ -253,14 +258,18 @@ def _exactly(
     *,
     on_host: bool,
     choice: split.Choice,
+    forked: bool,
 ) -> Estimate:
-    """What `worker estimate` says, in a process with the environment that a worker gets."""
+    """What `worker estimate` says, in a process with the environment that a worker gets; of a worker that is `forked`
+    without what it will share with its nursery."""
     command = commands.model_options(
         contract.Estimate, preset, facts, folder, on_host=on_host, layers=choice.layers, ranks=choice.ranks
     )
     threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
     said = _ask(preset, contract.Estimated, command, environ, threads=threads)
-    return estimates.exact(said, preset, layers=choice.layers)
+    if forked:  # the process that says so was not
+        said = replace(said, inherited=int(SPARED / estimates.INHERITED_SHARE))
+    return estimates.exact(said, preset, forked=forked, layers=choice.layers)
 
 
 Said = TypeVar("Said", contract.Downloaded, contract.Estimated)

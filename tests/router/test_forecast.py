@@ -398,6 +398,8 @@ def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.Capt
     static = estimate(capsys, folder, "--ctx-size", "128")[1]
     code, said = estimate(capsys, folder, "--ctx-size", "128", "--exact")
     assert (code, said["source"], said["context"]) == (0, "exact", static["context"])
+    assert 0.5 * static["total"] < said["total"] < 1.5 * static["total"], "both are of a forked worker"
+    assert said["forked"]
     (Path(folder) / "tokenizer.json").unlink()
     (Path(folder) / "tokenizer_config.json").unlink()
     code, said = estimate(capsys, folder, "--exact")
