@@ -39,12 +39,14 @@ function gib(bytes) {
 function showDevices(state) {
   const shown = state.devices.map((device) => {
     const block = made("div");
-    const room = Math.max(0, Math.min(device.total, device.limit ?? device.total) - device.margin);
+    const most = Math.min(device.total - device.foreign, device.limit ?? device.total);
+    const room = Math.max(0, most - device.margin);
     const bar = made("div", "", "bar");
     bar.setAttribute("aria-hidden", "true");
     const add = (bytes, text, classes) => {
-      const part = made("span", text, classes);
-      part.style.width = `${(100 * bytes) / device.total}%`;
+      const share = (100 * bytes) / device.total;
+      const part = made("span", share < 8 ? "" : text, classes);
+      part.style.width = `${share}%`;
       bar.append(part);
     };
     const ours = state.workers.filter((worker) => worker.reserved[device.id]);
