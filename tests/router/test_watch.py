@@ -100,11 +100,12 @@ async def test_whatever_link_on_the_way_is_turned_is_told_and_so_is_what_becomes
 async def test_what_a_link_leads_to_is_told_when_it_comes_and_a_ring_of_links_harms_nobody(
     file: Path, told: Told
 ) -> None:
+    os.makedirs(file.parent / "there" / "and")
     with Watch([file], told, quiet=0.02):
         os.unlink(file)
         os.symlink("there/and/nowhere.ini", file)
         await told.once_more()
-        put_below(file.parent / "there" / "and" / "nowhere.ini", "[a]\n")
+        put(file.parent / "there" / "and" / "nowhere.ini", "[a]\n")
         await told.once_more()
         (file.parent / "ring").symlink_to("models.ini")
         os.replace(file.parent / "ring", file)
