@@ -13,8 +13,9 @@ channels that stand out to one side (Liu et al. 2024, KIVI, section 3), and a ra
 its codes on the other. KIVI's keys, quantised channel by channel over many tokens, would not go into blocks that are
 shared token by token.
 
-What has been kept is read by everybody alike, the token's own step included: so a text does not depend on how its
-prompt was cut, what was found of it, or who is computed beside it.
+What has been kept is read by everybody alike, the token's own step included: so a text depends on how its prompt was
+cut, what was found of it, or who is computed beside it by the order of sums only. That may round a code the other way:
+of 40 sampled texts of 60 tokens, prompts cut in two ways, one differed with int4 and none with int8.
 """
 
 from dataclasses import dataclass
