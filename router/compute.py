@@ -6,7 +6,7 @@ from typing import Literal
 from router import kv_types
 from router.facts import DTYPE_BYTES, Checkpoint, UnknownArchitecture, compute_dtype, embeds, sees
 from router.presets import Preset
-from router.weights import ARRANGED, on_load, packed_bits
+from router.weights import ARRANGED, is_fused, on_load, packed_bits
 
 MIB = 1 << 20
 
@@ -77,8 +77,6 @@ PACKED_ROW_BYTES = 19
 PACKING_BYTES = 7
 """Of each element of a matrix of 4 bits, while main memory's kernels have it put into their order. Likewise."""
 
-FUSED_GROUPS = frozenset({16, 32, 64, 128})
-"""Inputs with a scale of their own, for which it has that kernel, of 4 bits; for others each step unpacks matrices."""
 
 UNPACKING_BYTES = 8
 """Of each element of a matrix meanwhile, beside the result (worker/packed.py)."""
@@ -129,7 +127,7 @@ def compute_bytes(
     is_gptq = on_host and facts.quantization in ARRANGED
     if is_gptq:
         layer += packed * (each + 4) * max(facts.intermediate, queries)  # inputs and results in 16 bits
-        if facts.bits != 4 or facts.group not in FUSED_GROUPS:
+        if not is_fused(facts):
             layer += (each + UNPACKING_BYTES) * matrix
     if is_embedder:
         return layer

@@ -21,6 +21,9 @@ ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
 """Times their stored bytes that scales, zero points and orders take on main memory, whose kernel has them in 16 bits
 and side by side (worker/packed.py): 8 bytes in place of 2.5."""
 
+FUSED_GROUPS = frozenset({16, 32, 64, 128})
+"""Inputs with a scale of their own, for which it has that kernel, of 4 bits; for others each step unpacks matrices."""
+
 
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
     """Bytes of all tensors as they will sit in memory.
@@ -62,12 +65,17 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
     plain = sum(tally.elements * each for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
     linears, bits = facts.linears, on_load(facts, preset)
     if not bits:  # whoever is unpacked has no scales any more
-        times = ARRANGED.get(facts.quantization, 1.0) if on_host else 1.0
+        times = ARRANGED.get(facts.quantization, 1.0) if on_host and is_fused(facts) else 1.0
         return 0 if is_unpacked(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
     packed = linears.elements + 4 * linears.rows
     if bits == 4:
         packed = -(-linears.elements // 2) + 4 * linears.blocks + 64 * linears.count
     return packed, max(0, plain - linears.elements * each)
+
+
+def is_fused(facts: Checkpoint) -> bool:
+    """Whether main memory has a kernel for weights that are packed so."""
+    return facts.bits == 4 and facts.group in FUSED_GROUPS
 
 
 def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:

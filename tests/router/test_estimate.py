@@ -157,6 +157,16 @@ def test_packed_weights_stay_as_they_are_stored() -> None:
     assert weight_bytes(plain, preset(), on_host=False) == 4000 + 200 + 20
 
 
+@pytest.mark.parametrize(("bits", "group", "scales"), [(4, 32, 160), (4, 0, 50), (8, 32, 50)])
+def test_scales_are_arranged_on_main_memory_only_for_the_kernel_that_it_has(bits: int, group: int, scales: int) -> None:
+    tensors = {"int32": Tally(1000, 4000)}
+    facts = replace(
+        QWEN3_4B, quantization="gptq", bits=bits, group=group, tensors=tensors, scale_bytes=50, file_bytes=0
+    )
+    assert weight_bytes(facts, preset(), on_host=True) == 4000 + scales
+    assert weight_bytes(facts, preset(), on_host=False) == 4050
+
+
 LINEARS = Linears(count=252, elements=3_600_000_000, rows=1_000_000, blocks=56_250_000, largest=24_903_680)
 
 
