@@ -519,9 +519,10 @@ def _quantization(config: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _group(config: Mapping[str, Any]) -> int:
-    """Inputs that share a scale; 0: not stated, or all of a layer."""
+    """Inputs that share a scale, with gptq and awq; -1: all of a layer; 0: not stated."""
     said = config.get("quantization_config")
-    return _first(said, "group_size", "q_group_size") if isinstance(said, dict) else 0
+    stated = [said.get(name) for name in ("group_size", "q_group_size")] if isinstance(said, dict) else []
+    return next((each for each in stated if type(each) is int and each), 0)
 
 
 def _group_bits(group: Any) -> int:

@@ -78,8 +78,9 @@ PACKING_BYTES = 7
 """Of each element of a matrix of 4 bits, while main memory's kernels have it put into their order. Likewise."""
 
 
-UNPACKING_BYTES = 8
-"""Of each element of a matrix meanwhile, beside the result (worker/packed.py)."""
+UNPACKING_BYTES: Mapping[int, int] = {8: 5}
+MOST_UNPACKING_BYTES = 8
+"""Of each element of a matrix that is unpacked in a step, by its bits, the result included (worker/packed.py)."""
 
 
 def compute_bytes(
@@ -128,7 +129,7 @@ def compute_bytes(
     if is_gptq:
         layer += packed * (each + 4) * max(facts.intermediate, queries)  # inputs and results in 16 bits
         if not is_fused(facts):
-            layer += (each + UNPACKING_BYTES) * matrix
+            layer += UNPACKING_BYTES.get(facts.bits, MOST_UNPACKING_BYTES) * matrix
     if is_embedder:
         return layer
     if facts.aligned:

@@ -186,7 +186,7 @@ def estimate(
     that is `forked` from a nursery or of one that is executed. `threads`: the worker's torch threads, where the preset
     leaves them open. `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
     """
-    check_quantization(facts, preset)
+    check_quantization(facts, preset, on_host=on_host)
     preset = replace(preset, threads=preset.threads or threads)
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset) + picture_bytes(facts, preset)
     libraries += LIBRARY_BYTES.get(facts.quantization or preset.quantization, 0)

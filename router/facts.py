@@ -139,7 +139,7 @@ class Checkpoint:
     bits: int = 0
     """Of a packed number."""
     group: int = 0
-    """Inputs that share a scale, of gptq and awq; 0: not stated."""
+    """Inputs that share a scale, of gptq and awq; -1: all of a layer; 0: not stated."""
     scale_bytes: int = 0
     """Of a quantised checkpoint's scales, zero points, orders and maps, which stay as they are stored; not in
     `tensors`."""

@@ -21,8 +21,15 @@ ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
 """Times their stored bytes that scales, zero points and orders take on main memory, whose kernel has them in 16 bits
 and side by side (worker/packed.py): 8 bytes in place of 2.5."""
 
-FUSED_GROUPS = frozenset({16, 32, 64, 128})
-"""Inputs with a scale of their own, for which it has that kernel, of 4 bits; for others each step unpacks matrices."""
+WIDENED = 2.4
+"""The same without that kernel, which keeps orders and zero points once more, in wider numbers: 1.7 times with a scale
+for each 128 inputs, 2.4 with one for all of them."""
+
+FUSED_GROUPS = frozenset({32, 64, 128})
+"""Inputs with a scale of their own, for which it has that kernel, of 4 bits (worker/engine/packing.py); for others each
+step unpacks matrices."""
+USUAL_GROUP = 128
+"""Where the checkpoint states none (transformers 5.23, GPTQConfig and AwqConfig)."""
 
 
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
@@ -65,7 +72,9 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
     plain = sum(tally.elements * each for stored, tally in facts.tensors.items() if _is_plain(stored, facts))
     linears, bits = facts.linears, on_load(facts, preset)
     if not bits:  # whoever is unpacked has no scales any more
-        times = ARRANGED.get(facts.quantization, 1.0) if on_host and is_fused(facts) else 1.0
+        times = 1.0
+        if on_host and facts.quantization in ARRANGED:
+            times = ARRANGED[facts.quantization] if is_fused(facts) else WIDENED
         return 0 if is_unpacked(facts, on_host=on_host) else int(times * facts.scale_bytes), plain
     packed = linears.elements + 4 * linears.rows
     if bits == 4:
@@ -75,7 +84,7 @@ def packing(facts: Checkpoint, preset: Preset, *, on_host: bool) -> tuple[int, i
 
 def is_fused(facts: Checkpoint) -> bool:
     """Whether main memory has a kernel for weights that are packed so."""
-    return facts.bits == 4 and facts.group in FUSED_GROUPS
+    return facts.bits in (0, 4) and (facts.group or USUAL_GROUP) in FUSED_GROUPS
 
 
 def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:
@@ -99,7 +108,7 @@ def packed_bits(facts: Checkpoint, preset: Preset) -> int:
     return on_load(facts, preset) or ON_LOAD.get(facts.quantization, 0)
 
 
-def check_quantization(facts: Checkpoint, preset: Preset) -> None:
+def check_quantization(facts: Checkpoint, preset: Preset, *, on_host: bool) -> None:
     """Raises WrongQuantization for a checkpoint whose method is not served, and if the preset asks for one that it does
     not have and cannot get."""
     asked, is_ = preset.quantization, facts.quantization
@@ -107,6 +116,13 @@ def check_quantization(facts: Checkpoint, preset: Preset) -> None:
         raise WrongQuantization(
             f"{preset.id}: the checkpoint is quantised with {is_}, which this version cannot load; take one that is not"
             f" quantised, or quantised with {', '.join(SERVED)}"
+        )
+    if on_host and is_ == "awq" and not is_fused(facts):
+        group = facts.group if facts.group > 0 else "all"
+        raise WrongQuantization(
+            f"{preset.id}: the checkpoint is quantised with awq in {facts.bits or 4} bits and groups of {group} inputs,"
+            " which this version computes on an accelerator only; on main memory it takes 4 bits and groups of"
+            f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
         )
     if asked == "auto" or (asked == "none" and not is_) or on_load(facts, preset) or (is_ and asked == is_):
         return

@@ -6,6 +6,7 @@ numbers that the packed weights stand for, so that both have to say the same.
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,19 @@ def fp8(weight: torch.Tensor) -> Packed:
     return {"weight": stored.view(rows, columns), "weight_scale_inv": scale[:, 0, :, 0].contiguous()}, whole
 
 
-def gptq(weight: torch.Tensor) -> Packed:
-    """Eight inputs in an int32, symmetric around 8; zero points are stored less one (AutoGPTQ's first format)."""
-    numbers, scale = _grouped(weight)
+def gptq(weight: torch.Tensor, bits: int = 4, group: int = GROUP) -> Packed:
+    """As many inputs as fit in an int32, symmetric around their middle; zero points are stored less one (AutoGPTQ's
+    first format). `group` -1: all inputs of a layer share a scale."""
+    group = weight.shape[1] if group < 0 else group
+    numbers, scale = _grouped(weight, bits, group)
     inputs, outputs = numbers.shape
-    zeros = torch.full((inputs // GROUP, outputs // 8), 0x77777777, dtype=torch.int32)
-    order = torch.arange(inputs, dtype=torch.int32) // GROUP
-    tensors = {"qweight": _in_words(numbers.view(inputs // 8, 8, outputs).transpose(1, 2)), "qzeros": zeros}
-    return {**tensors, "scales": scale.half(), "g_idx": order}, _whole(numbers, scale)
+    each = 32 // bits
+    zero = {4: 0x77777777, 8: 0x7F7F7F7F}[bits]
+    zeros = torch.full((inputs // group, outputs // each), zero, dtype=torch.int32)
+    order = torch.arange(inputs, dtype=torch.int32) // group
+    words = _in_words(numbers.view(inputs // each, each, outputs).transpose(1, 2), bits)
+    tensors = {"qweight": words, "qzeros": zeros, "scales": scale.half(), "g_idx": order}
+    return tensors, _whole(numbers, scale, bits)
 
 
 def awq(weight: torch.Tensor) -> Packed:
@@ -76,23 +82,25 @@ def pack_quantized(weight: torch.Tensor) -> Packed:
     return {**stored, "weight_shape": torch.tensor([outputs, inputs])}, _whole(numbers, scale)
 
 
-def _grouped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of 0 to 15 `[inputs, outputs]`, of which 8 is nothing, and scales `[groups, outputs]` that float16 can
-    tell."""
+def _grouped(weight: torch.Tensor, bits: int = 4, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers from 0 on `[inputs, outputs]`, of which the middle one is nothing, and scales `[groups, outputs]` that
+    float16 can tell."""
     outputs, inputs = weight.shape
-    groups = weight.float().t().reshape(inputs // GROUP, GROUP, outputs)
-    scale = (groups.abs().amax(dim=1) / 7).half().float()
-    numbers = (groups / scale[:, None]).round().clamp(-8, 7).to(torch.int64) + 8
+    middle = 1 << (bits - 1)
+    groups = weight.float().t().reshape(inputs // group, group, outputs)
+    scale = (groups.abs().amax(dim=1) / (middle - 1)).half().float()
+    numbers = (groups / scale[:, None]).round().clamp(-middle, middle - 1).to(torch.int64) + middle
     return numbers.reshape(inputs, outputs), scale
 
 
-def _whole(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return ((numbers - 8).float() * scale.repeat_interleave(GROUP, dim=0)).t().contiguous()
+def _whole(numbers: torch.Tensor, scale: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    group = len(numbers) // len(scale)
+    return ((numbers - (1 << (bits - 1))).float() * scale.repeat_interleave(group, dim=0)).t().contiguous()
 
 
-def _in_words(numbers: torch.Tensor) -> torch.Tensor:
-    """Eight numbers of 4 bits each, along the last dimension, as one int32: the first is lowest."""
-    words = (numbers << torch.arange(0, 32, 4)).sum(dim=-1)
+def _in_words(numbers: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """As many numbers as fit, along the last dimension, as one int32: the first is lowest."""
+    words = (numbers << torch.arange(0, 32, bits)).sum(dim=-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
 
 
@@ -111,16 +119,16 @@ def _compressed(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
+         "checkpoint_format": "gptq"}  # fmt: skip
 _METHODS: Mapping[str, tuple[Callable[[torch.Tensor], Packed], dict[str, Any]]] = {
     "fp8": (
         fp8,
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     ),
-    "gptq": (
-        gptq,
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
-         "checkpoint_format": "gptq"},
-    ),
+    "gptq": (gptq, _GPTQ),
+    "gptq, 8 bits": (partial(gptq, bits=8), {**_GPTQ, "bits": 8}),
+    "gptq, one group": (partial(gptq, group=-1), {**_GPTQ, "group_size": -1}),
     "awq": (
         awq,
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},

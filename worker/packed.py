@@ -3,6 +3,7 @@ model, which has no memory, its layers (worker/estimate.py)."""
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,7 @@ have less than one in a hundred (Dettmers et al. 2022, section 4)."""
 PACKING_BYTES = 7
 """Of each element of one matrix of 4 bits, while it is put into the order that the CPU's kernels want. Measured with
 bitsandbytes 0.50; gptqmodel 7.6 takes less."""
-UNPACKING_BYTES = 8
-"""Of each element of a matrix that gptqmodel unpacks in each step, beside the result."""
 _GPTQ = frozenset({"gptq", "awq"})
-_FUSED_GROUPS = frozenset({16, 32, 64, 128})
 _SCALE = re.compile(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
     r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
@@ -33,19 +31,27 @@ _SCALE = re.compile(
 """As in router/checkpoint.py: what belongs to quantised tensors, and stays as it is stored."""
 
 
+def unpacking_bytes(bits: int) -> int:
+    """Of each element of a matrix that gptqmodel unpacks in each step, the result in the model's type included: 7.0 in
+    float32 and 7.5 in 16 bits for 4 bits, 5.0 and 3.5 for 8. Measured with 7.6."""
+    return 5 if bits == 8 else 8
+
+
 def stored_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype) -> int:
     """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
     the type of the model; all of it in that type if it is unpacked, and then without scales."""
     said = packing.stated(config)
     device = torch.device(options.devices[0])
     unpacks = packing.unpacks(packing.named(config), device)
-    fused = _is_fused(options, config)
+    arranged = _as_stored
+    if options.devices[0] == "cpu" and said.get("quant_method") in _GPTQ:
+        arranged = _side_by_side if packing.is_fused(said) else partial(_widened, bits=said.get("bits", 4))
     total = 0
     for file in map(weights.WeightFile, weights.files(Path(options.snapshot))):
         for name, stored, count in file.listed():
             is_plain = stored.is_floating_point and stored.itemsize > 1
             if _SCALE.search(name):
-                total += 0 if unpacks else _arranged(name, stored, count) if fused else count * stored.itemsize
+                total += 0 if unpacks else arranged(name, stored, count)
             elif is_plain or unpacks:
                 total += count * (1 if is_plain else packing.numbers(stored, said)) * dtype.itemsize
             else:
@@ -53,21 +59,28 @@ def stored_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype
     return total
 
 
-def _is_fused(options: contract.ModelOptions, config: Any) -> bool:
-    """Whether gptqmodel takes the CPU's own kernel for 4 bits (7.6: torch_aten_kernel.py)."""
-    said = packing.stated(config)
-    suits = said.get("quant_method") in _GPTQ and said.get("bits", 4) == 4 and said.get("group_size") in _FUSED_GROUPS
-    return suits and options.devices[0] == "cpu"
+def _as_stored(name: str, stored: torch.dtype, count: int) -> int:
+    """Bytes of `count` scales or the like."""
+    return count * stored.itemsize
 
 
-def _arranged(name: str, stored: torch.dtype, count: int) -> int:
-    """Bytes of scales and the like once they are as that kernel wants them: scales and zero points in 16 bits, and both
-    once more side by side; the order of inputs and its inverse, with a table of eight shifts."""
+def _side_by_side(name: str, stored: torch.dtype, count: int) -> int:
+    """Of those of a layer once they are as the CPU's own kernel for 4 bits wants them (gptqmodel 7.6:
+    torch_aten_kernel.py): scales and zero points in 16 bits, and both once more side by side; the order of inputs and
+    its inverse, with a table of eight shifts."""
     if name.endswith("qzeros"):
         return 0
     if name.endswith("scales"):
         return 8 * count
     return 2 * count * stored.itemsize + 32
+
+
+def _widened(name: str, stored: torch.dtype, count: int, *, bits: int) -> int:
+    """Of those of a layer that is unpacked in each step (gptqmodel 7.6: torch.py): the order of inputs once more in 64
+    bits, zero points in numbers of their own, and a table of shifts."""
+    if name.endswith("scales"):
+        return count * stored.itemsize
+    return 3 * count * stored.itemsize + (4 * (32 // bits) if name.endswith("g_idx") else 0)
 
 
 def _packed_layers(model: Any) -> Iterator[Any]:
@@ -98,16 +111,17 @@ def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
 def pretend(options: contract.ModelOptions, config: Any, model: Any) -> int:
     """Have layers that are or will be packed take in a step what they will; returns the bytes that it takes to put one
     into order."""
-    bits, on_cpu = _bits(options, config), options.devices[0] == "cpu"
-    is_gptq = on_cpu and packing.stated(config).get("quant_method") in _GPTQ
+    bits, on_cpu, said = _bits(options, config), options.devices[0] == "cpu", packing.stated(config)
+    is_gptq = on_cpu and said.get("quant_method") in _GPTQ
     if not bits and not is_gptq:
         return 0
-    fused = _is_fused(options, config)
+    fused, packed_bits = packing.is_fused(said), said.get("bits", 4)
     layers = set(_packed_layers(model))
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if layer in layers:
-                setattr(parent, name, _Gptq(layer, fused=fused) if is_gptq else _Bitsandbytes(layer, bits))
+                packed = _Gptq(layer, bits=packed_bits, fused=fused) if is_gptq else _Bitsandbytes(layer, bits)
+                setattr(parent, name, packed)
     largest = max((int(layer.weight.numel()) for layer in layers), default=0)
     return PACKING_BYTES * largest if on_cpu and (bits == 4 or is_gptq) else 0
 
@@ -156,10 +170,10 @@ class _Gptq(torch.nn.Linear):
     """The same of one that gptqmodel computes on the CPU (7.6: torch_aten_kernel.py, torch.py): inputs in 16 bits and
     in their order, or a whole matrix that is unpacked."""
 
-    def __init__(self, layer: Any, *, fused: bool):
+    def __init__(self, layer: Any, *, bits: int, fused: bool):
         super().__init__(layer.in_features, layer.out_features, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
-        self._fused = fused
+        self._bits, self._fused = bits, fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape, dtype = (*x.shape[:-1], self.out_features), x.dtype
@@ -170,7 +184,8 @@ class _Gptq(torch.nn.Linear):
                 x = x.to(torch.bfloat16)
             out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16).to(dtype)
         else:
-            beside = torch.empty(self.in_features, self.out_features, UNPACKING_BYTES, dtype=torch.uint8)
+            more = unpacking_bytes(self._bits) - dtype.itemsize
+            beside = torch.empty(self.in_features, self.out_features, more, dtype=torch.uint8)
             out = torch.matmul(x, torch.empty(self.in_features, self.out_features, dtype=dtype))
             del beside
         if self.bias is not None:

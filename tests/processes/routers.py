@@ -102,10 +102,14 @@ class Router:
         return found
 
     async def becomes(self, model: str, value: str, **also: Any) -> dict[str, Any]:
-        """Returns the status of `model` once its value, and other members, are so; waits on /router/events."""
+        """Returns the status of `model` once its value, and other members, are so, or as a function of them says; waits
+        on /router/events."""
 
         def fits(status: Mapping[str, Any]) -> bool:
-            return status["value"] == value and all(status.get(key) == wanted for key, wanted in also.items())
+            return status["value"] == value and all(is_so(status.get(key), wanted) for key, wanted in also.items())
+
+        def is_so(found: Any, wanted: Any) -> bool:
+            return bool(wanted(found)) if callable(wanted) else found == wanted
 
         async with asyncio.timeout(DEADLINE), self.client.stream("GET", "/router/events") as events:
             status = await self.status(model)

@@ -247,7 +247,8 @@ async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
         assert answer.status_code == 200
         worker = (await up.workers())["demo-a"]
         assert parent(worker) == pid
-        spent = (await up.status("demo-a"))["spent"]
+        # the worker tells of a request once that has ended
+        spent = (await up.becomes("demo-a", "loaded", spent=lambda found: "first_token" in found))["spent"]
         assert next(iter(spent)) == "fork"
         assert spent["imports"] < 1.0
         stages = {"fork", "imports", "config", "tokenizer", "read", "build", "warmup", "server"}

@@ -174,6 +174,13 @@ def test_packed_weights_are_bytes_as_stored_and_parameters_unpacked(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("said", "group"), [({"group_size": 64}, 64), ({"group_size": -1}, -1), ({"q_group_size": 32}, 32), ({}, 0)]
+)
+def test_inputs_that_share_a_scale_are_as_stated(tmp_path: Path, said: dict[str, Any], group: int) -> None:
+    assert read(snapshot(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, **said})).group == group
+
+
+@pytest.mark.parametrize(
     ("method", "packed", "scales", "parameters"),
     [
         ({"quant_method": "gptq", "bits": 4}, {"qweight": ("I32", [8, 64])},

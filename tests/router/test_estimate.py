@@ -157,8 +157,10 @@ def test_packed_weights_stay_as_they_are_stored() -> None:
     assert weight_bytes(plain, preset(), on_host=False) == 4000 + 200 + 20
 
 
-@pytest.mark.parametrize(("bits", "group", "scales"), [(4, 32, 160), (4, 0, 50), (8, 32, 50)])
-def test_scales_are_arranged_on_main_memory_only_for_the_kernel_that_it_has(bits: int, group: int, scales: int) -> None:
+@pytest.mark.parametrize(("bits", "group", "scales"), [(4, 32, 160), (4, 0, 160), (4, -1, 120), (8, 32, 120)])
+def test_scales_are_arranged_on_main_memory_for_the_kernel_that_it_has_else_widened(
+    bits: int, group: int, scales: int
+) -> None:
     tensors = {"int32": Tally(1000, 4000)}
     facts = replace(
         QWEN3_4B, quantization="gptq", bits=bits, group=group, tensors=tensors, scale_bytes=50, file_bytes=0
@@ -194,6 +196,17 @@ def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
 def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused(asked: str, stored: str, message: str) -> None:
     with pytest.raises(WrongQuantization, match=message):
         estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=True)
+
+
+def test_groups_that_main_memory_has_no_kernel_for_are_refused_there_and_only_there() -> None:
+    def of(group: int, bits: int = 4) -> Checkpoint:
+        return replace(QWEN3_4B, quantization="awq", bits=bits, group=group)
+
+    for facts in (of(16), of(-1), of(128, bits=8)):
+        with pytest.raises(WrongQuantization, match=r"on an accelerator only; .* 4 bits and groups of 32, 64, 128"):
+            estimate(facts, preset(), on_host=True)
+        assert estimate(facts, preset(), on_host=False).total > 0
+    assert estimate(of(128), preset(), on_host=True).total > 0
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,12 @@ def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_
         ({"quantization_config": {"quant_method": "torchao"}}, {}, Exit.UNUSABLE, "'torchao', which this version"),
         ({"quantization_config": {"bits": 3}}, {}, Exit.UNUSABLE, "'unknown', which this version cannot load"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantization": "awq"}, Exit.UNUSABLE, "gptq"),
+        (
+            {"quantization_config": {"quant_method": "awq", "group_size": -1}},
+            {},
+            Exit.UNUSABLE,
+            "groups of 32, 64, 128",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -33,6 +33,10 @@ _UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4"})
 """Methods without kernels there: transformers unpacks them while it loads."""
 _UNPACKED_WITHOUT = {"mxfp4": ("kernels", "triton")}
 """Likewise on accelerators where these libraries are not installed (transformers 5.23, quantizer_mxfp4.py)."""
+_FUSED_GROUPS = frozenset({32, 64, 128})
+"""Inputs that share a scale, for which torch multiplies by 4 bits on main memory (_weight_int4pack_mm_for_cpu)."""
+_USUAL_GROUP = 128
+"""Where config.json states none (transformers 5.23, GPTQConfig and AwqConfig)."""
 _WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
 
 
@@ -65,6 +69,13 @@ def method(options: contract.ModelOptions, config: Any) -> str:
         raise StartError(
             f"the checkpoint is quantised with {found!r}, which this version cannot load; take one that is not"
             f" quantised, or quantised with {', '.join(LIBRARIES)}"
+        )
+    said = stated(config)
+    if found == "awq" and options.devices[0] == "cpu" and not is_fused(said):
+        raise StartError(
+            f"the checkpoint is quantised with awq in {said.get('bits', 4)} bits and groups of {said.get('group_size')}"
+            " inputs, which this version computes on an accelerator only; on main memory it takes 4 bits and groups of"
+            f" {', '.join(map(str, sorted(_FUSED_GROUPS)))}"
         )
     module, command = LIBRARIES[family(found)]
     if module and not _is_installed(module):
@@ -107,6 +118,12 @@ def unpacks(method: str, device: torch.device) -> bool:
     return not all(map(_is_installed, _UNPACKED_WITHOUT.get(method, ())))
 
 
+def is_fused(said: dict[str, Any]) -> bool:
+    """Whether gptqmodel has a kernel of main memory's own for a checkpoint of gptq or awq; others it unpacks."""
+    group = said.get("group_size") or said.get("q_group_size") or _USUAL_GROUP
+    return (said.get("bits") or 4) == 4 and group in _FUSED_GROUPS
+
+
 def numbers(stored: torch.dtype, said: dict[str, Any]) -> int:
     """How many numbers an element of a packed tensor of that type holds, by what config.json `said`."""
     bits = said.get("bits") or said.get("w_bit") or _group_bits(said)
@@ -146,6 +163,9 @@ def load(
     elif unpacks(found, device):
         config = copy.deepcopy(config)
         config.quantization_config = {**said, "dequantize": True}
+    elif found == "gptq" and device.type == "cpu" and not is_fused(said):
+        config = copy.deepcopy(config)  # left alone it takes kernels that then find no such group, or other bits
+        config.quantization_config = {**said, "backend": "torch"}
     try:
         model = cls.from_pretrained(source, config=config, dtype=dtype, device_map={"": device}, **given)
     except (ImportError, ValueError, RuntimeError) as error:
