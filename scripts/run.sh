@@ -3,8 +3,8 @@
 # name no models, the demo models are served, with so little memory that any machine shows an eviction.
 set -euo pipefail
 
-DEMO_CPU_MIB=1600   # of main memory, as if the machine had no more
-DEMO_MARGIN_MIB=128 # of it never given out. A worker takes 350 to 400 MiB, and its weights 64 to 256 more
+DEMO_CPU_MIB=1000   # of main memory, as if the machine had no more
+DEMO_MARGIN_MIB=128 # of it never given out. A forked worker is charged with 110 to 510 MiB, an executed one with 320 more
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${BOOTSTRAP_PYTHON:-python3}

@@ -166,7 +166,7 @@ def called(checkout: Path, script: str, *arguments: str, **variables: str) -> tu
 def test_run_serves_the_demo_with_little_memory(checkout: Path) -> None:
     assert called(checkout, "run.sh", "--port", "9000") == (
         0,
-        ["bootstrap --extras worker", "router --port 9000 cpu=1600"],
+        ["bootstrap --extras worker", "router --port 9000 cpu=1000"],
     )
 
 

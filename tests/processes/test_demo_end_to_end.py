@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -241,7 +242,9 @@ async def printed(*words: str) -> str:
 
 
 async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
-    async with router("--nursery", *DEMO) as up:
+    said = dict(re.findall(r"^(DEMO_\w+)=(\d+)", (ROOT / "scripts/run.sh").read_text("utf-8"), re.MULTILINE))
+    limit, margin = said["DEMO_CPU_MIB"], said["DEMO_MARGIN_MIB"]
+    async with router("--nursery", "--device-limit", f"cpu={limit}", "--models-memory-margin", margin) as up:
         pid = int((await up.says(r"the nursery \(process \d+\) is warm")).split("(process ")[1].split(")")[0])
         answer = await up.client.post("/v1/completions", json={"model": "demo-a", "prompt": "hello", "max_tokens": 2})
         assert answer.status_code == 200
@@ -262,5 +265,10 @@ async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
         [line] = [line for line in table.splitlines() if line.startswith("demo-a ")]
         assert " loaded " in line
         assert f"first_token {spent['first_token']:.2f}" in line or spent["first_token"] < 0.005
+        for name in ("demo-chat", "demo-b", "demo-c"):
+            assert (await up.client.post("/v1/completions", json={"model": name, "prompt": "a"})).status_code == 200
+        entries = (await up.client.get("/models")).json()["data"]
+        reasons = {entry["status"].get("reason") for entry in entries}
+        assert "evicted" in reasons, "scripts/run.sh shows an eviction, as README says"
         await up.end(signal.SIGKILL)
         assert await gone([worker, pid], within=2.0)
