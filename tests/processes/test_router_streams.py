@@ -115,7 +115,7 @@ async def test_a_worker_killed_in_mid_stream_gives_an_error_frame_and_an_aborted
             async with up.client.stream("POST", PATH, json=body) as response:
                 async for line in response.aiter_lines():
                     seen.extend([line] if line else [])
-                    if len(seen) == 3:
+                    if line and len(seen) == 3:
                         os.kill(pid, signal.SIGKILL)
 
         with pytest.raises(httpx.RemoteProtocolError):
