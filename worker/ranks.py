@@ -9,6 +9,7 @@ Laws. No follower outlives its leader: the kernel kills it with the thread that 
 ends it, too. A follower that is lost is never replaced: whoever leads tells why, and ends. Standard library only.
 """
 
+import gc
 import mmap
 import os
 import pickle
@@ -206,7 +207,9 @@ class Ranks:
 
 
 def _become(parent: int, follow: Callable[[Link], int], link: Link) -> NoReturn:
-    """In the child: nothing of the leader's own business is left."""
+    """In the child: nothing of the leader's own business is left, and nothing that it held is ever destroyed here: a
+    group of processes, say, waits at its end for threads that only the leader has."""
+    gc.freeze()
     code = 1
     try:
         if (memory := sys.modules.get("worker.engine.memory")) is not None:

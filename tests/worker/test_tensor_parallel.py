@@ -4,6 +4,7 @@ Followers are forked from this process, and speak to it as they would to a worke
 """
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -124,6 +125,39 @@ async def test_a_rank_that_is_killed_while_nobody_asks_is_missed_at_once(tmp_pat
             os.kill(ranks.pids[0], signal.SIGKILL)
             with pytest.raises(RankLost, match="was killed by SIGKILL"):
                 await asyncio.wrap_future(engine.fatal)
+
+
+class Bound:
+    """Something that may only be destroyed by the process that made it."""
+
+    def __init__(self) -> None:
+        self._owner, self._itself = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self._owner:
+            os._exit(77)
+
+
+def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
+    """A group of processes of an engine that has ended, say: at its end it waits for threads of the leader's."""
+
+    def follow(link: Any) -> int:
+        gc.collect()
+        link.ready()
+        link.hear()
+        return 0
+
+    gc.collect()
+    gc.disable()
+    try:
+        Bound()
+        ranks = Ranks.fork(2, follow)
+        try:
+            ranks.until_ready(lambda _: None)
+        finally:
+            ranks.end()
+    finally:
+        gc.enable()
 
 
 def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Path) -> None:
