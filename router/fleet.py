@@ -720,7 +720,7 @@ class Fleet:
         plan = planner.plan(waiting + refining, residents, devices, now, self._policy())
         self._planned_at, self._planned_for = now, len(queued)
         fresh, self._is_fresh = self._is_fresh, False
-        if plan.start and not fresh:
+        if (plan.start or plan.evict) and not fresh:
             self._look()
             return
         self.last_plan = plan
@@ -752,7 +752,8 @@ class Fleet:
         return standby.cautious(self.devices, sum(each.held for each in standings if not each.is_prepared))
 
     def _look(self) -> None:
-        """Read the devices, then plan again: nobody starts in memory that another program has taken by now."""
+        """Read the devices, then plan again: nobody starts in memory that another program has taken by now, nor leaves
+        for memory that it has given back."""
 
         async def look() -> None:
             try:
@@ -762,7 +763,7 @@ class Fleet:
                 self.changed()
 
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(look(), name="a look before a start")
+            self._looking = asyncio.get_running_loop().create_task(look(), name="a look before a plan is carried out")
 
     def _mark_surplus(self) -> None:
         """Say which copies end when they idle, and begin those that are wanted."""

@@ -91,3 +91,16 @@ async def test_memory_of_others_is_not_taken_for_files_that_our_workers_have_map
     await world.ask("b")
     assert world.journal == ["start a", "stop a", "start b"], "there is no room for both beside the others"
     await world.stop()
+
+
+@virtual
+async def test_nobody_leaves_for_memory_that_a_neighbour_has_just_given_back() -> None:
+    world = Schedule(dict.fromkeys("ab", 6 * GIB), totals={CPU: 16 * GIB}, limits=Limits(patience=0.0))
+    await world.ask("a")
+    world.launcher.set_foreign(CPU, 6 * GIB)
+    await asyncio.sleep(60)
+    world.launcher.reading_lag = 1000.0
+    world.launcher.set_foreign(CPU, 0)
+    await world.ask("b")
+    assert world.journal == ["start a", "start b"]
+    await world.stop()
