@@ -470,9 +470,14 @@ class Exited:
     code: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The answer to a Call."""
+
+
 Event = (
     Progress | Downloaded | Converted | Estimated | Prepared | Ready | Request | Pulse | Failed | Warm | Born | Refused
-    | Exited
+    | Exited | Here
 )  # fmt: skip
 _EVENTS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 _FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _EVENTS.values()}
@@ -573,6 +578,11 @@ class Import:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Call:
+    """Say that you are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Birth:
     """What a forked worker begins with, in place of a command line. `argv`: verb first."""
 
@@ -580,7 +590,7 @@ class Birth:
     env: dict[str, str]
 
 
-Order = Fork | Reap | Import
+Order = Fork | Reap | Import | Call
 MAX_ORDER_BYTES = 1 << 16
 _ORDERS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in typing.get_args(Order)}
 

@@ -114,6 +114,8 @@ class Nursery:
                 self._tied.say(contract.Exited(pid=order.pid, code=code))
             case contract.Import():
                 self.import_all(name for name in order.modules if contract.is_warmable(name))
+            case contract.Call():
+                self._tied.say(contract.Here())
 
     # What is kept ready
 

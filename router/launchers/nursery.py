@@ -1,8 +1,10 @@
 """Spawning by fork: our end of the nursery.
 
 The nursery is a child like any other, with a socket besides, on which it takes orders; its answers are events. It is
-given the pipes of a worker to come, the worker's argv and environment, and forks it. Whoever waits for an answer in
-vain takes the nursery for wedged and kills it, with its workers: it computes nothing that could take so long.
+given the pipes of a worker to come, the worker's argv and environment, and forks it. Now and then it is called, so that
+one that hangs is found before anybody needs it; it computes nothing that could keep it from answering for long. If it
+does not, it is killed and replaced; but as long as workers of its own live, which would die with it, it is only let be:
+others are executed, and if it answers again, it is used again.
 
 Law: a worker of a nursery is the nursery's child, so only the nursery can reap it, and does when told. Once the nursery
 itself has ended, its children are ours, as orphans are.
@@ -26,6 +28,10 @@ NAME = "nursery"
 """What it is called in logs and records."""
 ANSWER_TIMEOUT = 20.0
 """Seconds for an answer to an order. A fork takes 10 ms; the import of a family's code before it, seconds at most."""
+CALL_INTERVAL = 10.0
+"""Seconds until one of which nobody wants anything is called: two packets, 0.1 ms of a processor."""
+LATE = 1.0
+"""Seconds by which our own timer may be late before its silence counts: else it may have been ours, too."""
 MODULES_AT_ONCE = 100
 """Of one worker that are imported; a family has a handful."""
 KILLED = -9
@@ -46,6 +52,7 @@ class Nursery:
         on_warm: Callable[[], None],
         *,
         answer_timeout: float = ANSWER_TIMEOUT,
+        call_interval: float = CALL_INTERVAL,
     ):
         """Takes `orders` over, and the events of `child`; `on_warm` is called each time it has done its imports."""
         self.child = child
@@ -60,8 +67,15 @@ class Nursery:
         self.pid = child.pid
         self.is_warm = False
         """It has its imports done."""
+        self.is_silent = False
+        """It has not answered in time, and has said nothing since."""
         self._on_warm = on_warm
         self._answer_timeout = answer_timeout
+        self._call_interval = call_interval
+        self._is_called = False
+        """It owes us a sign of life."""
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         child.on_event = self._hear
         child.exited.add_done_callback(self._exited)
 
@@ -74,9 +88,10 @@ class Nursery:
         log: Log,
         on_warm: Callable[[], None],
         answer_timeout: float = ANSWER_TIMEOUT,
+        call_interval: float = CALL_INTERVAL,
     ) -> "Nursery":
         """A new one; `program`: how a worker is executed, up to the verb; `env`: what its workers have in common;
-        `answer_timeout`: seconds. Raises OSError if it cannot be started.
+        `answer_timeout`, `call_interval`: seconds. Raises OSError if it cannot be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -88,16 +103,16 @@ class Nursery:
         except OSError:
             ours.close()
             raise
-        return cls(child, ours, on_warm, answer_timeout=answer_timeout)
+        return cls(child, ours, on_warm, answer_timeout=answer_timeout, call_interval=call_interval)
 
     @property
     def can_fork(self) -> bool:
-        return self.is_warm and not self.child.exited.done()
+        return self.is_warm and not self.is_silent and not self.child.exited.done()
 
     async def spawn(self, argv: Sequence[str], env: Mapping[str, str], *, name: str, log: Log) -> Child:
-        """A new worker of `argv` (verb first), forked. Raises NurseryRefused, also when it is killed for its silence.
+        """A new worker of `argv` (verb first), forked. Raises NurseryRefused, also when it does not answer in time.
 
-        Returns within `ANSWER_TIMEOUT`; must not be cancelled, as nobody would have the child.
+        Returns within that time of the last that it said; must not be cancelled, as nobody would have the child.
         """
         try:
             pipes = Pipes()
@@ -118,20 +133,16 @@ class Nursery:
         """Process id of a new child with the other ends of `pipes`. Raises NurseryRefused."""
         self._ids += 1
         id, answer = self._ids, self._loop.create_future()
-        self._births[id] = answer
         try:
             self._order_fork(id, pipes, birth)
             pipes.close_theirs()
-            async with asyncio.timeout(self._answer_timeout):
-                pid: int = await answer
-                return pid
-        except TimeoutError:
-            self._give_up()
-            raise NurseryRefused("it does not answer") from None
+            self._expect(lambda: self._births.update({id: answer}))
+            pid: int = await answer
+            return pid
         except OSError as error:
             raise NurseryRefused(error.strerror or type(error).__name__) from None
         finally:
-            del self._births[id]
+            self._births.pop(id, None)
 
     def has(self, pid: int) -> bool:
         """Whether the process of that number, one that lives, was forked here."""
@@ -166,17 +177,65 @@ class Nursery:
 
     def _reap(self, pid: int, tell: Callable[[int], None]) -> None:
         self._born.discard(pid)
-        self._reaps[pid] = tell
         if self.child.exited.done():
+            self._reaps[pid] = tell
             self._reap_adopted(pid)
-        else:
-            self._order(contract.Reap(pid=pid))
-            self._loop.call_later(self._answer_timeout, self._expect, pid)
-
-    def _expect(self, pid: int) -> None:
-        """By now it should have reaped `pid`."""
-        if pid in self._reaps:
+            return
+        self._order(contract.Reap(pid=pid))
+        self._expect(lambda: self._reaps.update({pid: tell}))
+        if self.is_silent:  # nobody else can reap it, and its memory is wanted
             self._give_up()
+
+    # Whether it answers
+
+    @property
+    def _owes(self) -> bool:
+        return bool(self._births or self._reaps or self._is_called)
+
+    def _expect(self, note: Callable[[], object]) -> None:
+        """An answer, which `note` notes down: in time, counted from now, or from what it says meanwhile."""
+        is_first = not self._owes
+        note()
+        if is_first:
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = self._loop.time() + (self._answer_timeout if self._owes else self._call_interval)
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        late = self._loop.time() - self._due
+        before = self._timer
+        self.child.read()  # what it said while we were busy
+        if self.child.exited.done() or self._timer is not before:
+            return
+        if not self._owes:
+            self._order(contract.Call())
+            self._is_called = True
+            self._arm()
+        elif late > LATE:  # we slept, or were stopped, and perhaps it was, too
+            self._arm()
+        else:
+            self._miss()
+
+    def _miss(self) -> None:
+        """It hangs."""
+        self.is_silent = True
+        for answer in self._births.values():
+            if not answer.done():
+                answer.set_exception(NurseryRefused("it does not answer"))
+        self._births.clear()
+        if self._reaps or not self._born:
+            self._give_up()
+        else:
+            log.error(
+                "the nursery (process %d) does not answer; it is left alone as long as its workers live (%d), and"
+                " others are executed",
+                self.pid,
+                len(self._born),
+            )
 
     def _give_up(self) -> None:
         if not self.child.exited.done():
@@ -184,22 +243,32 @@ class Nursery:
             self.child.kill()
 
     def _hear(self, event: contract.Event) -> None:
+        if self.is_silent:
+            self.is_silent = False
+            log.warning("the nursery (process %d) answers again", self.pid)
         match event:
             case contract.Warm():
                 if not self.is_warm:
                     log.info("the nursery (process %d) is warm: workers are forked from now on", self.pid)
                 self.is_warm = True
                 self._on_warm()
-            case contract.Born() if (answer := self._births.get(event.id)) and not answer.done():
+            case contract.Born() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 self._born.add(event.pid)
                 answer.set_result(event.pid)
-            case contract.Refused() if (answer := self._births.get(event.id)) and not answer.done():
+            case contract.Born():  # whoever wanted it gave up: it finds the end of its stdin, and ends
+                self._reap(event.pid, lambda code: None)
+            case contract.Refused() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 answer.set_exception(NurseryRefused(event.why))
             case contract.Exited() if tell := self._reaps.pop(event.pid, None):
                 tell(event.code)
+            case contract.Here():
+                self._is_called = False
+        self._arm()
 
     def _exited(self, _: "asyncio.Future[int]") -> None:
         """Its last words are heard; its children have become ours."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._orders.close()
         for answer in self._births.values():
             if not answer.done():
@@ -217,4 +286,4 @@ class Nursery:
             tell(os.waitstatus_to_exitcode(status))
 
 
-__all__ = ["ANSWER_TIMEOUT", "NAME", "Nursery", "NurseryRefused"]
+__all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "Nursery", "NurseryRefused"]

@@ -14,7 +14,7 @@ import pytest
 
 from router.launchers import Program, WorkerLost, orphans
 from router.launchers.local import LocalLauncher, LocalWorker, may_fork
-from router.launchers.nursery import Nursery, NurseryRefused
+from router.launchers.nursery import ANSWER_TIMEOUT, CALL_INTERVAL, Nursery, NurseryRefused
 from router.launchers.process import Child, Log, uncancelled
 from router.wire import Broken
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
@@ -43,11 +43,15 @@ async def _nothing_is_left() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def nursing(**environ: str) -> AsyncIterator[Nursery]:
-    """A nursery of `nursery_program`, warm."""
+async def nursing(
+    *, answer: float = ANSWER_TIMEOUT, call: float = CALL_INTERVAL, **environ: str
+) -> AsyncIterator[Nursery]:
+    """A nursery of `nursery_program`, warm. `answer`, `call`: seconds, as its `answer_timeout` and `call_interval`."""
     warm = asyncio.Event()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1", **environ}
-    nursery = Nursery.start(PROGRAM, env, log=Log("nursery", "nursery"), on_warm=warm.set)
+    nursery = Nursery.start(
+        PROGRAM, env, log=Log("nursery", "nursery"), on_warm=warm.set, answer_timeout=answer, call_interval=call
+    )
     try:
         async with asyncio.timeout(DEADLINE):
             await warm.wait()
@@ -252,6 +256,43 @@ async def test_a_worker_whose_nursery_is_stopped_is_reaped_all_the_same(launcher
         os.kill(worker.pid, signal.SIGKILL)
         assert (await worker.lost()).exit == -signal.SIGKILL
     await ended(nursery.pid, within=WITHIN)
+
+
+async def test_an_idle_nursery_that_hangs_is_found_before_anybody_needs_it() -> None:
+    async with nursing(answer=0.2, call=0.05) as nursery:
+        os.kill(nursery.pid, signal.SIGSTOP)
+        async with asyncio.timeout(DEADLINE):
+            assert await nursery.child.exited == -signal.SIGKILL
+
+
+async def test_a_nursery_that_hangs_is_let_be_while_its_workers_live_and_used_again_if_it_answers() -> None:
+    """What it was ordered meanwhile is nobody's then: it ends by itself, and is reaped."""
+    async with nursing(answer=0.3, call=0.05) as nursery:
+        worker = await forked(nursery)  # it waits for its token
+        os.kill(nursery.pid, signal.SIGSTOP)
+        with pytest.raises(NurseryRefused, match="does not answer"):
+            await forked(nursery)
+        assert nursery.is_silent
+        assert not nursery.can_fork
+        assert not worker.exited.done()
+        os.kill(nursery.pid, signal.SIGCONT)
+        async with asyncio.timeout(DEADLINE):
+            while not nursery.can_fork or len(_children(nursery.pid).split()) > 1:  # noqa: ASYNC110 - /proc tells nobody
+                await asyncio.sleep(0.01)
+        assert (await told(await forked(nursery)))["path"]
+        assert (await told(worker))["path"]
+
+
+async def test_an_idle_nursery_is_called_and_answers() -> None:
+    async with nursing(answer=DEADLINE, call=0.01) as nursery:
+        heard: asyncio.Queue[contract.Event] = asyncio.Queue()
+        hear, nursery.child.on_event = nursery.child.on_event, heard.put_nowait
+        async with asyncio.timeout(DEADLINE):
+            for _ in range(3):
+                event = await heard.get()
+                assert event == contract.Here()
+                hear(event)
+        nursery.child.on_event = hear
 
 
 @pytest.mark.slow
