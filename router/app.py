@@ -424,9 +424,10 @@ class App:
 
     # Plain calls
 
-    def listener(self, runner: web.AppRunner, *, keep_alive: float = KEEP_ALIVE) -> Listener:
+    def listener(self, runner: web.AppRunner, *, keep_alive: float = KEEP_ALIVE, most: int | None = None) -> Listener:
         """Of this application: plain calls are answered by it, all others by aiohttp. `runner` has been set up, and is
-        to be cleaned up after the listener is closed. `keep_alive`: seconds that aiohttp waits for a request's head."""
+        to be cleaned up after the listener is closed. `keep_alive`: seconds that aiohttp waits for a request's head.
+        `most`: as of `Listener`."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None
         routes = {
@@ -435,7 +436,7 @@ class App:
             if route.worker and "{" not in route.path and route.method == "POST"
         }
         options = {**PROTOCOL, "access_log": None, "keepalive_timeout": keep_alive}
-        return Listener(routes, self._serve, lambda: Connection(server, loop=loop, **options))
+        return Listener(routes, self._serve, lambda ended: Connection(server, ended, loop=loop, **options), most)
 
     async def _serve(self, asked: Asked) -> None:
         """One plain call: what `_outermost` and the rest do for others."""

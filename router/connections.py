@@ -6,7 +6,8 @@ them, as text that quotes what was sent.
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -19,6 +20,15 @@ from worker.routes import Face, error_body
 
 class Connection(web.RequestHandler):
     """One client's connection."""
+
+    def __init__(self, manager: web.Server, ended: Callable[[], None], **options: Any):
+        """Takes what aiohttp's takes. `ended` is called once the client is gone."""
+        super().__init__(manager, **options)
+        self._ended = ended
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._ended()
 
     def handle_error(
         self,

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
+from router.door import Door
 from worker.routes import Route
 
 LONGEST_HEAD = 1 << 14
@@ -177,14 +178,16 @@ class Listener:
     """All connections to one router.
 
     `routes`: by path, those whose plain calls `serve` answers; it raises nothing but CancelledError, when the client
-    is gone. `otherwise`: makes what speaks to a client who asks for anything else.
+    is gone. `otherwise`: makes what speaks to a client who asks for anything else, and calls what it is given once that
+    client is gone. `most`: clients at once (None: as many as there are descriptors for).
     """
 
     def __init__(
         self,
         routes: Mapping[bytes, Route],
         serve: Callable[[Asked], Coroutine[Any, Any, None]],
-        otherwise: Callable[[], asyncio.Protocol],
+        otherwise: Callable[[Callable[[], None]], asyncio.Protocol],
+        most: int | None = None,
     ):
         self.routes = routes
         self.serve = serve
@@ -192,13 +195,17 @@ class Listener:
         self.loop = asyncio.get_running_loop()
         self.connections: set[_Connection] = set()
         self.closing = False
+        self.door = Door(lambda: _Connection(self), most)
         self._timer = self.loop.call_later(SWEEP, self._sweep)
 
-    async def listen(self, sock: socket.socket, backlog: int = 1024) -> asyncio.Server:
-        return await self.loop.create_server(lambda: _Connection(self), sock=sock, backlog=backlog)
+    def listen(self, sock: socket.socket, backlog: int = 1024) -> None:
+        """From now on, on a socket that is bound and ours to close. Raises OSError."""
+        self.door.listen(sock, backlog)
 
     async def close(self, grace: float) -> None:
-        """End all connections that are here: those with a request once it is answered, or after `grace` seconds."""
+        """Take nobody in any more, and end all connections that are here: those with a request once it is answered, or
+        after `grace` seconds."""
+        self.door.close()
         self.closing = True
         self._timer.cancel()
         for connection in tuple(self.connections):
@@ -261,6 +268,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.connections.discard(self)
+        self._listener.door.left(self)
         self.transport = self._parser = None
         self.resume_writing()
         if self.task is not None:
@@ -369,7 +377,7 @@ class _Connection(asyncio.Protocol):
         assert transport is not None
         self._listener.connections.discard(self)
         self.transport = self._parser = None
-        other = self._listener.otherwise()
+        other = self._listener.otherwise(functools.partial(self._listener.door.left, self))
         transport.set_protocol(other)
         other.connection_made(transport)
         if self.full is not None:

@@ -259,7 +259,8 @@ async def _router(
         await runner.setup()
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
         listener = app.listener(runner)
-        listening = [await listener.listen(sock) for sock in sockets]
+        for sock in sockets:
+            listener.listen(sock)
         told = asyncio.Event()
         stop.on_hangup = told.set
         reloading = asyncio.get_running_loop().create_task(reload_when_told(site, told), name="reload")
@@ -283,8 +284,6 @@ async def _router(
             events.append("shutdown", "*")
             await _close(fleet, launcher, stop)
             app.end_streams()
-            for server in listening:
-                server.close()
             await listener.close(LAST_MOMENT)
             await runner.cleanup()
             for path in paths:

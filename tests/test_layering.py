@@ -51,6 +51,7 @@ ROUTER = [
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.ranks"
     "  router.listener  router.watch  router.wire",
+    "router.door",
     "router",
 ]
 WORKER = [

@@ -135,14 +135,14 @@ class Router:
 
 @asynccontextmanager
 async def router(
-    *options: str, folder: Path | None = None, environ: Mapping[str, str] | None = None
+    *options: str, folder: Path | None = None, environ: Mapping[str, str] | None = None, under: Sequence[str] = ()
 ) -> AsyncIterator[Router]:
-    """A router with `options` on a free port, for the length of the block."""
+    """A router with `options` on a free port, for the length of the block. `under`: a command that executes it."""
     with tempfile.TemporaryDirectory(prefix="router-test-") as own:
         folder = folder or Path(own)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": f"{own}/hub", **(environ or {})}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "router",
+            *under, sys.executable, "-P", "-m", "router",
             "--port", "0", "--state-dir", f"{own}/state", "--runtime-dir", f"{own}/run",
             "--no-nursery", *options,  # the last one counts: whoever wants a nursery says --nursery
             stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL, cwd=ROOT,

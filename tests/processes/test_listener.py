@@ -1,6 +1,7 @@
 """Plain calls are read and answered by the router's own listener, and nobody can tell."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -350,7 +351,7 @@ async def _compared(data: bytes, split: int) -> None:
     routes = {route.path.encode(): route for route in ROUTES if route.worker}
     others: list[Other] = []
 
-    def otherwise() -> Other:
+    def otherwise(_: Callable[[], None]) -> Other:
         others.append(Other())
         return others[-1]
 

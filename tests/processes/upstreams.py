@@ -150,10 +150,12 @@ async def world(
     limits: Limits | None = None,
     load_seconds: float = 0.0,
     backlog: int = 2048,
+    clients: int | None = None,
     **further: int,
 ) -> AsyncIterator[World]:
     """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`.
-    `backlog`: connections that may wait for the worker; `further`: what else its App is told."""
+    `backlog`: connections that may wait for the worker; `clients`: that may be connected at once; `further`: what else
+    its App is told."""
     loop = asyncio.get_running_loop()
     upstream_socket, socket = folder / "up.sock", folder / "down.sock"
     presets = {"a": Preset(id="a", path="/snapshots/a", required_memory={"": GIB}, **(keys or {}))}
@@ -187,15 +189,14 @@ async def world(
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
-    made.listener = listener = app.listener(runner)
+    made.listener = listener = app.listener(runner, most=clients)
     sock = unix_socket.socket(unix_socket.AF_UNIX)
     sock.bind(str(socket))
-    listening = await listener.listen(sock, backlog=2048)
+    listener.listen(sock, backlog=2048)
     try:
         yield made
     finally:
         await fleet.close(force=True)
-        listening.close()
         await listener.close(1.0)
         await runner.cleanup()
         server.close()

@@ -1,0 +1,106 @@
+"""Clients are taken in as far as there are descriptors, and never the last ones (spec, row 44)."""
+
+import asyncio
+import os
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from router.door import EACH, KEPT, LEAST
+from tests.processes.routers import DEADLINE, Router, presets, router
+from tests.processes.upstreams import Upstream, request, until, world
+
+ODD = b"Sec-Fetch-Site: none\r\n"
+"""Makes a request one of aiohttp's, and means nothing."""
+WORD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+
+
+async def respond(upstream: Upstream) -> None:
+    await upstream.send(WORD)
+
+
+async def status(reader: asyncio.StreamReader) -> int:
+    """Of the next answer, read whole."""
+    async with asyncio.timeout(DEADLINE):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        await reader.readexactly(int(length.split(b":")[1]))
+        return int(head.split(b" ")[1])
+
+
+@pytest.mark.parametrize("headers", [b"", ODD], ids=["ours", "aiohttp's"])
+async def test_who_finds_no_room_waits_until_somebody_leaves(tmp_path: Path, headers: bytes) -> None:
+    async with world(tmp_path, respond, clients=2) as up:
+        asked = request({}, headers=headers)
+        (first, leaving), (second, staying) = [await up.connect() for _ in range(2)]
+        for reader, writer in ((first, leaving), (second, staying)):
+            writer.write(asked)
+            assert await status(reader) == 200
+        third, waiting = await up.connect()  # the kernel has it
+        waiting.write(asked)
+        staying.write(asked)
+        assert await status(second) == 200
+        assert len(up.listener.door.inside) == 2
+        assert len(up.requests) == 3
+        leaving.close()
+        assert await status(third) == 200
+        for writer in (staying, waiting):
+            writer.close()
+        await until(lambda: not up.listener.door.inside)
+
+
+async def test_a_client_that_leaves_the_line_takes_nobodys_place(tmp_path: Path) -> None:
+    async with world(tmp_path, respond, clients=1) as up:
+        reader, writer = await up.connect()
+        writer.write(request({}))
+        assert await status(reader) == 200
+        for _ in range(5):
+            with socket.socket(socket.AF_UNIX) as leaving:
+                leaving.connect(str(up.socket))
+        last, waiting = await up.connect()
+        waiting.write(request({}))
+        writer.close()
+        assert await status(last) == 200
+        waiting.close()
+        await until(lambda: not up.listener.door.inside)
+
+
+async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    return [await asyncio.open_connection("127.0.0.1", up.port) for _ in range(count)]
+
+
+async def test_a_router_full_of_clients_still_starts_workers_and_says_once_that_it_is_full(tmp_path: Path) -> None:
+    """With a limit so low that clients that say nothing would have taken every descriptor."""
+    limit = KEPT + EACH * LEAST
+    file = presets(tmp_path, {"a": {}, "b": {}})
+    options = ("--models-preset", str(file), "--models-memory-margin", "64")
+    shell = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh")
+    async with router(*options, under=shell) as up:
+        open_files = Path(f"/proc/{up.process.pid}/fd")
+        clients = await _idle(up, limit)
+        await up.says(f"{LEAST} clients are connected")
+        assert len(os.listdir(open_files)) < limit - 64, "too few are left for workers"
+        reader, writer = clients[0]
+        for model in ("a", "b"):  # each starts a worker
+            writer.write(request({"model": model, "messages": [{"role": "user", "content": "x"}]}))
+            assert await status(reader) == 200
+        late, last = clients[LEAST]
+        last.write(request({"model": "a", "messages": [{"role": "user", "content": "x"}]}))
+        clients[1][1].close()
+        assert await status(late) == 200
+        # and where the kernel has none left after all, it is tried again
+        before = resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE, (8, before[1]))
+        for _, each in clients[2 : LEAST + 1]:
+            each.close()
+        await up.says("no client can be taken in")
+        resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE, before)
+        reader, writer = clients[-1]
+        for _, each in clients[:-1]:
+            each.close()
+        writer.write(request({"model": "a", "messages": [{"role": "user", "content": "x"}]}))
+        assert await status(reader) == 200
+        writer.close()
+        assert sum("clients are connected" in line for line in up.log) == 1, "said once a minute at most"
