@@ -249,7 +249,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     from worker import contract
     from worker.pagecache import Reading
 
-    reading = Reading(command.snapshot)
+    reading = Reading.of(command.snapshot)
     may_read = not command.prepare and command.load_format != "dummy"  # before there is room the router says when
     if may_read and "torch" not in sys.modules:
         reading.start()

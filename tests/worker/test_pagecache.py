@@ -37,26 +37,26 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
-    reading = Reading(str(snapshot))
+    reading = Reading.of(str(snapshot))
     reading.start()
     reading.finish()
     assert [here(snapshot / name) > STRETCH + 3 * MIB for name in ("a.safetensors", "b.safetensors")] == [True] * 2
     assert here(snapshot / SINGLE) == 0
 
 
-def test_one_that_is_stopped_reads_no_more(snapshot: Path) -> None:
-    reading = Reading(str(snapshot))
-    reading._is_over = True
-    reading.start()
+def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
+    reading = Reading.of(str(snapshot))
     reading.stop()
+    reading.start()
+    reading.finish()
     assert here(snapshot / "a.safetensors") == 0
 
 
 def test_what_is_not_there_is_for_whoever_loads(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{")
-    reading = Reading(str(tmp_path / "nowhere"))
+    reading = Reading.of(str(tmp_path / "nowhere"))
     reading.start()
     reading.finish()
-    reading = Reading(str(tmp_path))
+    reading = Reading.of(str(tmp_path))
     reading.start()
     reading.stop()

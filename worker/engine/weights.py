@@ -21,7 +21,7 @@ import torch
 
 from worker.contract import Exit
 from worker.errors import StartError
-from worker.pagecache import INDEX, READERS, SINGLE, STRETCH, cached, read
+from worker.pagecache import INDEX, READERS, SINGLE, STRETCH, Reading, cached, read
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -40,8 +40,6 @@ _AROUND = 1 << 16
 """Bytes that the kernel maps with one fault where they are in the page cache (fault_around_bytes, its default)."""
 _SAMPLE = 1 << 20
 """Bytes of each stretch that are asked for."""
-_TOLD_INTERVAL = 0.1
-"""Seconds between two reports of progress."""
 _MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
 """linux/mman.h; the latter since Linux 5.14. Python names it only from 3.14 on."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -194,7 +192,7 @@ class WeightFile:
 
 
 class ReadAhead:
-    """Has files read, and their pages mapped, while others work: threads for the length of the block.
+    """Files read, and their pages mapped, while others work: threads for the length of the block.
 
     What is in the page cache is only mapped, by one thread and whoever waits for the end, since that takes no more than
     looking at it; what is not is read by several, each a large stretch at a time, in the order of the files.
@@ -208,47 +206,30 @@ class ReadAhead:
         self._copied = copied
         self._done = 0
         self._lock = threading.Lock()
-        self._stretches = iter([(file, start) for file in files for start in range(0, file.size, STRETCH)])
+        self._reading = Reading(((file, at) for file in files for at in range(0, file.size, STRETCH)), self._have)
         self._descriptors: dict[WeightFile, int] = {}
-        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         self._descriptors = {file: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in self._files}
         here = sum(cached(self._descriptors[file], 0, file.size) for file in self._files)
         others = 1 if here > _WARM * self.total else READERS
-        for _ in range(others if self.total > STRETCH else 0):
-            self._threads.append(threading.Thread(target=self._run, name="read-ahead", daemon=True))
-            self._threads[-1].start()
+        self._reading.start(others if self.total > STRETCH else 0)
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._stretches = iter(())
-        for thread in self._threads:
-            thread.join()
+        self._reading.stop()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
     def finish(self, report: Callable[[int], None]) -> None:
         """Returns once all is read, with this thread's help; `report` gets the bytes done so far, now and then."""
-        while self._one():
+        while self._reading.one():
             report(self._done)
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(_TOLD_INTERVAL)
-                report(self._done)
+        self._reading.finish(lambda: report(self._done))
         report(self.total)
 
-    def _run(self) -> None:
-        while self._one():
-            pass
-
-    def _one(self) -> bool:
-        """Have the next stretch read; false if there is none left."""
-        with self._lock:
-            file, start = next(self._stretches, (None, 0))
-        if file is None:
-            return False
+    def _have(self, stretch: tuple[WeightFile, int]) -> None:
+        file, start = stretch
         length = min(STRETCH, file.size - start)
         descriptor = self._descriptors[file]
         is_cached = cached(descriptor, start, length) >= length
@@ -262,7 +243,6 @@ class ReadAhead:
             _populate(file.bytes[start : start + length])
         with self._lock:
             self._done += length
-        return True
 
 
 def are_cached(files: Sequence[WeightFile]) -> bool:
