@@ -283,7 +283,9 @@ class Nursery:
         except ChildProcessError:  # it was reaped, and the nursery was killed before it could say so
             tell(KILLED)
         else:
-            tell(os.waitstatus_to_exitcode(status))
+            code = os.waitstatus_to_exitcode(status)
+            # where the kernel had not heard yet whom to end with the nursery, it has seen for itself that it lost it
+            tell(KILLED if code == contract.Exit.ORPHANED else code)
 
 
 __all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "Nursery", "NurseryRefused"]

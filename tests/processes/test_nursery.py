@@ -94,6 +94,13 @@ def executed() -> Child:
     return Child.spawn([*PROGRAM, *estimate(os.getpid())], ENV, name="m#1", log=Log("m", "m#1"), private=True)
 
 
+def cut(child: Child) -> None:
+    """It finds the end of its stdin."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, child._stdin)
+    os.close(nothing)
+
+
 # A birth
 
 
@@ -137,9 +144,7 @@ async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None
         child.send_token("a-token-of-this-test")
         async with asyncio.timeout(DEADLINE):
             await said.get()
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, child._stdin)
-            os.close(nothing)
+            cut(child)
             assert await child.exited == contract.Exit.ORPHANED
         assert not nursery.child.exited.done()
 
@@ -281,6 +286,23 @@ async def test_a_nursery_that_hangs_is_let_be_while_its_workers_live_and_used_ag
                 await asyncio.sleep(0.01)
         assert (await told(await forked(nursery)))["path"]
         assert (await told(worker))["path"]
+
+
+async def test_a_worker_that_sees_its_nursery_gone_before_the_kernel_ends_it_was_killed_all_the_same() -> None:
+    """Whoever waits for it is given another one, as if it had died with the nursery."""
+    async with nursing() as nursery:
+        argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
+        worker = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+        said: asyncio.Queue[contract.Event] = asyncio.Queue()
+        worker.on_event = said.put_nowait
+        worker.send_token("a-token-of-this-test")
+        async with asyncio.timeout(DEADLINE):
+            await said.get()
+            os.kill(nursery.pid, signal.SIGSTOP)  # it reaps nobody
+            cut(worker)
+            await ended(worker.pid, within=WITHIN)
+            os.kill(nursery.pid, signal.SIGKILL)
+            assert await worker.exited == -signal.SIGKILL
 
 
 async def test_an_idle_nursery_is_called_and_answers() -> None:
