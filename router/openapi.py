@@ -173,7 +173,7 @@ def _operation(route: Route) -> dict[str, Any]:
         },
     }
     if route.worker:
-        operation["description"] = _LOADS[route.loads]
+        operation["description"] = _LOADS[route.loads] + (f" {_COUNTS}" if route.counts else "")
     parameters = [*_in_path(route), *_in_query(route), *_in_header(route, answer)]
     if parameters:
         operation["parameters"] = parameters
@@ -185,6 +185,7 @@ def _operation(route: Route) -> dict[str, Any]:
     return operation
 
 
+_COUNTS = "Where it is not loaded and may not be, a process with nothing of it but the tokenizer answers."
 _LOADS: Mapping[Loads, str] = {
     Loads.FOLLOWS: "Loads the model if it is not loaded, unless its preset, the router or autoload=false says no.",
     Loads.ON_DEMAND: "Loads the model only with autoload=true.",

@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 from urllib.parse import quote
 
 from router import adapters
+from router.clerks import Clerks
 from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
 from router.fleet import Fleet
 from router.launchers import WorkerProcess
@@ -314,10 +315,11 @@ class _Limit:
 
 
 class Proxy:
-    """Forwards calls to the workers of one fleet."""
+    """Forwards calls to the workers of one fleet, and to the clerks beside it."""
 
-    def __init__(self, fleet: Fleet, pace: Pace):
+    def __init__(self, fleet: Fleet, pace: Pace, clerks: Clerks):
         self._fleet = fleet
+        self._clerks = clerks
         self._pace = pace
         self._limits: dict[_Limit, float] = {}
         """Those of requests whose time is up in a while, and when that is."""
@@ -389,7 +391,8 @@ class Proxy:
 
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
-        with self._fleet.lease(call.model, autoload=call.autoload) as lease:
+        lessor = self._clerks if call.route.counts else self._fleet
+        with lessor.lease(call.model, autoload=call.autoload) as lease:
             answer.lease = lease
             before = time.monotonic()
             process = await self._ready(lease, answer)

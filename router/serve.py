@@ -31,6 +31,7 @@ from router.access import Access
 from router.app import App
 from router.calibration import Calibration
 from router.catalogue import NOTHING, Further
+from router.clerks import Clerks
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet import Fleet
@@ -245,6 +246,7 @@ async def _router(
             load=load,
             keys=keys,
             names=Names(loaded.presets),
+            clerks=Clerks(fleet),
             port=port,
             logs=logs,
             awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
@@ -254,7 +256,7 @@ async def _router(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
         metrics = Metrics(fleet, events)
-        app = App(site, Proxy(fleet, pace), metrics)
+        app = App(site, Proxy(fleet, pace, site.clerks), metrics)
         runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
         await runner.setup()
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
@@ -283,6 +285,7 @@ async def _router(
             site.closing = True
             events.append("shutdown", "*")
             await _close(fleet, launcher, stop)
+            await site.clerks.close()
             app.end_streams()
             await listener.close(LAST_MOMENT)
             await runner.cleanup()

@@ -19,6 +19,7 @@ from router.access import Access
 from router.adapters import Registered
 from router.catalogue import Further
 from router.checkpoint import meta, modalities, offered
+from router.clerks import Clerks
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog
 from router.facts import Checkpoint, EstimateError, effective_ctx
@@ -53,6 +54,7 @@ class Site:
     keys: Callable[[], tuple[Key, ...]]
     """Reads key files again."""
     names: Names
+    clerks: Clerks
     port: int = 0
     awaited: frozenset[str] = frozenset()
     """Models of `load-on-startup` that are not up yet."""

@@ -24,6 +24,7 @@ ROUTER = [
     "router.faces  router.faces.*  router.launchers.nursery",
     "router.hub  router.preparation  router.requests",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
+    "router.clerks",
     "router.fleet  router.access  router.launchers.orphans",
     "router.lease",
     "router.explain  router.model  router.forecast  router.adapters",
@@ -58,7 +59,7 @@ WORKER = [
     "worker.__main__",
     "worker.divided",
     "worker.estimate",
-    "worker.packed",
+    "worker.packed  worker.clerk",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
     "  worker.faces.fastchat",

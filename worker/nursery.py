@@ -139,7 +139,7 @@ class Nursery:
         with suppress(ValueError):
             command = contract.from_argv(argv)
             assert isinstance(command, contract.Serve)
-            if command.snapshot not in self._wanted and self._shelf.wants(command):
+            if not command.clerk and command.snapshot not in self._wanted and self._shelf.wants(command):
                 self._wanted[command.snapshot] = (time.monotonic() + QUIET_BEFORE, command)
 
     def _keep_ready(self) -> None:

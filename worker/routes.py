@@ -74,6 +74,8 @@ class Route:
     worker: bool
     plane: Plane = Plane.USER
     loads: Loads = Loads.NEVER
+    counts: bool = False
+    """Takes a model's tokenizer and nothing else: one that may not be loaded has a clerk that answers."""
     streams: bool = False
     """Answers frame by frame when the body says `stream: true`."""
     streams_unless_told: bool = False
@@ -123,9 +125,9 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/rerank", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     *_both("POST", "/reranking", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     Route("POST", "/v2/rerank", _L, "rerank", True, loads=Loads.FOLLOWS),
-    *_both("POST", "/chat/completions/input_tokens", _O, "chat_input_tokens", worker=True),
+    *_both("POST", "/chat/completions/input_tokens", _O, "chat_input_tokens", worker=True, counts=True),
     *_both("POST", "/responses", _R, "responses", worker=True, loads=Loads.FOLLOWS, streams=True),
-    *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True),
+    *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True, counts=True),
     Route("GET", "/ping", Face.LMI, "ping", False, Plane.PUBLIC),
     Route("GET", "/lmi/models", Face.LMI, "lmi_list", False),
     Route("POST", "/lmi/models", Face.LMI, "lmi_register", False, Plane.ADMIN),
@@ -151,13 +153,13 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("POST", "/worker_generate", _F, "fastchat_generate", True, loads=Loads.FOLLOWS),
     Route("POST", "/worker_get_embeddings", _F, "fastchat_embeddings", True, loads=Loads.FOLLOWS),
-    Route("POST", "/worker_get_conv_template", _F, "fastchat_conv", True),
-    Route("POST", "/count_token", _F, "fastchat_count", True),
+    Route("POST", "/worker_get_conv_template", _F, "fastchat_conv", True, counts=True),
+    Route("POST", "/count_token", _F, "fastchat_count", True, counts=True),
     Route("POST", "/worker_get_status", _F, "fastchat_status", False),
     Route("POST", "/model_details", _F, "fastchat_details", False),
     Route("POST", "/api/v1/token_check", _F, "fastchat_check", False),
     Route("POST", "/v1/messages", _M, "messages", True, loads=Loads.FOLLOWS, streams=True),
-    Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True),
+    Route("POST", "/v1/messages/count_tokens", _M, "count_tokens", True, counts=True),
     *(
         Route("POST", f"/api/{name}", _OLLAMA, f"ollama_{name}", True, Plane.USER, Loads.FOLLOWS, True, True)
         for name in ("chat", "generate")
@@ -194,9 +196,9 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/ready", _L, "ready", False, Plane.PUBLIC),
     Route("GET", "/metrics", _L, "metrics", False),
     Route("GET", "/props", _L, "props", False),
-    Route("POST", "/tokenize", _L, "tokenize", True, loads=Loads.FOLLOWS),
-    Route("POST", "/detokenize", _L, "detokenize", True, loads=Loads.FOLLOWS),
-    Route("POST", "/apply-template", _L, "apply_template", True, loads=Loads.FOLLOWS),
+    Route("POST", "/tokenize", _L, "tokenize", True, loads=Loads.FOLLOWS, counts=True),
+    Route("POST", "/detokenize", _L, "detokenize", True, loads=Loads.FOLLOWS, counts=True),
+    Route("POST", "/apply-template", _L, "apply_template", True, loads=Loads.FOLLOWS, counts=True),
     Route("GET", "/router/state", _A, "state", False, Plane.ADMIN),
     Route("GET", "/router/plan", _A, "plan", False, Plane.ADMIN),
     Route("GET", "/router/events", _A, "events", False, Plane.ADMIN),

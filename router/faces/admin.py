@@ -58,6 +58,7 @@ def state(site: Site) -> dict[str, Any]:
             }
             for worker in fleet.workers()
         ],
+        "clerks": site.clerks.told(),
         "sleeping": [
             {"model": holding.preset.id, "bytes": holding.wish.size, "held": holding.is_held}
             for holding in fleet.holdings

@@ -66,8 +66,8 @@ async def _context(site: Site, id: str) -> int:
 
 
 async def _count(site: Site, id: str, prompt: str) -> int:
-    """Tokens of `prompt`, as the model's own worker says. Raises ApiError."""
-    with site.fleet.lease(id, autoload=False) as lease:
+    """Tokens of `prompt`, as the model's own worker says, or its clerk. Raises ApiError."""
+    with site.clerks.lease(id, autoload=False) as lease:
         process = await lease.ready()
         headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
         exchange = process.wire.begin("POST", "/count_token", headers, orjson.dumps({"prompt": prompt}))

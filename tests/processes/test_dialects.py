@@ -75,6 +75,7 @@ async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) ->
         assert body["type"] == "error"
         assert body["error"]["type"] == "not_found_error"
         assert body["request_id"] == caught.value.request_id
+        up.fleet.files.missing.add("a")  # type: ignore[attr-defined]
         with pytest.raises(anthropic.BadRequestError, match="not loaded"):
             await client.messages.count_tokens(model="a", messages=HI["messages"])
         with pytest.raises(anthropic.APIStatusError) as wrong:

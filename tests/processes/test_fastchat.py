@@ -102,6 +102,7 @@ async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
         assert framed.content.endswith(b"\0"), "its clients look at frames, and at no status"
         assert json.loads(framed.content[:-1]) == plain.json()
         assert framed.headers["Content-Type"] == "application/octet-stream", "a frame is no JSON"
+        up.fleet.files.missing.add("a")  # type: ignore[attr-defined]
         for path in ("/count_token", "/worker_get_conv_template"):
             told = await asking.post(path, json={"model": "a", "prompt": "x"})
             assert (told.status_code, told.json()["error_code"]) == (400, 40001)

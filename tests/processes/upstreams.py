@@ -14,6 +14,7 @@ from aiohttp import web
 from router.access import Access
 from router.app import App
 from router.calibration import Calibration
+from router.clerks import Clerks
 from router.events import EventLog
 from router.fleet import Fleet
 from router.launchers import Listen, Program, WorkerLost, WorkerProcess
@@ -182,10 +183,11 @@ async def world(
         load=lambda further: Loaded(presets),
         keys=tuple,
         names=Names(presets),
+        clerks=Clerks(fleet),
     )
     made = World(site, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
-    app = App(site, Proxy(fleet, pace or Pace()), metrics, **further)
+    app = App(site, Proxy(fleet, pace or Pace(), site.clerks), metrics, **further)
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()
@@ -197,6 +199,7 @@ async def world(
         yield made
     finally:
         await fleet.close(force=True)
+        await site.clerks.close()
         await listener.close(1.0)
         await runner.cleanup()
         server.close()

@@ -56,8 +56,7 @@ def load(
     stated = getattr(config, "pad_token_id", None)  # code of a repository's own may state none
     pad = int((tokenizer.pad_token_id if stated is None else stated) or 0)
     encoder, encoding = make(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
-    if layout.lowercases(snapshot):
-        _lowercase(tokenizer)
+    settle(tokenizer, snapshot)
     limits = (architectures.positions(config), layout.max_tokens(snapshot))
     return Loaded(encoder, encoding, loaded.device, min(filter(None, limits), default=0))
 
@@ -113,8 +112,10 @@ def make(
     return Embedder(model, device, head.eval().requires_grad_(False), pad=pad), encoding
 
 
-def _lowercase(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Have `tokenizer` read all letters as small ones."""
+def settle(tokenizer: transformers.PreTrainedTokenizerBase, snapshot: Path) -> None:
+    """Have `tokenizer` read all letters as small ones, if the snapshot's files want that. Raises StartError."""
+    if not layout.lowercases(snapshot):
+        return
     if not tokenizer.is_fast:
         raise StartError("sentence_bert_config.json wants do_lower_case, which this kind of tokenizer cannot be told")
     backend = tokenizer.backend_tokenizer

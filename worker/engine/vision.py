@@ -70,6 +70,15 @@ def see(
         return None, str(why)
 
 
+def counting(
+    options: contract.ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
+) -> tuple["Eyes | None", str]:
+    """As `see`, for who counts what images are in a prompt and computes nothing of them."""
+    processor, blind = see(options, config, tokenizer)
+    eyes = Eyes(processor, torch.bfloat16, most=options.limit_images) if processor is not None else None
+    return eyes, blind
+
+
 class Processor:
     """A model's own processor, with the worker's tokenizer."""
 
