@@ -74,14 +74,14 @@ class Route:
     worker: bool
     plane: Plane = Plane.USER
     loads: Loads = Loads.NEVER
-    counts: bool = False
-    """Takes a model's tokenizer and nothing else: one that may not be loaded has a clerk that answers."""
     streams: bool = False
     """Answers frame by frame when the body says `stream: true`."""
     streams_unless_told: bool = False
     """And also when it says nothing of it."""
     always_streams: bool = False
     """And also when it says no: the path means a stream."""
+    counts: bool = False
+    """Takes a model's tokenizer and nothing else: one that may not be loaded has a clerk that answers."""
     upstream: str = ""
     """The worker's path for it, where this one holds the model's name."""
     instead: str = ""
