@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from router.estimate import Estimate, learned
 from router.facts import Checkpoint, effective_ctx
+from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 
 DECAY = 0.25
@@ -32,6 +33,8 @@ MOST_RECORDS = 1000
 """Of each kind; those not written for longest are forgotten."""
 MOST_SECONDS = 5
 """Load times remembered of one model."""
+AGREE_BYTES = 64 << 20
+"""Two loads agree on what a process takes of a device if they differ by no more."""
 
 _LIBRARIES = {
     "awq": ("gptqmodel",), "bnb-4bit": ("bitsandbytes",), "bnb-8bit": ("bitsandbytes",),
@@ -40,7 +43,7 @@ _LIBRARIES = {
 """What computes packed weights beside torch and transformers, by method."""
 
 _VERSION = 1
-_Kind = Literal["learned", "exact", "seconds"]
+_Kind = Literal["learned", "exact", "seconds", "overhead"]
 _Records = dict[str, dict[str, Any]]
 _Change = tuple[_Kind, str, Callable[[Any], Any]]
 """Of one record: its value before (None: there was none) to its value after. Made again when the file has changed."""
@@ -97,10 +100,18 @@ class _Lesson:
 class Calibration:
     """The records of one file. All methods may be called from any thread."""
 
-    def __init__(self, path: Path, *, later: Callable[[Callable[[], None]], object] = lambda save: save()):
-        """`path`: the file; it and its folder are made with the first record. `later` is given what writes to it, and
-        may run that elsewhere, in the same order: a disk that must be waited for holds up nobody else."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        driver: str = "",
+        later: Callable[[Callable[[], None]], object] = lambda save: save(),
+    ):
+        """`path`: the file; it and its folder are made with the first record. `driver`: version of the accelerators'.
+        `later` is given what writes to the file, and may run that elsewhere, in the same order: a disk that must be
+        waited for holds up nobody else."""
         self._path = path
+        self._driver = driver
         self._later = later
         self._stamp: tuple[int, int] | None = None
         self._filed: _Records = _empty()
@@ -166,6 +177,35 @@ class Calibration:
     def store_exact(self, key: str, estimate: Estimate) -> None:
         """Keep what `worker estimate` said of `key`."""
         self._change("exact", key, lambda before: asdict(estimate))
+
+    def overhead(self, device: str, *, forked: bool) -> Overhead:
+        """What was measured of processes on such a device (its name as the driver gives it, or `cpu`), whatever their
+        model, under this driver and these versions."""
+        return _to_overhead(self._get("overhead", self._process(device, forked)))
+
+    def record_overhead(self, device: str, measured: Overhead, *, forked: bool, is_own: bool = True) -> None:
+        """A process on such a device has measured so much. If what it takes of the device is not its own figure, but
+        how much more of the device is in use, which others change as well, two loads have to agree on it."""
+
+        def change(before: Any) -> Any:
+            known, record = _to_overhead(before), dict(before) if isinstance(before, Mapping) else {}
+            if measured.host:
+                record["host"] = _decayed(known.host or measured.host, measured.host)
+            if measured.device:
+                rumour = record.get("rumour")
+                agrees = isinstance(rumour, int) and abs(rumour - measured.device) <= AGREE_BYTES
+                if is_own or agrees:
+                    record["device"] = _decayed(known.device or measured.device, measured.device)
+                record["rumour"] = measured.device
+            return record
+
+        self._change("overhead", self._process(device, forked), change)
+
+    def _process(self, device: str, forked: bool) -> str:
+        """In words, for whoever looks into the file."""
+        driver = [f"driver {self._driver}"] if device != "cpu" and self._driver else []
+        libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "fleet-router")]
+        return ", ".join([device, *driver, *libraries, "forked" if forked else "executed"])
 
     def load_seconds(self, key: str) -> float | None:
         """Median of the last loads of `key`, from spawn to ready; None if there was none yet."""
@@ -269,7 +309,7 @@ def _changed(records: _Records, changes: Sequence[_Change]) -> _Records:
 
 
 def _empty() -> _Records:
-    return {"learned": {}, "exact": {}, "seconds": {}}
+    return {"learned": {}, "exact": {}, "seconds": {}, "overhead": {}}
 
 
 def _parse(text: bytes) -> _Records:
@@ -278,6 +318,7 @@ def _parse(text: bytes) -> _Records:
     if not isinstance(body, dict) or body.get("version") != _VERSION:
         raise ValueError("not a file of this version")
     records = _empty()
+    body.setdefault("overhead", {})  # of a version that did not have it yet
     for kind in records:
         if not isinstance(body.get(kind), dict):
             raise ValueError(f"{kind} is missing")
@@ -316,6 +357,14 @@ def _to_lesson(record: Any) -> _Lesson | None:
 
 def _is_sizes(segment: Any) -> bool:
     return isinstance(segment, (list, tuple)) and all(isinstance(each, int) and each >= 0 for each in segment)
+
+
+def _to_overhead(record: Any) -> Overhead:
+    """The measurement in a record; unknown where it is none."""
+    if not isinstance(record, Mapping):
+        return UNKNOWN
+    device, host = record.get("device", 0), record.get("host", 0)
+    return Overhead(device, host) if _is_sizes([device, host]) else UNKNOWN
 
 
 def _to_seconds(record: Any) -> list[float]:

@@ -45,6 +45,7 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
         on_host=on_host,
         layers=worker.choice.layers,
         ranks=worker.choice.ranks,
+        overhead=worker.costs.estimate.overhead.device if worker.costs is not None else 0,
         **fields,
     )
 

@@ -104,12 +104,15 @@ def _cost(worker: Worker, world: World, *, stands: bool) -> Costs:
     key = key_of(worker, world, forked=forked)
     seconds = world.calibration.load_seconds(key) or 0.0
     threaded = threads(preset, on_host=on_host, ranks=worker.choice.ranks)
-    static = split.cost(worker.choice, facts, preset, on_host=on_host, threads=threaded, forked=forked)
+    overhead = world.calibration.overhead(type_of(worker.choice, _names(world)), forked=forked)
+    static = split.cost(
+        worker.choice, facts, preset, on_host=on_host, threads=threaded, forked=forked, overhead=overhead
+    )
     if static.source == "preset":  # holds for whatever is started
         return Costs(static, True, key, seconds)
     known = world.calibration.learned(key) or world.calibration.exact(key)
     if known is not None and len(known.shards) == worker.choice.shards:
-        return Costs(replace(known, layers=worker.choice.layers), True, key, seconds, forked)
+        return Costs(estimates.kept(known, static), True, key, seconds, forked)
     return Costs(static, stands or static.sure, key, seconds, forked)
 
 
@@ -125,17 +128,25 @@ def in_order(preset: Preset, readings: Sequence[Reading], devices: frozenset[Dev
 def key_of(worker: Worker, world: World, *, forked: bool) -> str:
     """Of what is learned about this worker, were it forked or executed."""
     assert worker.facts is not None
-    on_host = all(device.index == HOST for device in worker.devices)
-    names = {reading.id: reading.name for reading in world.launcher.readings()}
-    kinds = kinds_of(worker.choice, {} if on_host else names)
+    kinds = kinds_of(worker.choice, _names(world))
     return calibration.key(worker.facts, worker.preset, kinds, forked=forked)
+
+
+def _names(world: World) -> dict[DeviceId, str]:
+    """Of accelerators, as the driver calls them."""
+    return {reading.id: reading.name for reading in world.launcher.readings() if reading.id.index != HOST}
+
+
+def type_of(choice: split.Choice, names: Mapping[DeviceId, str]) -> str:
+    """The type of device of such a placement; of several devices that of the first. `names`: of accelerators."""
+    first = min(choice.devices)
+    return "cpu" if first.index == HOST else names.get(first, "")
 
 
 def kinds_of(choice: split.Choice, names: Mapping[DeviceId, str]) -> list[str]:
     """What kinds of device a figure for such a placement holds for, and how many layers each has, or of how many ranks
     it is one. `names`: of accelerators."""
-    first = min(choice.devices)
-    name = "cpu" if first.index == HOST else names.get(first, "")
+    name = type_of(choice, names)
     if choice.ranks > 1:
         return [f"{name}, of {choice.ranks} ranks"] * choice.shards
     return [f"{name}, {count} layers" for count in choice.layers] or [name]
@@ -159,7 +170,8 @@ async def refine(worker: Worker, world: World, program: Program) -> None:
 
 def _keep_exact(worker: Worker, world: World, costs: Costs, exact: contract.Estimated) -> None:
     """The exact figure stands from now on; if it says that one device more is needed, a first figure for that."""
-    estimate = estimates.exact(exact, worker.preset, forked=costs.forked, layers=worker.choice.layers)
+    layers, overhead = worker.choice.layers, costs.estimate.overhead
+    estimate = estimates.exact(exact, worker.preset, forked=costs.forked, layers=layers, overhead=overhead)
     world.calibration.store_exact(costs.key, estimate)
     worker.costs = replace(costs, estimate=estimate, sure=True)
     if not split.fits(worker.choice, estimate.shards, _bounds(worker, world)):
@@ -170,9 +182,10 @@ async def trace_unknown(worker: Worker, world: World, program: Program) -> None:
     """Where nothing but the weights is known, or a first figure is beyond what the preset allows of single devices, ask
     for the exact figure before anybody plans with a guess."""
     while (costs := worker.costs) is not None and not costs.sure and _is_a_guess(worker, world, costs.estimate):
+        command = options(worker, contract.Estimate)
         worker.costs = None
         try:
-            exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+            exact = await world.launcher.estimate(program, command)
         except WorkerLost as lost:
             if lost.final:
                 raise
@@ -218,5 +231,5 @@ def tell_estimate(worker: Worker, world: World) -> None:
 
 
 __all__ = [
-    "devices_of", "in_order", "key_of", "kinds_of", "refine", "tell_estimate", "trace_unknown", "weigh",
+    "devices_of", "in_order", "key_of", "kinds_of", "refine", "tell_estimate", "trace_unknown", "type_of", "weigh",
 ]  # fmt: skip

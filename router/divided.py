@@ -9,10 +9,6 @@ from dataclasses import replace
 
 from router.compute import compute_bytes
 from router.estimate import (
-    RUNTIME_DEVICE,
-    RUNTIME_DEVICE_HOST,
-    RUNTIME_FORKED,
-    RUNTIME_HOST,
     STAGING_BYTES,
     TOKENIZER_BYTES,
     Estimate,
@@ -24,6 +20,7 @@ from router.estimate import (
 )
 from router.estimate import estimate as estimate_whole
 from router.facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx
+from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 from router.weights import is_mapped, weight_bytes
 
@@ -61,13 +58,21 @@ def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
 
 
 def estimate(
-    facts: Checkpoint, preset: Preset, ranks: int, *, on_host: bool, threads: int = 0, forked: bool = False
+    facts: Checkpoint,
+    preset: Preset,
+    ranks: int,
+    *,
+    on_host: bool,
+    threads: int = 0,
+    forked: bool = False,
+    overhead: Overhead = UNKNOWN,
 ) -> Estimate:
     """As `router.estimate.estimate`, of a model that is divided among so many: on as many devices, or all of them on
     main memory. Raises EstimateError."""
     shards = 1 if on_host else ranks
     if required_shards(preset, shards=shards, on_host=on_host) is not None:
-        said = estimate_whole(facts, preset, layers=() if on_host else (1,) * ranks, on_host=on_host, forked=forked)
+        parts = () if on_host else (1,) * ranks
+        said = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
         return replace(said, layers=())
     # every step is computed by kernels as torch starts them
     preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
@@ -93,15 +98,18 @@ def estimate(
         kept = max(kept_bytes(facts, preset, compute, context), loading - context)
         if not is_mapped(facts, preset):
             kept = max(kept, 2 * facts.largest - context)
-        runtime = ranks * ((RUNTIME_FORKED if forked else RUNTIME_HOST) + GLOO_BYTES) + libraries
-        return Estimate((ranks * weights,), (ranks * context,), (ranks * kept,), (runtime + extra,), reserved=extra)
+        runtime = ranks * (overhead.on_host(forked=forked) + GLOO_BYTES) + libraries + extra
+        return Estimate(
+            (ranks * weights,), (ranks * context,), (ranks * kept,), (runtime,), reserved=extra, overhead=overhead
+        )
     return Estimate(
         weights=(weights,) * ranks,
         context=(context,) * ranks,
         compute=(compute,) * ranks,
-        runtime=(RUNTIME_DEVICE + NCCL_BYTES + extra,) * ranks,
-        host=ranks * (RUNTIME_DEVICE_HOST + STAGING_BYTES + loading) + libraries,
+        runtime=(overhead.on_device + NCCL_BYTES + extra,) * ranks,
+        host=ranks * (overhead.beside_device(forked=forked) + STAGING_BYTES + loading) + libraries,
         reserved=extra,
+        overhead=overhead,
     )
 
 

@@ -27,29 +27,15 @@ from router.facts import (
     embeds,
     sees,
 )
+from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 from router.weights import check_quantization, is_mapped, on_load, weight_bytes
 from worker import contract
 
 MIB = 1 << 20
 
-RUNTIME_HOST = 420 * MIB
-"""Resident bytes of a worker process on main memory beside its model: 367 MiB once ready with a model of half a MiB
-(torch 2.13 for the CPU, transformers 5.23, Python 3.11; a third of it mapped libraries), and what serving adds: packing
-buffers of the matrix library and the interpreter's growth, 10 to 45 MiB seen."""
-
-RUNTIME_FORKED = 96 * MIB
-"""Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
-half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by."""
-
 INHERITED_SHARE = 0.85
 """Of what a forked process shares with its nursery while it estimates, what a worker will share for good."""
-
-RUNTIME_DEVICE = 512 * MIB
-"""Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
-
-RUNTIME_DEVICE_HOST = 1536 * MIB
-"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries. A guess."""
 
 STAGING_BYTES = 256 * MIB
 """Pinned buffers through which weights go to an accelerator (worker/engine/staging.py)."""
@@ -115,6 +101,8 @@ class Estimate:
     """What a person should know of how the figure came about."""
     layers: tuple[int, ...] = ()
     """How many each shard has; empty: there is one shard, which has them all."""
+    overhead: Overhead = UNKNOWN
+    """What of it had been measured before on this type of device, whatever the model."""
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -132,17 +120,24 @@ class Estimate:
         return self.source not in ("static", "weights")
 
 
-def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False, layers: tuple[int, ...] = ()) -> Estimate:
+def exact(
+    said: contract.Estimated,
+    preset: Preset,
+    *,
+    forked: bool = False,
+    layers: tuple[int, ...] = (),
+    overhead: Overhead = UNKNOWN,
+) -> Estimate:
     """What `worker estimate` said, with the preset's `reserved-memory` on top; of a worker that will be `forked`
-    without what it will share with its nursery, as far as the estimating process was forked and could tell."""
+    without what it will share with its nursery, as far as the estimating process was forked and could tell. `overhead`:
+    what it was told of that."""
     extra = preset.reserved_memory
     shared = int(INHERITED_SHARE * said.inherited) if forked else 0
     on_shard = 0 if said.host else shared
     runtime = tuple(max(0, each - on_shard) + extra for each in said.runtime)
     host = max(0, said.host - shared)
-    return Estimate(
-        tuple(said.weights), tuple(said.context), tuple(said.compute), runtime, host, "exact", extra, layers=layers
-    )
+    segments = tuple(said.weights), tuple(said.context), tuple(said.compute), runtime
+    return Estimate(*segments, host, "exact", extra, layers=layers, overhead=overhead)
 
 
 def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
@@ -162,7 +157,15 @@ def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
         "learned",
         about.reserved,
         layers=about.layers,
+        overhead=about.overhead,
     )
+
+
+def kept(known: Estimate, first: Estimate) -> Estimate:
+    """An estimate from before, of a worker for which now the `first` one would be this: with its layers, and what is
+    known by now of a process without a model on its device."""
+    known = replace(known, layers=first.layers, overhead=first.overhead)
+    return replace(known, runtime=first.runtime) if known.source == "exact" and first.host else known
 
 
 def _minus(wholes: tuple[int, ...], *parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -175,31 +178,31 @@ def estimate(
     *,
     layers: tuple[int, ...] = (),
     on_host: bool,
-    runtime: int | None = None,
     threads: int = 0,
     forked: bool = False,
+    overhead: Overhead = UNKNOWN,
 ) -> Estimate:
     """What a worker of `preset` will occupy on a device, or on main memory (`on_host`); or on several devices, of which
     each has so many of its `layers`.
 
-    `runtime` is what a process occupies on each shard beside the model, in bytes; None: by the constants above, of one
-    that is `forked` from a nursery or of one that is executed. `threads`: the worker's torch threads, where the preset
-    leaves them open. `required-memory` replaces the figures, `reserved-memory` is added to them. Raises EstimateError.
+    `overhead`: what is known of a process without a model there, of one that is `forked` from a nursery or of one that
+    is executed. `threads`: the worker's torch threads, where the preset leaves them open. `required-memory` replaces
+    the figures, `reserved-memory` is added to them. Raises EstimateError.
     """
     check_quantization(facts, preset, on_host=on_host)
     preset = replace(preset, threads=preset.threads or threads)
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset) + picture_bytes(facts, preset)
     libraries += LIBRARY_BYTES.get(facts.quantization or preset.quantization, 0)
-    if runtime is None:
-        runtime = (RUNTIME_FORKED if forked else RUNTIME_HOST) + libraries if on_host else RUNTIME_DEVICE
-    beside = 0 if on_host else RUNTIME_DEVICE_HOST + libraries + _staged_bytes(facts, preset)
+    runtime = overhead.on_host(forked=forked) + libraries if on_host else overhead.on_device
+    beside = 0 if on_host else overhead.beside_device(forked=forked) + libraries + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
     shards = len(layers) or 1
     required = required_shards(preset, shards=shards, on_host=on_host)
     if required is not None:
         none = (0,) * shards
         host = 0 if on_host else preset.required_memory.get("cpu", beside)
-        return Estimate(required, none, none, (extra,) * shards, host, "preset", extra, layers=layers)
+        own = (extra,) * shards
+        return Estimate(required, none, none, own, host, "preset", extra, layers=layers, overhead=overhead)
     tokens = effective_ctx(facts, preset)
     weights = weight_bytes(facts, preset, on_host=on_host)
     if layers:
@@ -215,6 +218,7 @@ def estimate(
             host=beside,
             reserved=extra,
             layers=layers,
+            overhead=overhead,
         )
     source: Source = "static"
     note = ""
@@ -241,6 +245,7 @@ def estimate(
         source=source,
         reserved=extra,
         note=note,
+        overhead=overhead,
     )
 
 
@@ -313,7 +318,7 @@ def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked:
     """Bytes of main memory, at most, of a worker that has done all it can before its weights: the process itself and
     its tokenizer, as far as they are part of what was `found`."""
     most = found.shards[0] if on_host else found.host
-    return min(most, (RUNTIME_FORKED if forked else RUNTIME_HOST) + facts.vocab_size * TOKENIZER_BYTES)
+    return min(most, found.overhead.on_host(forked=forked) + facts.vocab_size * TOKENIZER_BYTES)
 
 
 def kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -> int:

@@ -21,6 +21,7 @@ from router.facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, 
 from router.launchers import environment
 from router.launchers.devices import Devices
 from router.ledger import HOST, DeviceId, Reading
+from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Overhead
 from router.presets import Loaded, Preset
 from router.settings import Settings
 from router.snapshots import Snapshots
@@ -31,7 +32,7 @@ EXACT_TIMEOUT = 120.0
 """Seconds that `worker estimate` may take."""
 
 
-SPARED = estimates.RUNTIME_HOST - estimates.RUNTIME_FORKED
+SPARED = RUNTIME_HOST - RUNTIME_FORKED
 """Bytes of main memory that a worker does without if it is forked."""
 
 
@@ -117,7 +118,8 @@ def forecast(
     places = costs.devices_of(preset, readings)
     on_host = all(place.index == HOST for place in places)
     forked = settings.nursery and commands.program_of(preset, preset.id).may_fork
-    known = Calibration(state / "estimates.json") if (state / "estimates.json").is_file() else None
+    records = state / "estimates.json"
+    known = Calibration(records, driver=devices.driver) if records.is_file() else None
     with tempfile.TemporaryDirectory(prefix="router-estimate-") as spare:
         snapshots = Snapshots(cache=settings.hub_cache, state=state, offline=True, prepare=settings.prepare)
         folder, files = _files(preset, settings, snapshots, environ, Path(spare))
@@ -132,7 +134,9 @@ def forecast(
         for choice in split.choices(facts, preset, places, costs.in_order(preset, readings, places), room):
             found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
             if exact and found.source in ("static", "weights", "exact"):
-                found = _exactly(preset, facts, str(folder), environ, on_host=on_host, choice=choice, forked=forked)
+                found = _exactly(
+                    preset, facts, str(folder), environ, choice=choice, forked=forked, overhead=found.overhead
+                )
             if split.fits(choice, found.shards, bounds):
                 break
     needs = dict.fromkeys(choice.devices, found.shards[0])
@@ -212,15 +216,16 @@ def cost(
     on_host = all(place.index == HOST for place in choice.devices)
     forked = nursery and commands.program_of(preset, preset.id).may_fork
     threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
-    static = split.cost(choice, facts, preset, on_host=on_host, threads=threads, forked=forked)
+    names = {reading.id: reading.name for reading in readings}
+    overhead = known.overhead(costs.type_of(choice, names), forked=forked) if known is not None else UNKNOWN
+    static = split.cost(choice, facts, preset, on_host=on_host, threads=threads, forked=forked, overhead=overhead)
     if static.sure or known is None:
         return static
-    names = {reading.id: reading.name for reading in readings}
-    kinds = costs.kinds_of(choice, {} if on_host else names)
+    kinds = costs.kinds_of(choice, names)
     keys = [calibration.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
     found = (known.learned(key) or known.exact(key) for key in keys)
     best = next((each for each in found if each is not None and len(each.shards) == choice.shards), static)
-    return replace(best, layers=choice.layers)
+    return estimates.kept(best, static)
 
 
 def _files(
@@ -256,20 +261,28 @@ def _exactly(
     folder: str,
     environ: Mapping[str, str],
     *,
-    on_host: bool,
     choice: split.Choice,
     forked: bool,
+    overhead: Overhead,
 ) -> Estimate:
     """What `worker estimate` says, in a process with the environment that a worker gets; of a worker that is `forked`
     without what it will share with its nursery."""
+    on_host = all(place.index == HOST for place in choice.devices)
     command = commands.model_options(
-        contract.Estimate, preset, facts, folder, on_host=on_host, layers=choice.layers, ranks=choice.ranks
+        contract.Estimate,
+        preset,
+        facts,
+        folder,
+        on_host=on_host,
+        layers=choice.layers,
+        ranks=choice.ranks,
+        overhead=overhead.device,
     )
     threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
     said = _ask(preset, contract.Estimated, command, environ, threads=threads)
     if forked:  # the process that says so was not
         said = replace(said, inherited=int(SPARED / estimates.INHERITED_SHARE))
-    return estimates.exact(said, preset, forked=forked, layers=choice.layers)
+    return estimates.exact(said, preset, forked=forked, layers=choice.layers, overhead=overhead)
 
 
 Said = TypeVar("Said", contract.Downloaded, contract.Estimated)
@@ -364,6 +377,7 @@ def document(found: Forecast) -> dict[str, Any]:
         "context": sum(estimate.context),
         "compute": sum(estimate.compute),
         "runtime": sum(estimate.runtime),
+        "runtime_source": "measured" if _is_measured(found) else "assumed",
         "host": estimate.host,
         "total": estimate.total,
         "fits": found.fits,
@@ -504,12 +518,28 @@ def _compute_words(found: Forecast) -> str:
     return "largest prefill chunk or decode step, logits included" if found.tokens else "largest batch of texts"
 
 
+def _is_measured(found: Forecast) -> bool:
+    """Whether what a process takes whatever its model was measured, on this type of device, by this worker or another
+    one; a trace for main memory measures itself."""
+    known = found.estimate.overhead
+    if found.estimate.source in ("learned", "preset"):
+        return True
+    return bool(known.host) or found.estimate.source == "exact" if _is_on_host(found) else bool(known.device)
+
+
+def _is_on_host(found: Forecast) -> bool:
+    return any(room.is_main and room.id == "cpu" for room in found.rooms)
+
+
 def _runtime_words(found: Forecast) -> str:
     """What the process itself takes where it runs."""
-    if not any(room.is_main and room.id == "cpu" for room in found.rooms):
-        return "device context, libraries, graphs"
+    type = next((room.name for room in found.rooms if room.is_main), "") or "such a device"
+    source = f"measured on {type}" if _is_measured(found) else f"assumed until a worker has run on {type}"
+    if not _is_on_host(found):
+        return f"device context and libraries, {source}"
     grammars = ", and tables for grammars" if found.tokens else ""
-    return f"the process: {'forked, without what it shares' if found.forked else 'libraries'}, its tokenizer{grammars}"
+    kind = "forked, without what it shares" if found.forked else "libraries"
+    return f"the process: {kind} ({source}), its tokenizer{grammars}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,8 +8,9 @@ a model is used, and is gone once a worker had a whole chunk of a prompt, a full
 from dataclasses import replace
 
 from router.compute import compute_bytes
-from router.facts import UnknownArchitecture, effective_ctx
+from router.facts import Checkpoint, UnknownArchitecture, effective_ctx
 from router.ledger import HOST, DeviceId
+from router.overhead import Overhead
 from router.worker import Worker
 from router.world import World
 
@@ -28,6 +29,8 @@ def settle_reservation(worker: Worker) -> None:
 
 def learn(worker: Worker, world: World) -> None:
     """Keep what a worker has measured: when it is ready, and when it leaves."""
+    if worker.ready_at is None:
+        _learn_overhead(worker, world)
     costs = worker.costs
     if costs is None or costs.estimate.source == "preset" or not worker.place:
         return
@@ -44,6 +47,20 @@ def learn_at_peak(worker: Worker, world: World) -> None:
         learn(worker, world)
 
 
+def _learn_overhead(worker: Worker, world: World) -> None:
+    """What a process takes there whatever its model: it says so once, when it is ready."""
+    process = worker.process
+    if process is None or not process.ready.overhead:
+        return
+    ready, host = process.ready, process.ready.overhead.get("cpu", 0)
+    names = {reading.id: reading.name for reading in world.launcher.readings()}
+    for shard, device in enumerate(worker.place):
+        is_host = device.index == HOST
+        measured = Overhead(0 if is_host else ready.overhead.get(f"cuda:{shard}", 0), host)
+        name = "cpu" if is_host else names.get(device, "")
+        world.calibration.record_overhead(name, measured, forked=process.forked, is_own=ready.overhead_is_own)
+
+
 def _share_to_come(worker: Worker) -> float:
     """1.0 of a worker that has computed nothing, 0.0 of one that has had its largest step."""
     facts, preset = worker.facts, worker.preset
@@ -56,17 +73,30 @@ def _share_to_come(worker: Worker) -> float:
         prefill_chunk=min(prompt, preset.chunk),
         max_prefill_tokens=0,
         parallel=max(rows, 1),
-        limit_images=0,  # nobody says whether it has seen any
     )
     try:
         steps = [
-            compute_bytes(facts, one, length, on_host=worker.on_host)
-            for one, length in ((had, min(end, tokens)), (preset, tokens))
+            compute_bytes(known, one, length, on_host=worker.on_host)
+            for known, one, length in (
+                (_as_far_as_seen(facts, worker, had.parallel, tokens), had, min(end, tokens)),
+                (facts, preset, tokens),
+            )
         ]
     except UnknownArchitecture:  # a whole chunk is all that can be asked for
         return 0.0 if prompt >= min(preset.chunk, tokens - 1) else 1.0
     share = 1 - steps[0] / steps[1]
     return share if share > NEGLIGIBLE else 0.0
+
+
+def _as_far_as_seen(facts: Checkpoint, worker: Worker, rows: int, tokens: int) -> Checkpoint:
+    """A model whose largest image is the largest that its worker has seen, with as many at once as it had in `rows`;
+    `tokens`: of a whole context, which no image is longer than."""
+    one, images = (worker.pulse.seen if worker.pulse is not None else None) or (0, 0)
+    largest = min(facts.picture_tokens, tokens)
+    if not largest or one >= (1 - NEGLIGIBLE) * largest:
+        one = facts.picture_tokens
+    tower = facts.tower * one // max(facts.picture_tokens, 1)
+    return replace(facts, tower=tower, picture_tokens=one * min(images, rows) // rows)
 
 
 def _later(worker: Worker) -> int:

@@ -28,6 +28,7 @@ from router.launchers import WorkerLost
 from router.ledger import HOST
 from router.life import FETCHED
 from router.lifecycle import State
+from router.overhead import RUNTIME_HOST
 from router.presets import Preset
 from router.worker import Worker
 from worker import contract
@@ -239,7 +240,7 @@ class Preparation:
 def _memory_of(facts: Checkpoint) -> int:
     """Bytes of main memory that a conversion takes."""
     itemsize = max((DTYPE_BYTES.get(dtype, 1) for dtype in facts.tensors), default=1)
-    return estimates.RUNTIME_HOST + STACKED_AT_ONCE * facts.stacked * itemsize // max(facts.layers, 1)
+    return RUNTIME_HOST + STACKED_AT_ONCE * facts.stacked * itemsize // max(facts.layers, 1)
 
 
 def _ignore(event: contract.Event) -> None:

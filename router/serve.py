@@ -211,7 +211,7 @@ async def _router(
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
-            calibration=Calibration(state / "estimates.json", later=aside.submit),
+            calibration=Calibration(state / "estimates.json", driver=devices.driver, later=aside.submit),
             events=events,
             files=files,
             ledger=ledger,

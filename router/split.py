@@ -7,12 +7,14 @@ divided. What a preset says of single devices (gpu-split, tensor-split) says whi
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from router import divided
 from router.estimate import Estimate, estimate, indivisible, layer_costs
 from router.facts import Checkpoint, EstimateError, UnknownArchitecture
 from router.keys import ALL_DEVICES
 from router.ledger import HOST, DeviceId
+from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 
 STEPS = 60
@@ -143,11 +145,21 @@ def _check_divided(facts: Checkpoint, preset: Preset, ranks: int) -> None:
         raise Indivisible(f"{preset.id}: {key} cannot be: {why}; remove it{instead}")
 
 
-def cost(choice: Choice, facts: Checkpoint, preset: Preset, *, on_host: bool, threads: int, forked: bool) -> Estimate:
+def cost(
+    choice: Choice,
+    facts: Checkpoint,
+    preset: Preset,
+    *,
+    on_host: bool,
+    threads: int,
+    forked: bool,
+    overhead: Overhead = UNKNOWN,
+) -> Estimate:
     """What a model takes that is placed so, as far as can be told at once; see `router.estimate.estimate`."""
+    ways: dict[str, Any] = {"on_host": on_host, "threads": threads, "forked": forked, "overhead": overhead}
     if choice.ranks > 1:
-        return divided.estimate(facts, preset, choice.ranks, on_host=on_host, threads=threads, forked=forked)
-    return estimate(facts, preset, layers=choice.layers, on_host=on_host, threads=threads, forked=forked)
+        return divided.estimate(facts, preset, choice.ranks, **ways)
+    return estimate(facts, preset, layers=choice.layers, **ways)
 
 
 def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:

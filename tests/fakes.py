@@ -127,6 +127,9 @@ class FakeModel:
     """Bytes of main memory beside accelerators."""
     shared: int = 0
     """Of them, or of its shard in main memory, bytes that it has in common with its nursery if it is forked."""
+    overhead: dict[str, int] = field(default_factory=dict)
+    knows_its_own: bool = True
+    """As in `contract.Ready`."""
     mapped: int = 0
     """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
     download_seconds: float = 1.0
@@ -483,6 +486,8 @@ class FakeLauncher:
             mapped=model.mapped,
             capabilities=list(model.capabilities),
             n_ctx=8192,
+            overhead=model.overhead,
+            overhead_is_own=model.knows_its_own,
         )
         worker = FakeWorker(program, next(self._pids), sizes, ready)
         self.running[program.worker] = worker

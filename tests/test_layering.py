@@ -44,7 +44,7 @@ ROUTER = [
     "router.ledger  router.estimate  router.names",
     "router.compute",
     "router.weights",
-    "router.facts",
+    "router.facts  router.overhead",
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
@@ -87,7 +87,8 @@ WORKER = [
     "  worker.engine.readout"
     "  worker.engine.layout  worker.engine.claims  worker.engine.batching  worker.engine.alignment"
     "  worker.engine.cache_types",
-    "worker.engine.slots",
+    "worker.engine.slots  worker.engine.overhead",
+    "worker.engine.driver",
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families  worker.adapting  worker.telling"
     "  worker.filling",
@@ -107,7 +108,7 @@ BORDER = {"worker.contract", "worker.routes", *TABLES}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""
 
 PURE = [
-    "router.compute", "router.facts", "router.limits", "router.weights",
+    "router.compute", "router.facts", "router.limits", "router.overhead", "router.weights",
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",
     "router.planner", "router.presets", "router.settings", "router.split", "router.stages", "router.standby",
@@ -233,8 +234,11 @@ def test_torch_stays_where_tokens_are_computed() -> None:
     assert {name for name in MODULES if "torch" in tops(name)} - allowed == set()
 
 
-def test_only_devices_speaks_to_the_driver() -> None:
-    assert {name for name in MODULES if "pynvml" in tops(name)} <= {"router.launchers.devices"}
+def test_one_module_of_each_package_speaks_to_the_driver() -> None:
+    assert {name for name in MODULES if "pynvml" in tops(name)} <= {
+        "router.launchers.devices",
+        "worker.engine.driver",
+    }
 
 
 def test_a_router_never_loads_torch() -> None:

@@ -261,6 +261,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         may_read = False
     from worker.engine import memory
     from worker.engine.engine import TransformersEngine
+    from worker.engine.overhead import overhead
     from worker.engine.shelf import shelf
     from worker.errors import StartError
     from worker.server import Server
@@ -301,6 +302,8 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
             n_ctx=engine.ctx_size,
             seconds=laps.seconds,
             processor=time.process_time(),
+            overhead=overhead.said,
+            overhead_is_own=overhead.is_own,
             modules=_family_modules(),
         )
     )

@@ -123,6 +123,9 @@ class ModelOptions:
     """Images of one prompt at most, of a model that takes images; 0: none."""
     threads: int = 1
     """torch threads of this process, or of each rank."""
+    overhead: int = 0
+    """Bytes of each accelerator that a process takes beyond what torch's allocator holds (context, libraries), as one
+    on such a device has measured; 0: none has yet, and a constant stands for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +379,12 @@ class Ready:
     warmup, server. What came before them, this process has not seen."""
     processor: float = 0.0
     """Seconds that the threads of this process have used of the processor together."""
+    overhead: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes by device name that such a process takes whatever its model, as far as it could tell: of an accelerator
+    beyond what torch's allocator holds, of `cpu` what imports and the way to its accelerators took. Of a forked process
+    only the latter."""
+    overhead_is_own: bool = True
+    """The driver has told of this very process. False: by so much more of its accelerators is in use than before."""
     modules: list[str] = dataclasses.field(default_factory=list)
     """Modules of the model's family that it has (`is_warmable`), so that a nursery may have them, too."""
 
@@ -421,6 +430,9 @@ class Pulse:
     largest: list[int] = dataclasses.field(default_factory=list)
     """The most that steps have had so far: `[tokens of one prompt, sequences, tokens of a sequence up to its end]`; of
     texts without an answer the third is the first. Empty: not said."""
+    seen: list[int] = dataclasses.field(default_factory=list)
+    """The most of images that steps have had so far: `[tokens of one, images whose features were there at once]`.
+    Empty: none yet."""
     cache_used: int = 0
     """Tokens whose keys and values running sequences hold; what several of them share counts once."""
     cache_reusable: int = 0

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker import contract, estimate
 from worker.engine import architectures, engine, grammar, loader, lockstep, memory, slices, staging
+from worker.engine.overhead import ASSUMED_BYTES
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
 
@@ -65,7 +66,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
         weights=[weights] * ranks,
         context=[context] * ranks,
         compute=[step] * ranks,
-        runtime=[memory.CUDA_CONTEXT_BYTES + lockstep.NCCL_BYTES] * ranks,
+        runtime=[(options.overhead or ASSUMED_BYTES) + lockstep.NCCL_BYTES] * ranks,
         host=ranks * host + grammars,
         inherited=inherited,
     )

@@ -53,6 +53,7 @@ from worker.engine import (
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Table
+from worker.engine.overhead import ASSUMED_BYTES
 from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
@@ -133,7 +134,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             weights=[shard.weights for shard in shards],
             context=[shard.context for shard in shards],
             compute=[shard.compute + shard.on_device + CUBLAS_WORKSPACE_BYTES for shard in shards],
-            runtime=[memory.CUDA_CONTEXT_BYTES] * len(shards),
+            runtime=[options.overhead or ASSUMED_BYTES] * len(shards),
             host=runtime + CUDA_HOST_BYTES + (sum(shard.weights for shard in shards) if converts else 0),
             inherited=inherited,
         )
@@ -155,7 +156,8 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
     host = runtime + CUDA_HOST_BYTES + staging.RING_BYTES + traced.images + (weights if traced.converts else 0)
-    return _one_shard(weights, context, compute, memory.CUDA_CONTEXT_BYTES, host=host, inherited=inherited)
+    beside = options.overhead or ASSUMED_BYTES
+    return _one_shard(weights, context, compute, beside, host=host, inherited=inherited)
 
 
 def trace(options: contract.ModelOptions, config: Any) -> Traced:

@@ -62,9 +62,13 @@ class Devices:
         self._suspect = False
         self._notes: list[str] = []
         self._problems: dict[DeviceId, str] = {}
+        self.driver = ""
+        """Version of the accelerators' driver; empty: there is none."""
         found: list[Found] = []
         try:
             pynvml.nvmlInit()
+            with contextlib.suppress(pynvml.NVMLError):
+                self.driver = str(pynvml.nvmlSystemGetDriverVersion())
             found, self._notes = _enumerate()
         except pynvml.NVMLError as error:
             self._notes.append(f"no accelerator: {_explain(error)}")

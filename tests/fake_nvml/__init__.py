@@ -62,11 +62,14 @@ class Driver:
         self.state = state
         self.show(cards)
 
-    def show(self, cards: Sequence[Card], *, init: int = 0, boot: int = 0, has_v2: bool = True) -> None:
+    def show(
+        self, cards: Sequence[Card], *, init: int = 0, boot: int = 0, has_v2: bool = True, lists: bool = True
+    ) -> None:
         """From now on these are the cards. `init`: NVML error code of nvmlInit; `boot`: another number than before: the
-        driver was reloaded meanwhile; `has_v2`: a driver of today.
+        driver was reloaded meanwhile; `has_v2`: a driver of today; `lists`: it says which processes use a card.
         """
-        text = f"init {init}\nboot {boot}\nv2 {int(has_v2)}\n" + "".join(card.to_text() for card in cards)
+        head = f"init {init}\nboot {boot}\nv2 {int(has_v2)}\nlists {int(lists)}\n"
+        text = head + "".join(card.to_text() for card in cards)
         draft = self.state.with_suffix(".draft")
         draft.write_text(text)
         draft.replace(self.state)

@@ -5,6 +5,7 @@
  *     init CODE                    what nvmlInit returns (0: success)
  *     boot N                       another number: the driver was reloaded, and wants nvmlInit again
  *     v2 0|1                       whether version 2 of the memory call exists
+ *     lists 0|1                    whether processes are listed; in most containers they are not
  *     device KEY=VALUE ... name=TEXT TO THE END OF THE LINE
  *     instance KEY=VALUE ... name=...          a MIG instance of the device above it
  *
@@ -27,7 +28,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, NO_FUNCTION = 13 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, SHORT = 7, NO_FUNCTION = 13 };
 enum { MOST = 64, DEAD = 1024 };
 
 typedef struct {
@@ -39,10 +40,11 @@ typedef struct {
 
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } MemoryV2;
+typedef struct { unsigned int pid; unsigned long long used; unsigned int instance, compute; } Process;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Device devices[MOST];
-static int count, init_code, has_v2, boot, users, users_boot;
+static int count, init_code, has_v2, lists, boot, users, users_boot;
 static int readings[MOST];
 static struct timespec written;
 static ino_t inode;
@@ -71,6 +73,7 @@ static void parse(char *line, int *cards) {
     if (!strcmp(word, "init")) { init_code = atoi(rest); return; }
     if (!strcmp(word, "boot")) { boot = atoi(rest); return; }
     if (!strcmp(word, "v2")) { has_v2 = atoi(rest); return; }
+    if (!strcmp(word, "lists")) { lists = atoi(rest); return; }
     if (count == MOST) return;
     Device *device = &devices[count++];
     memset(device, 0, sizeof *device);
@@ -88,7 +91,7 @@ static void refresh(void) {
     const char *path = getenv("FAKE_NVML");
     struct stat facts;
     FILE *file = path ? fopen(path, "r") : NULL;
-    count = 0; init_code = 0; has_v2 = 1; boot = 0;
+    count = 0; init_code = 0; has_v2 = 1; lists = 1; boot = 0;
     if (!file) { init_code = 9; return; } /* driver not loaded */
     if (!fstat(fileno(file), &facts)
         && (facts.st_ino != inode || facts.st_mtim.tv_sec != written.tv_sec
@@ -132,10 +135,12 @@ static int lingers(long pid, const Device *device) {
     return dead[i].readings++ < device->late;
 }
 
-static unsigned long long claimed(const Device *device) {
+/* Bytes of the device that processes hold; those that live are put into `found`, `room` of them at most. */
+static unsigned long long claimed(const Device *device, Process *found, unsigned int room, unsigned int *living) {
     char path[4096], line[256], uuid[96];
     unsigned long long total = 0, bytes;
     snprintf(path, sizeof path, "%s.d", getenv("FAKE_NVML"));
+    *living = 0;
     DIR *folder = opendir(path);
     if (!folder) return 0;
     struct dirent *entry;
@@ -146,10 +151,14 @@ static unsigned long long claimed(const Device *device) {
         snprintf(name, sizeof name, "%s/%s", path, entry->d_name);
         FILE *file = fopen(name, "r");
         if (!file) continue;
-        while (fgets(line, sizeof line, file))
-            if (sscanf(line, "%95s %llu", uuid, &bytes) == 2 && !strcmp(uuid, device->uuid)
-                && (is_alive(pid) || lingers(pid, device)))
-                total += bytes;
+        while (fgets(line, sizeof line, file)) {
+            if (sscanf(line, "%95s %llu", uuid, &bytes) != 2 || strcmp(uuid, device->uuid)) continue;
+            int lives = is_alive(pid);
+            if (!lives && !lingers(pid, device)) continue;
+            total += bytes;
+            if (lives && *living < room) found[*living] = (Process){(unsigned int)pid, bytes, 0, 0};
+            *living += lives;
+        }
         fclose(file);
     }
     closedir(folder);
@@ -199,6 +208,7 @@ static int measure(void *handle, MemoryV2 *memory) {
         if (!device) return INVALID_ARGUMENT;
     }
     if (device->error) return device->error;
+    unsigned int living;
     char *text = device->used;
     for (int i = readings[device - devices]++; i > 0; i--) {
         char *next = strchr(text, ',');
@@ -207,7 +217,7 @@ static int measure(void *handle, MemoryV2 *memory) {
     }
     memory->total = device->total;
     memory->reserved = device->reserved;
-    memory->used = strtoull(text, NULL, 10) + claimed(device);
+    memory->used = strtoull(text, NULL, 10) + claimed(device, NULL, 0, &living);
     memory->free = memory->total - memory->reserved > memory->used ? memory->total - memory->reserved - memory->used : 0;
     return SUCCESS;
 }
@@ -272,6 +282,29 @@ int nvmlDeviceGetName(void *handle, char *text, unsigned int length) {
     if (!code && !device) code = INVALID_ARGUMENT;
     if (!code) snprintf(text, length, "%s", device->name);
     return leave(code);
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    int code = enter();
+    if (code) return leave(code);
+    for (int i = 0; i < count; i++)
+        if (!strcmp(devices[i].uuid, uuid)) { *handle = (void *)(long)(i + 1); return leave(devices[i].lookup); }
+    return leave(NOT_FOUND);
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *room, Process *found) {
+    int code = enter();
+    Device *device = at(handle);
+    unsigned int living = 0, had = *room;
+    if (!code && !device) code = INVALID_ARGUMENT;
+    if (!code && lists) claimed(device, found, found ? had : 0, &living);
+    *room = living;
+    return leave(code ? code : living > had ? SHORT : SUCCESS);
+}
+
+int nvmlSystemGetDriverVersion(char *text, unsigned int length) {
+    snprintf(text, length, "999.1");
+    return SUCCESS;
 }
 
 int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *memory) {

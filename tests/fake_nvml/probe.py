@@ -1,7 +1,8 @@
 """A process that opens `Devices` and says what it sees, one JSON line for each line on its stdin.
 
 `read` reads all devices; `name TEXT` asks which device TEXT is; `place TEXT...` asks for a worker's environment there;
-`occupy UUID BYTES` holds memory of a card.
+`occupy UUID BYTES` holds memory of a card; `worker NAME` asks, as a worker does, what is in use on a device and by this
+process.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 from router.launchers.devices import Devices
 from tests import fake_nvml
+from worker.engine.driver import Nvml
 
 
 def main() -> None:
@@ -30,6 +32,7 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
             "names": [each.name for each in readings],
             "problems": {str(device): problem for device, problem in devices.problems.items()},
             "notes": list(devices.notes),
+            "driver": devices.driver,
             "pools": {str(device): str(devices.pool(device) or device) for device in devices.ids},
         }
     if verb == "name":
@@ -39,6 +42,8 @@ def answer(devices: Devices, verb: str, *words: str) -> Any:
             return f"error: {error}"
     if verb == "place":
         return devices.environment([devices.device_id(word) for word in words])
+    if verb == "worker":
+        return {"used": Nvml().used(words[0]), "own": Nvml().own(words[0])}
     fake_nvml.occupy(Path(os.environ["FAKE_NVML"]), words[0], int(words[1]))
     return None
 

@@ -230,3 +230,30 @@ async def test_a_slow_driver_is_waited_for_and_readings_follow_its_words(driver:
     async with probing(driver) as probe:
         used = [(await probe.read())["readings"]["cuda:0"]["used"] for _ in range(3)]
     assert used == [9 * GIB, 4 * GIB, 4 * GIB]
+
+
+async def test_a_worker_learns_from_the_driver_what_it_holds_itself_under_whatever_name_it_has_the_card(
+    driver: Driver,
+) -> None:
+    async with probing(driver, {"CUDA_VISIBLE_DEVICES": f"{C.uuid},0"}) as worker:
+        before = [await worker.ask("worker cuda:0"), await worker.ask("worker cuda:1")]
+        await worker.ask(f"occupy {C.uuid} {3 * GIB}")
+        holding = await worker.ask("worker cuda:0")
+        driver.show([A, B, C], lists=False)
+        in_a_container = await worker.ask("worker cuda:0")
+        nowhere = await worker.ask("worker cuda:2")
+    assert before == [{"used": GIB, "own": None}, {"used": 3 * GIB, "own": None}], "its own share counts as used"
+    assert holding == {"used": 4 * GIB, "own": 3 * GIB}
+    assert in_a_container == {"used": 4 * GIB, "own": None}
+    assert nowhere == {"used": None, "own": None}
+
+
+async def test_a_worker_without_a_driver_is_told_nothing(driver: Driver) -> None:
+    async with probing(driver) as worker:
+        driver.show([A], init=fake_nvml.DRIVER_NOT_LOADED)
+        assert await worker.ask("worker cuda:0") == {"used": None, "own": None}
+
+
+async def test_the_driver_says_its_version(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        assert (await probe.read())["driver"] == "999.1"

@@ -18,10 +18,6 @@ from router.estimate import (
     INHERITED_SHARE,
     KERNEL_BYTES,
     LEAST_BESIDE,
-    RUNTIME_DEVICE,
-    RUNTIME_DEVICE_HOST,
-    RUNTIME_FORKED,
-    RUNTIME_HOST,
     SAFETY_FACTOR,
     STAGING_BYTES,
     TOKENIZER_BYTES,
@@ -39,6 +35,7 @@ from router.facts import (
     WrongQuantization,
     effective_ctx,
 )
+from router.overhead import RUNTIME_DEVICE, RUNTIME_DEVICE_HOST, RUNTIME_FORKED, RUNTIME_HOST, Overhead
 from router.presets import Preset
 from router.weights import weight_bytes
 from worker import contract
@@ -252,7 +249,7 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     assert one.host == 0
     assert (one.source, one.sure) == ("static", False)
     assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
-    two = estimate(QWEN3_4B, preset(), layers=(16, 20), on_host=False, runtime=7 * MIB)
+    two = estimate(QWEN3_4B, preset(), layers=(16, 20), on_host=False, overhead=Overhead(device=7 * MIB))
     assert two.runtime == (7 * MIB, 7 * MIB)
     assert sum(two.weights) == 8_044_936_192
     assert two.weights[1] == (20 * 100_930_816 + 2560) * 2, "the embeddings, and so the head, are on the first"

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from router import checkpoint, remote
+from router.calibration import Calibration
 from router.cli import main
-from router.estimate import RUNTIME_FORKED, RUNTIME_HOST
+from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
 from router.remote import RemoteError
 from router.snapshots import Snapshots
 from tests.children import Child
 from worker import contract
 
+MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
@@ -194,6 +196,19 @@ def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pyt
     executed = estimate(capsys, folder, "--no-nursery")[1]
     assert (forked["forked"], executed["forked"]) == (True, False)
     assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
+
+
+def test_what_a_worker_measured_without_its_model_is_counted_with_and_said_to_be_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--no-nursery", "--state-dir", str(tmp_path / "own")]
+    assumed = estimate(capsys, *words)[1]
+    Calibration(tmp_path / "own" / "estimates.json").record_overhead("cpu", Overhead(host=MIB), forked=False)
+    measured = estimate(capsys, *words)[1]
+    assert (assumed["runtime_source"], measured["runtime_source"]) == ("assumed", "measured")
+    assert assumed["runtime"] - measured["runtime"] == RUNTIME_HOST - SERVING_HOST - MIB
+    main(["estimate", *words])
+    assert "libraries (measured on main memory)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

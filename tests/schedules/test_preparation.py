@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from router.estimate import RUNTIME_HOST
 from router.facts import Checkpoint
 from router.launchers import WorkerLost
 from router.limits import Limits
+from router.overhead import RUNTIME_HOST
 from router.preparation import LONGEST_PAUSE, LOOK_INTERVAL, PAUSE, QUIET, Preparation
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule

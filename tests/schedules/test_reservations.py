@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from router.commands import serve_fields, threads
+from router.commands import options, serve_fields, threads
 from router.errors import LoadFailed
 from router.estimate import SAFETY_FACTOR, estimate
 from router.faces.llama_server import status
 from router.launchers import WorkerLost
+from router.ledger import LOCAL, DeviceId
+from router.overhead import RUNTIME_DEVICE, RUNTIME_DEVICE_HOST, SERVING_HOST
 from router.presets import Preset
 from router.worker import Worker
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
@@ -180,16 +182,49 @@ async def test_a_model_whose_context_is_no_longer_than_a_chunk_has_been_at_its_p
 
 
 @virtual
-async def test_a_model_that_sees_is_never_thought_to_have_been_at_its_peak() -> None:
+async def test_a_model_that_sees_has_been_at_its_peak_once_it_has_seen_its_largest_images_at_once() -> None:
     world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
-    world.files.facts = replace(LLAMA, capabilities=("chat", "completion", "vision"), tower=10 * MIB, picture_tokens=64)
+    sight = {"capabilities": ("chat", "completion", "vision"), "tower": 40 * MIB, "picture_tokens": 1000}
+    world.files.facts = replace(LLAMA, **sight, hidden=1024)
+    to_come = []
+    for seen in ([], [500, 1], [1000, 1], [999, 4]):
+        await world.ask("a")
+        world.launcher.say("a", replace(pulse(NEEDS, largest=(512, 4, 1023)), seen=seen))
+        await leave(world, "a")
+        await world.ask("a")
+        costs = only(world, "a").costs
+        assert costs is not None
+        to_come.append(costs.estimate.total - NEEDS)
+        await leave(world, "a")
+    no_image, small, one_at_a_time, all_at_once = to_come
+    assert no_image > small > 20 * MIB, "what the tower computes with is to come"
+    assert small > one_at_a_time > 4 * MIB, "and the features of three more"
+    assert all_at_once == 0
+    await world.stop()
+
+
+GPU = DeviceId(LOCAL, 0)
+
+
+@virtual
+async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_there_and_for_their_caps() -> None:
+    said = {"cuda:0": 300 * MIB, "cpu": 700 * MIB}
+    models = {name: FakeModel(shards=(5 * GIB,), host=GIB, overhead=said) for name in "ab"}
+    world = Schedule(dict.fromkeys("ab", 0), totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False,
+                     keys={"b": {"parallel": 3}})  # fmt: skip
     await world.ask("a")
-    world.launcher.say("a", pulse(NEEDS, largest=(512, 4, 1023)))
-    await leave(world, "a")
-    await world.ask("a")
-    costs = only(world, "a").costs
-    assert costs is not None
-    assert costs.estimate.total > NEEDS + 10 * MIB, "nobody has shown it an image yet"
+    first = only(world, "a").costs
+    assert first is not None
+    assert (first.estimate.runtime, first.estimate.overhead.device) == ((RUNTIME_DEVICE,), 0)
+    await world.ask("b")
+    worker = only(world, "b")
+    assert worker.costs is not None
+    found = worker.costs.estimate
+    assert (found.source, found.runtime) == ("static", (300 * MIB,))
+    assert found.host == first.estimate.host - RUNTIME_DEVICE_HOST + 700 * MIB + SERVING_HOST
+    for kind in (contract.Serve, contract.Estimate):
+        fields = {"listen": ""} if kind is contract.Serve else {}
+        assert options(worker, kind, **fields).overhead == 300 * MIB, "its cap is made of the same figure"
     await world.stop()
 
 

@@ -35,6 +35,7 @@ from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.linears import Linears
 from worker.engine.lockstep import Leader
+from worker.engine.overhead import overhead
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Pick, has_penalties, sample
@@ -72,6 +73,8 @@ class Prepared:
     tokenizer: transformers.PreTrainedTokenizerBase
     built: loader.Built | None = None
     """The model, but for its weights: the nursery had it."""
+    imported: int = 0
+    """Bytes of main memory that the imports took; 0: a nursery's."""
 
 
 class TransformersEngine:
@@ -91,6 +94,7 @@ class TransformersEngine:
         linears: Linears | None = None,
         adapters: Adapters | None = None,
         encoder: encoders.Loaded | None = None,
+        tower: Tower | None = None,
         vision: Eyes | None = None,
         blind: str = TEXT_ONLY,
         ahead: bool = False,
@@ -135,6 +139,7 @@ class TransformersEngine:
                 linears=linears,
                 grammars=self._grammars,
                 adapters=adapters,
+                tower=tower,
                 ahead=ahead,
             )
         else:
@@ -154,15 +159,16 @@ class TransformersEngine:
         _check(options)
         torch.set_num_threads(options.threads)
         memory.keep_small()
+        imported = 0 if memory.inheritance.is_heir else memory.resident()
         if (made := shelf.find(options)) is not None:
             over("config")
             over("tokenizer")
-            return Prepared(made.config, made.tokenizer, made.built)
+            return Prepared(made.config, made.tokenizer, made.built, imported)
         config = loader.load_config(options)
         over("config")
         tokenizer = loader.load_tokenizer(options)
         over("tokenizer")
-        return Prepared(config, tokenizer)
+        return Prepared(config, tokenizer, imported=imported)
 
     @classmethod
     def load(
@@ -185,8 +191,7 @@ class TransformersEngine:
         """
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
-        loader.devices_of(options)
-        memory.cap(options.devices[: 1 if options.tensor_parallel > 1 else None], options.reserved)
+        _come_to_devices(options, prepared.imported)
         with loader.own_code("its model", runs=loader.is_own_code(options, prepared.config)):
             if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
                 if options.tensor_parallel > 1:
@@ -256,6 +261,8 @@ class TransformersEngine:
             progress(contract.Progress(stage="warmup", total=chunk))
             if loaded.device.type != "cpu" and options.warm_up:
                 warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
+            if share is None:
+                overhead.look()
             records = loaded.device.type == "cuda" and not options.enforce_eager
             if loaded.split is not None:
                 log.info(
@@ -264,6 +271,7 @@ class TransformersEngine:
                 )
             elif isinstance(backend, PackedRunner) and records and share is None:
                 runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
+                overhead.look()  # recorded graphs are part of what this model takes, and not of what any would
         except (NotImplementedError, backends.Unsupported) as error:
             raise StartError(
                 f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
@@ -294,6 +302,7 @@ class TransformersEngine:
             pace=pace,
             linears=linears,
             adapters=adapters,
+            tower=tower,
             vision=eyes,
             blind=blind,
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
@@ -323,6 +332,7 @@ class TransformersEngine:
             if not memory.is_exhausted(error):
                 raise
             raise memory.start_error("one step", loaded.device, error) from error
+        overhead.look()
         over("warmup")
         return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, encoder=loaded)
 
@@ -673,6 +683,23 @@ def _adapters(options: contract.Serve) -> list[contract.AdapterSource]:
         return contract.decode_adapters(options.adapters)
     except ValueError as error:
         raise StartError(str(error), Exit.USAGE) from None
+
+
+def _come_to_devices(options: contract.Serve, imported: int) -> None:
+    """See that the devices are here, hold torch to what is reserved, and note what the way there takes. `imported`:
+    bytes of main memory that the imports took."""
+    accelerators = [name for name in options.devices if name != "cpu"]
+    if options.tensor_parallel > 1:
+        accelerators = accelerators[:1]  # each rank comes to its own
+    before = memory.resident()
+    overhead.begin(accelerators if options.tensor_parallel == 1 else (), options.overhead)
+    loader.devices_of(options)
+    memory.cap(accelerators, options.reserved)
+    for name in accelerators:
+        torch.cuda.synchronize(torch.device(name))  # takes the context
+    host = imported + (memory.resident() - before if accelerators else 0)
+    if host > 0 and options.tensor_parallel == 1:
+        overhead.said["cpu"] = host
 
 
 def context_size(options: contract.ModelOptions, positions: int) -> int:

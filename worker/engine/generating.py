@@ -35,6 +35,7 @@ from worker.engine.sampler import Likelihood, Sampled
 from worker.engine.scheduler import Batch, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
 from worker.engine.steploop import Outbox, Report
+from worker.engine.vision import Tower
 from worker.errors import RequestError, SequenceFailed
 from worker.generation import Delta, Finish, Prefill, Timings, TokenLogprob
 
@@ -116,12 +117,14 @@ class Generating:
         linears: Linears | None = None,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
+        tower: Tower | None = None,
         ahead: bool = False,
     ):
-        """`ahead`: run ahead; worth it where the host need not do the computing itself."""
+        """`tower`: of a runner that takes images; `ahead`: run ahead; worth it where the host need not do the computing
+        itself."""
         self._runner, self._outbox, self._piece, self._grammars = runner, outbox, piece, grammars
         self._capacity, self._chunk, self._pace, self._linears = capacity, chunk, pace, linears
-        self._adapters = adapters
+        self._adapters, self._tower = adapters, tower
         self._scheduler = Scheduler(capacity, chunk, adapters.slots if adapters is not None else None)
         self._choices: dict[int, Choice] = {}
         self._prefill_tokens = self._decode_tokens = 0
@@ -195,6 +198,7 @@ class Generating:
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             largest=(self._most_prompt, self._most_rows, self._most_end),
+            seen=self._tower.largest if self._tower is not None else (0, 0),
             cache_used=max(0, sum(sequence.computed for _, sequence in places) - self._capacity.shared),
             cache_reusable=self._capacity.reusable,
             cache_total=self._capacity.tokens,

@@ -21,6 +21,7 @@ from worker.engine import attention, backends, loader, memory, slices
 from worker.engine.attention import Pool
 from worker.engine.kv_cache import Blocks, Run, Table
 from worker.engine.memory import upload
+from worker.engine.overhead import overhead
 from worker.engine.peers import Peers
 from worker.engine.runner import Chores, PackedRunner
 from worker.engine.scheduler import Batch
@@ -163,6 +164,7 @@ def follow(options: contract.Serve, link: Link) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     config = loader.load_config(options)
     device = loader.device_of(options, link.rank)
+    overhead.begin((), options.overhead)  # it is told, and does not measure: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
     share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
     implementation = backends.implementation(options.attention, config, (str(device),))

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from worker.contract import Exit
+from worker.engine.overhead import overhead
 from worker.errors import RankLost, StartError
 
-CUDA_CONTEXT_BYTES = 512 << 20
-"""A guess (published figures: 100 to 600 MiB by card and driver); a process cannot see its own context's size."""
 _LOOK_INTERVAL = 10.0
 """Seconds between two looks at what is shared with a nursery."""
 _MOST_STRETCHES = 64
@@ -45,8 +44,13 @@ def measured(devices: Sequence[str]) -> dict[str, int]:
     peaks = {"cpu": max(0, _peak_resident() - inheritance.bytes())}
     for name in devices:
         if name != "cpu":
-            peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + CUDA_CONTEXT_BYTES
+            peaks[name] = torch.cuda.max_memory_reserved(torch.device(name)) + overhead.bytes(name)
     return peaks
+
+
+def resident() -> int:
+    """Bytes of main memory that this process has now, shared ones included."""
+    return _status("VmRSS")
 
 
 def mapped() -> int:
@@ -105,6 +109,11 @@ class Inheritance:
         self.modules = len(sys.modules)
         with suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def is_heir(self) -> bool:
+        """Whether this process was forked, and can tell."""
+        return self._pagemap >= 0
 
     def bytes(self) -> int:
         """Still shared with the parent; not older than some seconds."""
@@ -171,8 +180,14 @@ def cap(devices: Sequence[str], reserved: str) -> None:
         if name != "cpu" and name in bytes_by_device:
             device = torch.device(name)
             total = torch.cuda.get_device_properties(device).total_memory
-            share = max(bytes_by_device[name] - CUDA_CONTEXT_BYTES, 0) / total
-            torch.cuda.set_per_process_memory_fraction(min(max(share, 0.01), 1.0), device)
+            share = allocator_share(bytes_by_device[name], overhead.bytes(name), total)
+            torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def allocator_share(reserved: int, beside: int, total: int) -> float:
+    """Of a device of `total` bytes, what torch's allocator may have so that the process keeps to `reserved` with what
+    it takes `beside` that. Never nothing: a worker that gets nowhere at all could not even say so."""
+    return min(max((reserved - beside) / total, 0.01), 1.0)
 
 
 def is_exhausted(error: BaseException) -> bool:

@@ -40,6 +40,7 @@ class Report:
     decode_tokens: int = 0
     """Counted since the start."""
     largest: tuple[int, int, int] = (0, 0, 0)
+    seen: tuple[int, int] = (0, 0)
     cache_used: int = 0
     cache_reusable: int = 0
     cache_total: int = 0
@@ -219,6 +220,7 @@ class StepLoop:
                 measured=self._measured(),
                 later=later,
                 largest=list(report.largest),
+                seen=list(report.seen) if any(report.seen) else [],
                 mapped=memory.mapped(),
                 parallel=report.parallel,
                 prefill_rate=self._prefill.since(report.prefill_tokens, at),

@@ -246,6 +246,8 @@ class Tower:
         self._model, self._token, self._device = model, token, device
         self._words = model.get_input_embeddings()
         self._seen: dict[Picture, torch.Tensor] = {}
+        self.largest = 0, 0
+        """As in `contract.Pulse.seen`."""
 
     def features(self, picture: Picture) -> torch.Tensor:
         """`[tokens, hidden]`: what stands in the place of the picture's tokens."""
@@ -275,6 +277,8 @@ class Tower:
             features = self._seen.get(picture)
             if features is None:
                 features = self._seen[picture] = self.features(picture).to(embedded.dtype)
+                longest, most = self.largest
+                self.largest = max(longest, len(features)), max(most, len(self._seen))
             first = 0
             for begin, length in picture.runs:
                 low, high = max(begin, start), min(begin + length, end)

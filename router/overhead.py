@@ -1,0 +1,63 @@
+"""What a process takes whatever its model, by the type of its device: measured there once, and remembered. Law: PURE.
+
+The first worker on a device of a type measures it as it loads (worker/engine/overhead.py); from then on every estimate
+for that type, driver and these versions counts with that. Until then constants stand for it.
+"""
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+RUNTIME_HOST = 420 * MIB
+"""Resident bytes of a worker process on main memory beside its model: 367 MiB once ready with a model of half a MiB
+(torch 2.13 for the CPU, transformers 5.23, Python 3.11; a third of it mapped libraries), and what serving adds: packing
+buffers of the matrix library and the interpreter's growth, 10 to 45 MiB seen."""
+
+RUNTIME_FORKED = 96 * MIB
+"""Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
+half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by."""
+
+RUNTIME_DEVICE = 512 * MIB
+"""Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
+
+RUNTIME_DEVICE_HOST = 1536 * MIB
+"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries. A guess until measured."""
+
+SERVING_HOST = 64 * MIB
+"""What is not there yet when a process has its imports: 15 MiB come until it is ready with a small model (395 MiB were
+imports, by its own word), 10 to 45 with service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Bytes; 0: nobody has measured that yet."""
+
+    device: int = 0
+    """Of each accelerator, beyond what torch's allocator holds: context and libraries."""
+    host: int = 0
+    """Of main memory, once a process has its imports and its way to its device; of one that was forked only the
+    latter, as it shares the imports with its nursery."""
+
+    @property
+    def on_device(self) -> int:
+        """What to count with on each accelerator."""
+        return self.device or RUNTIME_DEVICE
+
+    def on_host(self, *, forked: bool) -> int:
+        """What to count with for a worker on main memory, its tokenizer left out."""
+        if forked:
+            return RUNTIME_FORKED
+        return self.host + SERVING_HOST if self.host else RUNTIME_HOST
+
+    def beside_device(self, *, forked: bool) -> int:
+        """What to count with on main memory for a worker on accelerators, likewise."""
+        if not self.host:
+            return RUNTIME_DEVICE_HOST
+        return self.host + (RUNTIME_FORKED if forked else SERVING_HOST)
+
+
+UNKNOWN = Overhead()
+
+__all__ = [
+    "RUNTIME_DEVICE", "RUNTIME_DEVICE_HOST", "RUNTIME_FORKED", "RUNTIME_HOST", "UNKNOWN", "Overhead",
+]  # fmt: skip

@@ -1,0 +1,103 @@
+"""What a process takes whatever its model: measured once for a type of device, remembered, and counted with since."""
+
+import json
+from pathlib import Path
+
+from router import divided, estimate
+from router.calibration import Calibration
+from router.overhead import (
+    RUNTIME_DEVICE,
+    RUNTIME_DEVICE_HOST,
+    RUNTIME_FORKED,
+    RUNTIME_HOST,
+    SERVING_HOST,
+    UNKNOWN,
+    Overhead,
+)
+from router.presets import Preset
+from tests.schedules.worlds import LLAMA
+from worker import contract
+from worker.engine.overhead import ASSUMED_BYTES
+
+MIB = 1 << 20
+CARD = "NVIDIA Fake A"
+MEASURED = Overhead(device=300 * MIB, host=900 * MIB)
+PRESET = Preset(id="a")
+
+
+def test_until_somebody_has_measured_constants_stand_for_it_and_both_sides_have_the_same() -> None:
+    assert RUNTIME_DEVICE == ASSUMED_BYTES
+    assert UNKNOWN.on_device == RUNTIME_DEVICE
+    assert (UNKNOWN.on_host(forked=False), UNKNOWN.on_host(forked=True)) == (RUNTIME_HOST, RUNTIME_FORKED)
+    assert UNKNOWN.beside_device(forked=False) == RUNTIME_DEVICE_HOST
+
+
+def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
+    guessed = estimate.estimate(LLAMA, PRESET, on_host=False)
+    known = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
+    assert (guessed.runtime, known.runtime) == ((RUNTIME_DEVICE,), (300 * MIB,))
+    assert guessed.host - known.host == RUNTIME_DEVICE_HOST - (900 * MIB + SERVING_HOST)
+    assert known.overhead == MEASURED
+    assert (known.weights, known.context, known.compute) == (guessed.weights, guessed.context, guessed.compute)
+    split = estimate.estimate(LLAMA, PRESET, layers=(1, 1), on_host=False, overhead=MEASURED)
+    assert split.runtime == (300 * MIB, 300 * MIB)
+    on_host = [estimate.estimate(LLAMA, PRESET, on_host=True, overhead=each) for each in (UNKNOWN, Overhead(host=MIB))]
+    assert on_host[0].runtime[0] - on_host[1].runtime[0] == RUNTIME_HOST - MIB - SERVING_HOST
+
+
+def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
+    found = divided.estimate(LLAMA, PRESET, 2, on_host=False, overhead=MEASURED)
+    assert found.runtime == (300 * MIB + divided.NCCL_BYTES,) * 2
+
+
+def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
+    said = contract.Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=5 * MIB)
+    exact = estimate.exact(said, PRESET)
+    first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
+    assert estimate.kept(exact, first).runtime == (300 * MIB,)
+    assert estimate.kept(exact, first).weights == (9,)
+    measured = estimate.learned(first, (10 * MIB,), 5 * MIB)
+    assert estimate.kept(measured, first).shards == (10 * MIB,), "which was measured as a whole"
+
+
+def test_it_is_remembered_by_type_of_device_driver_and_birth(tmp_path: Path) -> None:
+    file = tmp_path / "estimates.json"
+    Calibration(file, driver="550.54").record_overhead(CARD, MEASURED, forked=False)
+    again = Calibration(file, driver="550.54")
+    assert again.overhead(CARD, forked=False) == MEASURED
+    assert again.overhead(CARD, forked=True) == UNKNOWN
+    assert again.overhead("NVIDIA Fake B", forked=False) == UNKNOWN
+    assert Calibration(file, driver="560.1").overhead(CARD, forked=False) == UNKNOWN
+    [words] = json.loads(file.read_text())["overhead"]
+    assert words.startswith(f"{CARD}, driver 550.54, torch ")
+
+
+def test_it_rises_at_once_and_falls_slowly(tmp_path: Path) -> None:
+    known = Calibration(tmp_path / "estimates.json")
+    for device in (300, 400, 300):
+        known.record_overhead(CARD, Overhead(device=device * MIB), forked=False)
+    assert known.overhead(CARD, forked=False).device == 375 * MIB
+
+
+def test_a_difference_is_believed_once_two_loads_agree_on_it(tmp_path: Path) -> None:
+    known = Calibration(tmp_path / "estimates.json")
+
+    def say(device: int) -> int:
+        known.record_overhead(CARD, Overhead(device * MIB, 900 * MIB), forked=False, is_own=False)
+        return known.overhead(CARD, forked=False).device // MIB
+
+    assert [say(300), say(1500), say(310), say(320)] == [0, 0, 0, 320]
+    assert say(3000) == 320, "somebody else came meanwhile"
+    assert known.overhead(CARD, forked=False).host == 900 * MIB, "that is this process's own figure in any case"
+
+
+def test_a_file_from_before_there_was_such_a_record_is_no_damage(tmp_path: Path) -> None:
+    file = tmp_path / "estimates.json"
+    Calibration(file).record_load("a", 3.0)
+    body = json.loads(file.read_text())
+    del body["overhead"]
+    file.write_text(json.dumps(body))
+    known = Calibration(file)
+    assert (known.load_seconds("a"), known.overhead(CARD, forked=False)) == (3.0, UNKNOWN)
+    file.write_text(json.dumps({**body, "overhead": {key: [3] for key in ("a", "b")}}))
+    assert Calibration(file).overhead("cpu", forked=False) == UNKNOWN
