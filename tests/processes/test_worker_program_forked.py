@@ -17,6 +17,7 @@ from router import checkpoint, divided
 from router.estimate import Estimate, estimate, exact
 from router.launchers import NotForked, Program, WorkerLost
 from router.launchers.local import LocalWorker
+from router.overhead import Overhead
 from router.presets import Preset
 from tests import tiny
 from tests.children import await_end
@@ -171,14 +172,17 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
     async with launcher.serve(program, command, {CPU: GIB}, listen) as worker:
         assert worker.forked == forked
-        at_ready, later = worker.measured[CPU], worker.ready.later
+        at_ready, later, overhead = worker.measured[CPU], worker.ready.later, worker.ready.overhead
         await fill(worker)
         while not pulses.empty():
             pulses.get_nowait()
         last = await asyncio.wait_for(pulses.get(), 30)
     peak = last.measured["cpu"]
     assert at_ready < peak, "something was really used"
-    for each in (static, exact(traced[forked], said, forked=forked)):
+    assert set(overhead) == (set() if forked else {"cpu"}), "a forked one shares its imports"
+    remembered = Overhead(host=overhead.get("cpu", 0))
+    known = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked, overhead=remembered)
+    for each in (static, known, exact(traced[forked], said, forked=forked)):
         most = peak + last.later
         assert most <= each.total <= 1.3 * most, f"{each.source}: {most >> 20} MiB of {segments(each)}"
     assert last.later < later, "the tables for grammars are there now"

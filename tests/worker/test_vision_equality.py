@@ -123,6 +123,17 @@ async def test_another_image_makes_another_text(engine: TransformersEngine) -> N
     assert one.tokens == again.tokens != other.tokens
 
 
+async def test_the_engine_says_which_images_it_has_seen_at_most(engine: TransformersEngine) -> None:
+    text, count = PROMPTS["one image"]
+    asked = await request(engine, text, PICTURES[:count])
+    await tell(engine, asked)
+    assert asked.pictures is not None
+    assert engine._generating is not None
+    tokens, images = engine._generating.report().seen
+    assert tokens >= asked.pictures.each[0].tokens > 1
+    assert 1 <= images <= 3, "there are three rows"
+
+
 async def test_choices_share_the_images_of_their_prompt(engine: TransformersEngine, reference: Reference) -> None:
     text, count = PROMPTS["two images side by side"]
     _, answer = reference.answer(text, PICTURES[:count])
