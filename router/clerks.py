@@ -29,7 +29,7 @@ from router.errors import (
     QueueFull,
     QueueTimeout,
 )
-from router.estimate import RUNTIME_FORKED, RUNTIME_HOST, TOKENIZER_BYTES, picture_bytes
+from router.estimate import TOKENIZER_BYTES, picture_bytes
 from router.events import Event
 from router.facts import EstimateError
 from router.fleet import Fleet
@@ -39,6 +39,7 @@ from router.ledger import HOST, LOCAL, DeviceId
 from router.life import Again
 from router.lifecycle import State, advance
 from router.model import Model
+from router.overhead import RUNTIME_FORKED, RUNTIME_HOST
 from router.presets import Preset
 from router.worker import Worker
 from worker import contract

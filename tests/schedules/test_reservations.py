@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,11 @@ async def test_a_model_whose_context_is_no_longer_than_a_chunk_has_been_at_its_p
 @virtual
 async def test_a_model_that_sees_has_been_at_its_peak_once_it_has_seen_its_largest_images_at_once() -> None:
     world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
-    sight = {"capabilities": ("chat", "completion", "vision"), "tower": 40 * MIB, "picture_tokens": 1000}
+    sight: dict[str, Any] = {
+        "capabilities": ("chat", "completion", "vision"),
+        "tower": 40 * MIB,
+        "picture_tokens": 1000,
+    }
     world.files.facts = replace(LLAMA, **sight, hidden=1024)
     to_come = []
     for seen in ([], [500, 1], [1000, 1], [999, 4]):
