@@ -192,6 +192,6 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 FleetMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTheFleetAsAStateMachine = FleetMachine.TestCase
