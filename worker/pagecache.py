@@ -22,6 +22,10 @@ STRETCH = 16 << 20
 READERS = 4
 """Threads that read what is not in the page cache. Measured on 2.3 GB of a virtual disk: 1.6 GB/s with one, 2.9 with
 four."""
+PIECE = 8 << 20
+"""Bytes that are written at once, from a multiple of it to the next. What is written so lies in the page cache in pages
+of 2 MiB, where the file system has such, and in those of 4 KiB otherwise. Measured on 2.3 GB (ext4, Linux 6.18): mapped
+within 2 ms instead of 70 to 340, unmapped within 1 instead of 30."""
 _SCRATCH = 4 << 20
 _TOLD_INTERVAL = 0.1
 """Seconds between two reports of progress."""
@@ -62,6 +66,40 @@ def read(descriptor: int, start: int, length: int) -> None:
         for offset in range(start, start + length, _SCRATCH):
             if not os.preadv(descriptor, [scratch], offset):
                 return
+
+
+class Pieces:
+    """A file that is written in order, from some place on, in large pieces."""
+
+    def __init__(self, descriptor: int, at: int = 0):
+        self.written = at
+        """Where what has been written ends."""
+        self._descriptor = descriptor
+        self._kept = bytearray()
+
+    @property
+    def end(self) -> int:
+        """Where what was appended ends."""
+        return self.written + len(self._kept)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Raises OSError if a piece cannot be written."""
+        rest = memoryview(data)
+        while rest:
+            room = PIECE - self.end % PIECE
+            self._kept += rest[:room]
+            if len(rest) >= room:
+                self.flush()
+            rest = rest[room:]
+
+    def flush(self) -> None:
+        """Write what is kept back, however little it is. Raises OSError."""
+        rest = memoryview(self._kept)
+        while rest:
+            count = os.pwrite(self._descriptor, rest, self.written)
+            rest = rest[count:]
+            self.written += count
+        self._kept = bytearray()
 
 
 class Reading(Generic[Stretch]):

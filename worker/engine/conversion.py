@@ -26,6 +26,7 @@ from worker import contract
 from worker.contract import Exit
 from worker.engine import loader, packing, weights
 from worker.errors import StartError
+from worker.pagecache import Pieces
 
 Say = Callable[[contract.Event], None]
 
@@ -382,12 +383,14 @@ class Sink:
         self._told = told
         self._end = 0
         self._synced = 0
+        """Up to there it is on the disk."""
         self._places: dict[_Key, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self._names: dict[_Key, str] = {}
         self._descriptor = -1
 
     def __enter__(self) -> "Sink":
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._pieces = Pieces(self._descriptor, self._room)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -423,7 +426,10 @@ class Sink:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._room - 8:
             raise StartError(f"the names of {len(self._places)} tensors take {len(text)} bytes; it is left to loads")
-        self._write((self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8), 0)
+        self._pieces.flush()
+        head = Pieces(self._descriptor)
+        head.append((self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8))
+        head.flush()
         os.fsync(self._descriptor)
         return self._end
 
@@ -435,18 +441,12 @@ class Sink:
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
             for start in range(0, len(flat), _STRETCH):
                 stretch = flat[start : start + _STRETCH]
-                self._write(stretch.numpy().data, self._room + self._end)
+                self._pieces.append(stretch.numpy().data)
                 self._end += len(stretch)
-                if self._end - self._synced >= _SYNCED:
+                if self._pieces.written - self._synced >= _SYNCED:
                     os.fdatasync(self._descriptor)
-                    self._synced = self._end
-                    self._told(self._end)
-
-    def _write(self, data: memoryview | bytes, offset: int) -> None:
-        rest = memoryview(data)
-        while rest:
-            count = os.pwrite(self._descriptor, rest, offset)
-            rest, offset = rest[count:], offset + count
+                    self._synced = self._pieces.written
+                    self._told(self._synced - self._room)
 
 
 __all__ = ["PART", "convert", "is_converted_by_loads"]
