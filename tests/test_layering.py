@@ -80,14 +80,14 @@ WORKER = [
     "worker.engine.split",
     "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
-    "  worker.engine.pace  worker.engine.packing",
+    "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot",
     "worker.engine.scheduler  worker.engine.kernels",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.readout"
     "  worker.engine.layout  worker.engine.claims  worker.engine.batching  worker.engine.alignment"
     "  worker.engine.cache_types",
-    "worker.engine.slots  worker.engine.overhead",
+    "worker.engine.slots  worker.engine.overhead  worker.engine.faults",
     "worker.engine.driver",
     "worker.chat  worker.parts  worker.tools",
     "worker.detokenize  worker.sampling  worker.constraints  worker.families  worker.adapting  worker.telling"

@@ -1,26 +1,31 @@
 """A clerk: a worker with a model's tokenizer and without the model.
 
 It answers what only turns texts and chats into tokens, and tokens into text, for a model that is not loaded and may not
-be: by the code by which its worker would, and so in the same words. It reads no weights and looks at no device.
+be: by the code by which its worker would, and so in the same words. It reads no weights and looks at no device. Law: no
+torch, which would be three quarters of its memory and of its start; only who prepares images needs it, or runs code of
+a snapshot's own, and one that is forked has it.
 """
 
 import asyncio
+import json
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from worker import contract, leash
-from worker.engine import encoders, layout, loader, memory, vision
-from worker.engine.engine import Prepared, TransformersEngine
+from worker.engine import architectures, layout
 from worker.errors import UnsupportedByModel
 from worker.generation import Delta, Encoding, Generation, Occupancy, Text, Vision
 from worker.images import TEXT_ONLY
 from worker.server import Server
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PULSE_INTERVAL = 1.0
 """Seconds; a clerk whose loop hangs is noticed by it."""
@@ -32,22 +37,34 @@ class Clerk:
     encoding: Encoding | None = None
     occupancy = Occupancy(steps=0, running=0, waiting=0)
 
-    def __init__(self, options: contract.Serve, prepared: Prepared):
+    def __init__(self, options: contract.Serve):
         """Raises StartError for what no worker could be, either."""
-        self.tokenizer: PreTrainedTokenizerBase = prepared.tokenizer
+        from worker.engine import snapshot  # late: with the libraries of tokenizers
+
+        config, tokenizer = _read(options)
+        self.tokenizer = tokenizer
         self.ctx_size = options.ctx_size
         self.vision: Vision | None = None
         self.blind = TEXT_ONLY
-        self.capabilities = _capabilities(options, prepared.config)
+        self.capabilities = _capabilities(options, config)
         if "completion" not in self.capabilities:
-            encoders.settle(self.tokenizer, Path(options.snapshot))
-            return
-        self.vision, self.blind = vision.counting(options, prepared.config, self.tokenizer)
+            snapshot.settle(tokenizer, Path(options.snapshot))
+        elif config.model_type in architectures.VISION:
+            from worker.engine import vision  # late: it has torch
+
+            self.vision, self.blind = vision.counting(options, config, tokenizer)
+        else:
+            self.blind = architectures.why_blind(config)
         if self.vision is not None:
             self.capabilities |= {"vision"}
 
     @property
     def measured(self) -> dict[str, int]:
+        if not _has_torch():
+            with open("/proc/self/statm", encoding="ascii") as file:
+                return {"cpu": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
+        from worker.engine import memory  # late: it has torch
+
         return memory.measured(("cpu",))
 
     async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
@@ -79,11 +96,41 @@ def _refuse() -> NoReturn:
     raise UnsupportedByModel("only the tokenizer of this model is here; load it with POST /models/load")
 
 
-def _capabilities(options: contract.Serve, config: object) -> frozenset[str]:
+def _has_torch() -> bool:
+    return sys.modules.get("torch") is not None
+
+
+def _do_without_torch(options: contract.Serve) -> None:
+    """Before any library is imported: to those that come there is no torch, unless it is needed, or here already."""
+    try:
+        stated = json.loads((Path(options.snapshot) / "config.json").read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        stated = ""  # whoever reads it next says what is wrong
+    is_plain = stated not in architectures.VISION and "model_type" not in options.config_override
+    if is_plain and not options.trust_remote_code and "torch" not in sys.modules:
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it lacks torch
+        sys.modules["torch"] = None  # type: ignore[assignment]  # what importlib takes for: there is none
+
+
+def _read(options: contract.Serve) -> "tuple[Any, PreTrainedTokenizerBase]":
+    """The model's configuration and tokenizer. Raises StartError."""
+    from worker.engine import snapshot  # late: with the libraries of tokenizers
+
+    if _has_torch():
+        from worker.engine.shelf import shelf  # late: it has torch
+
+        if (made := shelf.find(options)) is not None:
+            return made.config, made.tokenizer
+    return snapshot.load_config(options), snapshot.load_tokenizer(options)
+
+
+def _capabilities(options: contract.Serve, config: Any) -> frozenset[str]:
     """What its worker could do, which says why a chat cannot be counted for it; `vision` aside."""
-    if loader.is_cross_encoder(options, config):
+    from worker.engine import snapshot  # late: with the libraries of tokenizers
+
+    if snapshot.is_cross_encoder(options, config):
         return frozenset({"rerank"})
-    if not loader.is_embedder(options, config):
+    if not snapshot.is_embedder(options, config):
         return frozenset({"completion"})
     is_pooled = bool(layout.read(Path(options.snapshot), options.pooling).steps)
     return frozenset({"embedding", "rerank"} if is_pooled else {"embedding"})
@@ -93,7 +140,8 @@ async def serve(command: contract.Serve, tied: leash.Leash) -> None:
     """Returns once it has been asked to stop and its running answers have ended. Raises StartError."""
     began = time.monotonic()
     tied.say(contract.Progress(stage="start"))
-    clerk = Clerk(command, TransformersEngine.prepare(command))
+    _do_without_torch(command)
+    clerk = Clerk(command)
     server = Server(clerk, clerk.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
     told = asyncio.Event()
@@ -118,5 +166,3 @@ async def serve(command: contract.Serve, tied: leash.Leash) -> None:
         except TimeoutError:
             pass
     await server.close()
-    if isinstance(clerk.vision, vision.Eyes):
-        clerk.vision.close()

@@ -74,14 +74,16 @@ QUESTIONS: list[tuple[str, Any]] = [
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def forking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    """A router that loads nothing unasked, and forks, with a model for texts, one that sees, and one that embeds."""
+    """A router that loads nothing unasked, with a model for texts, one that sees, and one that embeds. Only the second
+    is forked, and has torch: nobody forks what has an environment of its own."""
     folder = tmp_path_factory.mktemp("models")
     tiny.make("llama", folder / "chat")
     tiny_vision.make("llava", folder / "eyes")
     embedder = tiny.make("bert-embed", folder / "embed")
     (embedder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256, "do_lower_case": True}))
-    lines = ["[*]", "autoload = off", *(f"[{name}]\nmodel = {folder / name}" for name in ("eyes", "embed"))]
-    lines += ["[chat]", f"model = {folder / 'chat'}", f"chat-template = {TEMPLATE}"]
+    lines = ["[*]", "autoload = off", "[eyes]", f"model = {folder / 'eyes'}"]
+    lines += ["[embed]", "env.A = B", f"model = {folder / 'embed'}"]
+    lines += ["[chat]", "env.A = B", f"model = {folder / 'chat'}", f"chat-template = {TEMPLATE}"]
     (folder / "models.ini").write_text("\n".join(lines) + "\n")
     async with router("--models-preset", str(folder / "models.ini"), "--nursery", folder=folder) as up:
         await up.says("is warm")
@@ -153,7 +155,7 @@ async def test_counting_never_loads_whoever_is_killed_and_dies_with_the_router(s
         assert await up.workers() == {}
         assert 'router_clerks{model="a"} 1.0' in (await up.client.get("/metrics")).text
         first = (await clerks(up))["a"]
-        assert 0 < first["measured"]["cpu"] < 512 << 20
+        assert 0 < first["measured"]["cpu"] < 160 << 20, "torch alone would be more"
         os.kill(first["pid"], signal.SIGKILL)
         again = await asyncio.gather(*(post(CHAT, json=question) for _ in range(8)))
         assert {each.status_code for each in again} == {200}

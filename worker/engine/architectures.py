@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from worker.images import TEXT_ONLY
+
 PAGED = frozenset(
     {
         "cohere",
@@ -169,3 +171,13 @@ def positions(config: Any) -> int:
     if limit and config.model_type in _OFFSET_POSITIONS:
         return limit - int(config.pad_token_id or 0) - 1
     return limit
+
+
+def why_blind(config: Any) -> str:
+    """Why a model of none of VISION takes no images, for people."""
+    if getattr(config, "vision_config", None) is None:
+        return TEXT_ONLY
+    return (
+        f"images for architecture {config.model_type!r} are not supported by this version: the model is served for"
+        f" text; those of {', '.join(sorted(VISION))} are"
+    )

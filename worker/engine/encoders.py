@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import normalizers
 
 from worker import contract
 from worker.engine import architectures, flash, layout, loader, memory
 from worker.engine.linears import Linears
 from worker.engine.pooling import CrossEncoder, Embedder, Encoder, Head, activation
+from worker.engine.snapshot import settle
 from worker.errors import StartError
 from worker.generation import Encoding, Text
 
@@ -110,14 +110,3 @@ def make(
     if device.type != "cpu":
         head.to(device)
     return Embedder(model, device, head.eval().requires_grad_(False), pad=pad), encoding
-
-
-def settle(tokenizer: transformers.PreTrainedTokenizerBase, snapshot: Path) -> None:
-    """Have `tokenizer` read all letters as small ones, if the snapshot's files want that. Raises StartError."""
-    if not layout.lowercases(snapshot):
-        return
-    if not tokenizer.is_fast:
-        raise StartError("sentence_bert_config.json wants do_lower_case, which this kind of tokenizer cannot be told")
-    backend = tokenizer.backend_tokenizer
-    before = [] if backend.normalizer is None else [backend.normalizer]
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])

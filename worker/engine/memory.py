@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from worker.contract import Exit
+from worker.engine.faults import is_exhausted as is_exhausted
+from worker.engine.faults import is_sticky as is_sticky
+from worker.engine.faults import one_line as one_line
 from worker.engine.overhead import overhead
-from worker.errors import RankLost, StartError
+from worker.errors import StartError
 
 _LOOK_INTERVAL = 10.0
 """Seconds between two looks at what is shared with a nursery."""
@@ -190,13 +193,6 @@ def allocator_share(reserved: int, beside: int, total: int) -> float:
     return min(max((reserved - beside) / total, 0.01), 1.0)
 
 
-def is_exhausted(error: BaseException) -> bool:
-    """Whether `error` says that memory, of the device or of the host, could not be had."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
 def start_error(what: str, device: torch.device, error: BaseException) -> StartError:
     """What to end with if there was no room for `what`."""
     exit = Exit.HOST_MEMORY if device.type == "cpu" else Exit.DEVICE_MEMORY
@@ -204,19 +200,3 @@ def start_error(what: str, device: torch.device, error: BaseException) -> StartE
         f"no memory for {what} on {device}: {one_line(error)}; lower ctx-size, parallel or kv-tokens, or free memory",
         exit,
     )
-
-
-def one_line(error: BaseException, most: int = 240) -> str:
-    """What `error` says, for a message of one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def is_sticky(error: BaseException) -> bool:
-    """Whether after `error` nothing can be computed by this process any more: its CUDA context is unusable, or a rank
-    of its model is lost."""
-    if isinstance(error, RankLost | StartError):
-        return True
-    if is_exhausted(error):
-        return False
-    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))

@@ -86,7 +86,7 @@ class Processor:
         """Raises Blind if images cannot be served, with the reason for people."""
         sight = architectures.VISION.get(config.model_type)
         if sight is None:
-            raise Blind(_why_not(config))
+            raise Blind(architectures.why_blind(config))
         if not options.limit_images:
             raise Blind("this model is served without images; set limit-images in its preset")
         if importlib.util.find_spec("PIL") is None:
@@ -318,15 +318,6 @@ def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
         elif each != token and begin is not None:
             yield begin, place - begin
             begin = None
-
-
-def _why_not(config: Any) -> str:
-    if getattr(config, "vision_config", None) is None:
-        return images.TEXT_ONLY
-    return (
-        f"images for architecture {config.model_type!r} are not supported by this version: the model is served for"
-        f" text; those of {', '.join(sorted(architectures.VISION))} are"
-    )
 
 
 def _load(folder: Path, config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> Any:
