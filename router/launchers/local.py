@@ -103,16 +103,14 @@ class LocalLauncher:
         python_argv: Sequence[str] = PYTHON_ARGV,
         nursery: bool = False,
         nursery_pause: float = FIRST_PAUSE,
-        nursery_timeout: float = nurseries.ANSWER_TIMEOUT,
-        nursery_interval: float = nurseries.CALL_INTERVAL,
     ):
         """`environ`: the router's own environment, of which an allow-list is handed on; `beside`: a folder in which
         routers of this machine tell each other what they set aside; `on_reading` is called on the
         loop after each new reading; `sample_interval`: seconds between them; `download_silence`: seconds without any
         event after which a download counts as dead; `estimate_timeout`: seconds that an estimate may take in all;
         `python_argv`: how the worker program is started, the interpreter first; `nursery`: whether
-        workers are forked where that is possible; `nursery_pause`, `nursery_timeout`, `nursery_interval`: seconds until
-        one that died is replaced for the first time, for an answer of it, and until an idle one is called."""
+        workers are forked where that is possible; `nursery_pause`: seconds until one that died is replaced for the first
+        time."""
         self._environ = dict(environ)
         self._offline = offline
         self._hf_token = hf_token
@@ -133,8 +131,6 @@ class LocalLauncher:
         self._watching: asyncio.Task[None] | None = None
         self._wants_nursery = nursery
         self._nursery_pause = nursery_pause
-        self._nursery_timeout = nursery_timeout
-        self._nursery_interval = nursery_interval
         self._nursing: asyncio.Task[None] | None = None
         self._refused_at = -math.inf
         """When a nursery would not fork, by the loop's clock."""
@@ -431,8 +427,6 @@ class LocalLauncher:
             env,
             log=Log(nurseries.NAME, nurseries.NAME),
             on_warm=lambda: self.on_nursery(),
-            answer_timeout=self._nursery_timeout,
-            call_interval=self._nursery_interval,
         )
         self._children[tag] = child = self.nursery.child
         try:

@@ -30,6 +30,8 @@ ANSWER_TIMEOUT = 20.0
 """Seconds for an answer to an order. A fork takes 10 ms; the import of a family's code before it, seconds at most."""
 CALL_INTERVAL = 10.0
 """Seconds until one of which nobody wants anything is called: two packets, 0.1 ms of a processor."""
+STOPPED_INTERVAL = 1.0
+"""Seconds between two looks at one that owes an answer: whether it was stopped, and so cannot have begun."""
 LATE = 1.0
 """Seconds by which our own timer may be late before its silence counts: else it may have been ours, too."""
 MODULES_AT_ONCE = 100
@@ -74,7 +76,8 @@ class Nursery:
         self._call_interval = call_interval
         self._is_called = False
         """It owes us a sign of life."""
-        self._due = 0.0
+        self._until = self._due = 0.0
+        """When its silence counts, and when it is looked at next."""
         self._timer: asyncio.TimerHandle | None = None
         child.on_event = self._hear
         child.exited.add_done_callback(self._exited)
@@ -200,9 +203,14 @@ class Nursery:
             self._arm()
 
     def _arm(self) -> None:
+        """From now on it is silent."""
+        self._until = self._loop.time() + (self._answer_timeout if self._owes else self._call_interval)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._due = self._loop.time() + (self._answer_timeout if self._owes else self._call_interval)
+        self._due = min(self._until, self._loop.time() + STOPPED_INTERVAL) if self._owes else self._until
         self._timer = self._loop.call_at(self._due, self._look)
 
     def _look(self) -> None:
@@ -217,6 +225,8 @@ class Nursery:
             self._arm()
         elif late > LATE:  # we slept, or were stopped, and perhaps it was, too
             self._arm()
+        elif self._due < self._until and not _is_stopped(self.pid):
+            self._set_timer()
         else:
             self._miss()
 
@@ -286,6 +296,15 @@ class Nursery:
             code = os.waitstatus_to_exitcode(status)
             # where the kernel had not heard yet whom to end with the nursery, it has seen for itself that it lost it
             tell(KILLED if code == contract.Exit.ORPHANED else code)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody has sent that process SIGSTOP, or the like (proc_pid_stat(5), field 3)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or we have no descriptor left
+        return False
 
 
 __all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "Nursery", "NurseryRefused"]
