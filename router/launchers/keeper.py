@@ -219,6 +219,9 @@ class Keeper:
         self._lost: dict[int, asyncio.Future[None]] = {}
         """Of what is held: done once it is no longer."""
         self._rest = b""
+        self._dying: dict[subprocess.Popen[bytes], int] = {}
+        """Those that were killed and are not reaped yet, and what is readable once they may be (pidfd_open(2)): one
+        that waits for a disk which does not answer ends when that does, and nobody waits for it."""
         self._untold = bytearray()
         """Of orders that its pipe had no room for: it hears them between two chunks, and we never wait for it."""
 
@@ -252,9 +255,13 @@ class Keeper:
             self._drop(id)
 
     def close(self) -> None:
-        """Returns once it has ended; at most some seconds."""
+        """Returns once all that were started have ended; at most some seconds."""
         if self._process is not None:
             self._bury()
+        for process in tuple(self._dying):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSE_TIMEOUT)
+            self._reap(process)
 
     def _order(self, files: Sequence[str], *, lock: bool) -> int:
         self._ids += 1
@@ -350,11 +357,10 @@ class Keeper:
         loop.remove_reader(process.stdout.fileno())
         loop.remove_writer(process.stdin.fileno())
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, with a disk that does not answer
-            process.wait(CLOSE_TIMEOUT)
         process.stdin.close()
         process.stdout.close()
-        self._gone(process.pid)
+        self._dying[process] = watch = os.pidfd_open(process.pid)
+        loop.add_reader(watch, self._reap, process)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(KeeperFailed("the keeper has ended"))
@@ -362,6 +368,13 @@ class Keeper:
         for lost in self._lost.values():
             if not lost.done():
                 lost.set_result(None)
+
+    def _reap(self, process: "subprocess.Popen[bytes]") -> None:
+        watch = self._dying.pop(process)
+        asyncio.get_running_loop().remove_reader(watch)
+        os.close(watch)
+        process.poll()
+        self._gone(process.pid)
 
 
 if __name__ == "__main__":

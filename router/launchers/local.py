@@ -109,8 +109,8 @@ class LocalLauncher:
         loop after each new reading; `sample_interval`: seconds between them; `download_silence`: seconds without any
         event after which a download counts as dead; `estimate_timeout`: seconds that an estimate may take in all;
         `python_argv`: how the worker program is started, the interpreter first; `nursery`: whether
-        workers are forked where that is possible; `nursery_pause`: seconds until one that died is replaced for the first
-        time."""
+        workers are forked where that is possible; `nursery_pause`: seconds until one that died is replaced for the
+        first time."""
         self._environ = dict(environ)
         self._offline = offline
         self._hf_token = hf_token
