@@ -5,16 +5,14 @@ has not heard is told before the next request that it gets, so that no request m
 router does.
 """
 
-import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from router.errors import WorkerCrashed
-from router.wire import WireError
+from router.profiles import put
 from router.worker import Worker
 from router.world import Files
 from worker.contract import AdapterSource
-from worker.routes import ADAPTERS_PATH, TOKEN_HEADER
+from worker.routes import ADAPTERS_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +37,16 @@ async def tell(worker: Worker, files: Files) -> dict[str, str]:
         if worker.told == wanted:
             return {}
         body = {"adapters": [asdict(each) for each in files.adapters(preset)], "default": preset.default_lora}
-        problems = await _put(worker, json.dumps(body).encode())
+        status, said = await put(worker, ADAPTERS_PATH, body)
+        try:
+            if status != 200:
+                raise ValueError(said)
+            problems = {str(name): str(why) for name, why in said["problems"].items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            message = f"{preset.id}: its worker could not be told of its adapters ({str(error)[:200]}); ask again"
+            raise WorkerCrashed(message) from None
         worker.told = wanted
         return problems
-
-
-async def _put(worker: Worker, body: bytes) -> dict[str, str]:
-    process = worker.process
-    assert process is not None, "it is ready"
-    headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
-    exchange = process.wire.begin("PUT", ADAPTERS_PATH, headers, body)
-    try:
-        await exchange.head()
-        answer = b""
-        while part := await exchange.read():
-            answer += part
-        said: Any = json.loads(answer)
-        if exchange.status != 200:
-            raise ValueError(said)
-        return {str(name): str(why) for name, why in said["problems"].items()}
-    except (WireError, ValueError, KeyError, AttributeError, TypeError) as error:
-        message = f"{worker.preset.id}: its worker could not be told of its adapters ({str(error)[:200]}); ask again"
-        raise WorkerCrashed(message) from None
-    finally:
-        exchange.close()
 
 
 __all__ = ["Registered", "tell"]

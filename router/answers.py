@@ -491,6 +491,7 @@ COMPONENTS: Mapping[str, Schema] = {
             "processor_seconds": NUMBER,
             "estimate": shape({"source": TEXT}, {"note": TEXT}),
             "memory": _MEMORY,
+            "shares": several(TEXT),
         },
     ),
     "Model": shape(

@@ -386,7 +386,7 @@ class App:
         autoload = flag(asked, "autoload") if asked else None
         if autoload is None and route.loads is not Loads.FOLLOWS:
             autoload = False
-        preset = self._site.fleet.model(id).preset
+        preset = self._site.members.find(id).preset
         timeout = self._site.settings.timeout if preset.request_timeout is None else preset.request_timeout
         call = Call(
             route=route,
@@ -399,14 +399,14 @@ class App:
             read=read,
             timeout=max(0.0, timeout),
             adapter=adapter,
-            asked=name if named is None and name != id else "",
+            asked=name if named is None else "",
         )
         shown = f"{id}@{adapter}" if adapter else id
         headers = {"X-Router-Model": shown, **_own_headers(errand.id)}
         record = Record(errand.id, id, route.name, errand.client, key.name, time.time(), arrived)
         self._requests.began(record)
         try:
-            with self._site.access.running(key, lambda: self._site.fleet.turnover(id)):
+            with self._site.access.running(key, lambda: self._site.members.turnover(id)):
                 errand.answer = record.answer = answer = self._proxy.answer(errand.outlet, call, headers)
                 await self._proxy.forward(answer)
             assert answer.status is not None
@@ -535,8 +535,11 @@ class App:
         name = _asked(request).get("model")
         if not name and key.models:
             raise Forbidden("this key may see some models only; name one with ?model=")
-        id = self._site.model(key, name).preset.id if name else None
-        return web.Response(body=self._metrics.render(id), headers={"Content-Type": CONTENT_TYPE})
+        about: tuple[str, ...] = ()
+        if name:
+            listed = self._site.model(key, name)
+            about = listed.id, listed.model.preset.id
+        return web.Response(body=self._metrics.render(*about), headers={"Content-Type": CONTENT_TYPE})
 
     async def _props(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.props(self._site, key, _asked(request)))

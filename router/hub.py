@@ -24,8 +24,8 @@ from router.errors import (
     ModelNotFound,
 )  # fmt: skip
 from router.events import Event
-from router.fleet import Model
 from router.lifecycle import State
+from router.members import Listed
 from router.presets import Found, Preset, repository
 from router.settings import Key
 from router.site import Site
@@ -56,28 +56,29 @@ class Hub:
     async def _fetch(self, text: str) -> tuple[str, Worker | None]:
         site = self.site
         id, found = self._meant(text)
-        is_new = id not in site.fetched or id not in site.fleet.models
+        is_new = id not in site.fetched or id not in site.members.listed
         if is_new:
             try:
                 await site.add(id, found=found)
             except Duplicate:
                 raise BadRequest(f"model '{id}' already exists", param="model") from None
-        model = site.fleet.model(id)
+        listed = site.members.find(id)
+        model = listed.model
         if any(not worker.retired.is_set() for worker in model.workers):
             raise BadRequest(f"model '{id}' already exists: it is being fetched", param="model")
-        if site.files.find(model.preset) is not None:
+        if site.files.find(listed.preset) is not None:
             if not is_new:
                 raise BadRequest(f"model '{id}' already exists", param="model")
             site.events.append("listed", id)
             return id, None
-        worker = site.fleet.fetch(id)
+        worker = site.fleet.fetch(model.preset.id)
         async for event in self.follow(worker):
             if event.kind == "progress":
                 return id, worker
         try:
             self.check(worker)
         except ApiError:
-            if is_new and site.fleet.models.get(id) is model:
+            if is_new and (now := site.members.listed.get(id)) is not None and now.model is model:
                 site.remove(id, "requested")
             raise
         return id, worker
@@ -125,17 +126,17 @@ class Hub:
     async def pull(self, key: Key, name: str) -> "Pull":
         """Like `fetch`, of a model that may be listed, here, or coming already. Raises BadRequest, LoadBackoff."""
         try:
-            model = self.site.model(key, name)
+            listed = self.site.model(key, name)
         except ModelNotFound:
             _, worker = await self.fetch(name)
             return Pull(worker, began=True)
-        worker = model.open
+        worker = listed.model.open
         if worker is not None and worker.state is State.DOWNLOADING:
             return Pull(worker, began=False)
-        if worker is not None or self.site.files.find(model.preset) is not None:
+        if worker is not None or self.site.files.find(listed.preset) is not None:
             return Pull(None, began=False)
-        self.site.files.download(model.preset)  # may be forbidden
-        return Pull(self.site.fleet.fetch(model.preset.id), began=True)
+        self.site.files.download(listed.preset)  # may be forbidden
+        return Pull(self.site.fleet.fetch(listed.model.preset.id), began=True)
 
     @contextmanager
     def wanted(self, pull: "Pull") -> Iterator[None]:
@@ -167,26 +168,26 @@ class Hub:
         Returns once they are gone; running requests get the time of a drain first. What is begun goes on if the caller
         leaves. Raises ModelNotFound, BadRequest for a model of another source, InUse if a preset needs the files.
         """
-        model = self.site.model(key, name)
-        if model.preset.source != "cache":
-            where = "a preset" if model.preset.source == "preset" else "--models-dir"
+        listed = self.site.model(key, name)
+        if listed.preset.source != "cache":
+            where = "a preset" if listed.preset.source == "preset" else "--models-dir"
             raise BadRequest(
-                f"model '{model.preset.id}' comes from {where}: only downloaded ones can be deleted; take it out there",
+                f"model '{listed.id}' comes from {where}: only downloaded ones can be deleted; take it out there",
                 param="model",
             )
-        if found := await users(self.site, model.preset):
-            raise InUse(f"the files of '{model.preset.id}' are used by {', '.join(found)}; change that preset first")
-        await self._to_its_end(self._delete(model))
+        if found := await users(self.site, listed.preset):
+            raise InUse(f"the files of '{listed.id}' are used by {', '.join(found)}; change that preset first")
+        await self._to_its_end(self._delete(listed))
 
-    async def _delete(self, model: Model) -> None:
-        site, preset = self.site, model.preset
-        if site.fleet.models.get(preset.id) is not model:
+    async def _delete(self, listed: Listed) -> None:
+        site, preset = self.site, listed.preset
+        if (now := site.members.listed.get(preset.id)) is None or now.model is not listed.model:
             raise ModelNotFound(f"model '{preset.id}' is gone already", param="model")
         site.leaving.add(preset.id)
         try:
             for worker in site.remove(preset.id, "requested"):
                 await worker.stopped.wait()
-            others = [other.preset for other in site.fleet.models.values() if other.preset.repo == preset.repo]
+            others = [other.preset for other in site.members.listed.values() if other.preset.repo == preset.repo]
             keep = {Path(folder).name for other in others if (folder := site.files.find(other)) is not None}
             cache, repo, revision = site.settings.hub_cache, preset.repo, preset.revision
             await asyncio.to_thread(hubcache.remove, cache, repo, revision, keep=keep, alone=not others)
@@ -218,7 +219,7 @@ class Pull:
 
 async def users(site: Site, preset: Preset) -> list[str]:
     """Models of other sources that need the files of this one, which is of the cache."""
-    others = [each.preset for each in site.fleet.models.values() if each.preset.source != "cache"]
+    others = [each.preset for each in site.members.listed.values() if each.preset.source != "cache"]
     near = [other for other in others if other.path or other.tokenizer or other.repo == preset.repo]
     return await asyncio.to_thread(_users, site, preset, near) if near else []
 

@@ -1,6 +1,7 @@
 """Prometheus: a fold over the event log, and gauges read off the fleet when somebody asks.
 
-Durations are seconds, sizes bytes. `model` is a configured name or `unknown`.
+Durations are seconds, sizes bytes. `model` is a configured name or `unknown`; of what is counted by worker, all names
+that share it (`a,b`), so that nothing counts twice.
 """
 
 import asyncio
@@ -179,16 +180,19 @@ class Metrics:
             self._downloaded.labels(model).inc(max(0, done - before[1]))
         self._fetched[model] = worker, done
 
-    def render(self, model: str | None = None) -> bytes:
-        """The text of all metrics; with `model` its own only, plus llama-server's unlabelled names."""
+    def render(self, model: str | None = None, member: str = "") -> bytes:
+        """The text of all metrics; with `model` its own only, and those of the fleet's `member` that serves it (itself,
+        unless told), plus llama-server's unlabelled names, which are about the worker."""
         if model is None:
             return generate_latest(self._registry)
+        member = member or model
+        labels = [f'model="{_escape(id)}"' for id in {model, member}]
         lines = [
             line
             for line in generate_latest(self._registry).decode().splitlines()
-            if line.startswith("#") or f'model="{_escape(model)}"' in line
+            if line.startswith("#") or any(label in line for label in labels)
         ]
-        return "\n".join([*lines, *self._llama_server(model)]).encode() + b"\n"
+        return "\n".join([*lines, *self._llama_server(member)]).encode() + b"\n"
 
     def _llama_server(self, model: str) -> Iterator[str]:
         worker = self._fleet.models[model].open if model in self._fleet.models else None

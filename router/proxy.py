@@ -20,18 +20,19 @@ from typing import Protocol, TypeVar
 from urllib.parse import quote
 
 from router import adapters
-from router.clerks import Clerks
-from router.errors import ApiError, ModelNotLoaded, RequestTimeout, WorkerCrashed
+from router.errors import ApiError, ModelNotFound, ModelNotLoaded, RequestTimeout, WorkerCrashed
 from router.fleet import Fleet
 from router.launchers import WorkerProcess
 from router.lease import Lease
 from router.life import lost_error
 from router.lifecycle import State
+from router.members import Members, by_name
 from router.wire import Exchange, NotHttp, WireError
 from worker.routes import (
     ADAPTER_HEADER,
     ASKED_HEADER,
     IGNORED_FIELDS_HEADER,
+    PROFILE_HEADER,
     REQUEST_HEADERS,
     REQUEST_ID_HEADER,
     RESPONSE_HEADERS,
@@ -79,7 +80,7 @@ class Call:
     adapter: str = ""
     """The adapter that it names beside its body."""
     asked: str = ""
-    """The model's name as the client said it, where that is neither its id nor in the body."""
+    """The model's name as the client said it, where that is not in the body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,8 @@ class Answer:
     """The status of what went wrong after the status line had been sent."""
     lease: Lease | None = None
     """The hold of the attempt that runs, or ran last."""
+    profile = ""
+    """Under which its worker is to answer it; empty: under none."""
     queued: float | None = None
     loaded: float | None = None
     """Seconds that the last attempt waited for others, and for its own load; None: it waits, or never did."""
@@ -317,9 +320,9 @@ class _Limit:
 class Proxy:
     """Forwards calls to the workers of one fleet, and to the clerks beside it."""
 
-    def __init__(self, fleet: Fleet, pace: Pace, clerks: Clerks):
-        self._fleet = fleet
-        self._clerks = clerks
+    def __init__(self, members: Members, pace: Pace):
+        self._members = members
+        self._fleet = members.fleet
         self._pace = pace
         self._limits: dict[_Limit, float] = {}
         """Those of requests whose time is up in a while, and when that is."""
@@ -354,7 +357,8 @@ class Proxy:
             log.info("%s: the client is gone", call.request_id)
             raise asyncio.CancelledError from None
         except ApiError as error:
-            await _fail(answer, error)
+            lease = answer.lease
+            await _fail(answer, error if lease is None else by_name(error, lease.model.preset.id, call.model))
 
     def _watch(self, limit: "_Limit", left: float) -> None:
         """Have `limit` pass in `left` seconds, or where that is far, up to LOOK later."""
@@ -375,13 +379,19 @@ class Proxy:
         self._look = loop.call_later(LOOK, self._look_at_limits) if self._limits else None
 
     async def _attempts(self, answer: Answer) -> None:
-        """One resend on a new lease if a worker is lost before the client has anything of its answer."""
+        """One resend on a new lease if a worker is lost before the client has anything of its answer, or its name came
+        to be served by another one while it waited."""
+        lost: ApiError
         try:
             await self._attempt(answer)
             return
         except Unanswered as unanswered:
             lost = unanswered.error
             log.info("%s: %s; sent once more", answer.call.request_id, lost.message)
+        except ModelNotFound as gone:
+            if answer.lease is None or self._members.find(answer.call.model).model is answer.lease.model:
+                raise
+            lost = gone
         try:
             await self._attempt(answer)
         except Unanswered as unanswered:
@@ -391,11 +401,11 @@ class Proxy:
 
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
-        lessor = self._clerks if call.route.counts else self._fleet
-        with lessor.lease(call.model, autoload=call.autoload) as lease:
+        with self._members.lease(call.model, autoload=call.autoload, counts=call.route.counts) as lease:
             answer.lease = lease
             before = time.monotonic()
             process = await self._ready(lease, answer)
+            answer.profile = call.model if await self._members.prepare(lease.worker, call.model) else ""
             if lease.worker.preset.adapter_slots:
                 await adapters.tell(lease.worker, self._fleet.files)
             waited = time.monotonic() - before
@@ -656,6 +666,8 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
     headers[TOKEN_HEADER] = f"Bearer {token}"
     if answer.call.adapter:
         headers[ADAPTER_HEADER] = quote(answer.call.adapter, safe="")
+    if answer.profile:
+        headers[PROFILE_HEADER] = quote(answer.profile, safe="")
     if answer.call.asked:
         headers[ASKED_HEADER] = quote(answer.call.asked, safe="")
     headers["Accept-Encoding"] = "identity"

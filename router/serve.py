@@ -40,12 +40,13 @@ from router.launchers.keeper import lockable
 from router.launchers.local import LocalLauncher
 from router.ledger import HOST, Ledger
 from router.limits import Limits
+from router.members import Members
 from router.metrics import Metrics
-from router.names import Names
 from router.preparation import Preparation
 from router.presets import Loaded, Preset
 from router.proxy import Pace, Proxy
 from router.settings import Key, Settings
+from router.sharing import members, share
 from router.site import Site
 from router.snapshots import Snapshots
 from router.watch import Watch
@@ -215,7 +216,7 @@ async def _router(
             events=events,
             files=files,
             ledger=ledger,
-            presets=loaded.presets,
+            presets=members(loaded.presets, share(loaded.presets)),
             limits=Limits(
                 autoload=settings.models_autoload,
                 queue_size=settings.queue_size,
@@ -236,6 +237,8 @@ async def _router(
             allowed_hosts=settings.allowed_hosts,
             metrics_public=settings.metrics_public,
         )
+        clerks = Clerks(fleet)
+        known = Members(fleet, loaded.presets, clerks)
         site = Site(
             settings=settings,
             fleet=fleet,
@@ -245,8 +248,8 @@ async def _router(
             access=access,
             load=load,
             keys=keys,
-            names=Names(loaded.presets),
-            clerks=Clerks(fleet),
+            clerks=clerks,
+            members=known,
             port=port,
             logs=logs,
             awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
@@ -256,7 +259,7 @@ async def _router(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
         metrics = Metrics(fleet, events)
-        app = App(site, Proxy(fleet, pace, site.clerks), metrics)
+        app = App(site, Proxy(known, pace), metrics)
         runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
         await runner.setup()
         paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
@@ -312,7 +315,7 @@ async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
 async def _load_at_start(site: Site, preset: Preset) -> None:
     """A failure is told and does not end the router."""
     try:
-        await site.fleet.wanted(preset.id)
+        await site.members.wanted(preset.id)
     except ApiError as error:
         if not site.closing:
             log.error("%s was to be loaded on startup: %s", preset.id, error.message)

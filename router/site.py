@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from router import __version__
 from router.access import Access
@@ -23,17 +23,20 @@ from router.clerks import Clerks
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog
 from router.facts import Checkpoint, EstimateError, effective_ctx
-from router.fleet import Fleet, Model
+from router.fleet import Fleet
 from router.launchers import Launcher
 from router.lifecycle import State
 from router.log import Ring
+from router.members import Listed, Members
 from router.names import Names, choose
 from router.presets import REGISTERED, Found, Loaded, Preset
 from router.settings import Key, Settings
+from router.sharing import Group, share
 from router.worker import Worker
 from router.world import Files
 
 log = logging.getLogger("router.site")
+T = TypeVar("T")
 
 BUILD = f"b0-{__version__}"
 TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
@@ -53,8 +56,9 @@ class Site:
     """Reads presets, folders and caches again; problems are part of what it returns."""
     keys: Callable[[], tuple[Key, ...]]
     """Reads key files again."""
-    names: Names
     clerks: Clerks
+    members: Members
+    names: Names = field(init=False)
     port: int = 0
     awaited: frozenset[str] = frozenset()
     """Models of `load-on-startup` that are not up yet."""
@@ -76,10 +80,16 @@ class Site:
     logs: Ring = field(default_factory=Ring)
     leaving: set[str] = field(default_factory=set)
     """Models whose files are being deleted: they are not listed again."""
+    stated: dict[str, Preset] = field(default_factory=dict)
+    """Presets as files say, whatever calls have changed since, by id; those that are alike share a worker."""
     _gone: set[str] = field(default_factory=set)
     """Models that calls took out since presets were last begun to be read, which may have found them still."""
     _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.stated = {id: listed.preset for id, listed in self.members.listed.items()}
+        self._name()
 
     def choose(self, key: Key, *, path: str | None, body: str | None, query: Mapping[str, str]) -> tuple[str, str]:
         """(id, name as asked) of the model that a request means. Raises BadRequest, ModelNotFound."""
@@ -90,25 +100,30 @@ class Site:
             query=query.get("model") or query.get("model_name"),
             default=self.settings.default_model,
             fall_back=self.settings.unknown_model == "default",
-            allowed=lambda id: id in self.fleet.models and Access.may_use(key, id),
+            allowed=lambda id: id in self.members.listed and Access.may_use(key, id),
         )
 
-    def model(self, key: Key, name: str) -> Model:
+    def model(self, key: Key, name: str) -> Listed:
         """Raises ModelNotFound."""
-        id = self.names.find(name, lambda id: id in self.fleet.models and Access.may_use(key, id))
-        return self.fleet.model(id)
+        id = self.names.find(name, lambda id: id in self.members.listed and Access.may_use(key, id))
+        return self.members.find(id)
 
     def hear(self, event: Event) -> None:
         """Models that are up are awaited no longer, whoever loaded them."""
-        if event.model in self.awaited and event.kind == "state" and event.data["state"] == "ready":
-            self.awaited -= {event.model}
+        if self.awaited and event.kind == "state" and event.data["state"] == "ready":
+            self.awaited -= {*self.members.names_of(event.model)}
 
-    def visible(self, key: Key) -> list[Model]:
-        return [model for id, model in self.fleet.models.items() if Access.may_use(key, id)]
+    def visible(self, key: Key) -> list[Listed]:
+        return [listed for id, listed in self.members.listed.items() if Access.may_use(key, id)]
+
+    def sharing(self, key: Key, listed: Listed) -> list[str]:
+        """The other models by which the same worker is known, as far as the key may see them."""
+        return [name for name in listed.others if Access.may_use(key, name)]
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
         """The facts in the preset's files; None if they are not here (yet) or cannot be read."""
-        worker = next(iter(self.fleet.models[preset.id].workers), None) if preset.id in self.fleet.models else None
+        listed = self.members.listed.get(preset.id)
+        worker = next(iter(listed.model.workers), None) if listed is not None else None
         snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)
         known = self._facts.get(preset.id)
         if known is not None and (not snapshot or known[0] == snapshot):
@@ -162,10 +177,10 @@ class Site:
                 del self.registered[id]
                 warnings.append(f"{id} was registered by a call, and now stands in a file: that holds")
             left = self.leaving | self._gone
-            presets = {id: self._as_told(preset) for id, preset in loaded.presets.items() if id not in left}
-            self.awaited &= presets.keys()
-            result = self.fleet.apply(presets)
-            self._listed()
+            self.stated = {id: preset for id, preset in loaded.presets.items() if id not in left}
+            self.awaited &= self.stated.keys()
+            result = self.members.apply(*self._told())
+            self._name()
             return {**result, "warnings": warnings}
 
     async def add(self, id: str, *, found: Found | None = None, section: str = "") -> Preset:
@@ -189,12 +204,13 @@ class Site:
                 self.fetched[id] = found
             if section:
                 self.registered[id] = section
-            self.fleet.add(self._as_told(preset))
-            self._listed()
+            self.stated[id] = preset
+            self.members.settle(*self._told())
+            self._name()
             return preset
 
     def remove(self, id: str, reason: str) -> list[Worker]:
-        """List a model no longer; its workers, which drain and stop."""
+        """List a model no longer; its workers, which drain and stop unless others share them."""
         self.fetched.pop(id, None)
         self.registered.pop(id, None)
         self.scaled.pop(id, None)
@@ -203,49 +219,60 @@ class Site:
         self._facts.pop(id, None)
         self._gone.add(id)
         self.awaited -= {id}
-        workers = self.fleet.remove(id, reason)
-        self._listed()
+        del self.stated[id]
+        workers = self.members.remove(id, reason, *self._told())
+        self._name()
         return workers
 
     def pin(self, id: str, *, pinned: bool) -> None:
-        """Whether model `id` may be put out, from now on and whatever its preset says."""
-        self.pinned[id] = pinned
-        self.fleet.change(self._as_told(self.fleet.model(id).preset))
-        self.events.append("listed", id)
+        """Whether model `id`, and whatever shares its worker, may be put out, from now on and whatever presets say."""
+        self.pinned |= dict.fromkeys(self.members.find(id).names, pinned)
+        self._change(id)
 
     def scale(self, id: str, replicas: tuple[int, int]) -> None:
-        """How many workers model `id` keeps, from now on and whatever its preset says."""
-        self.scaled[id] = replicas
-        self.fleet.change(self._as_told(self.fleet.model(id).preset))
-        self.events.append("listed", id)
+        """How many workers model `id`, and whatever shares them, keeps, from now on and whatever presets say."""
+        self.scaled |= dict.fromkeys(self.members.find(id).names, replicas)
+        self._change(id)
 
     def adapt(self, id: str, name: str, made: Registered | None) -> None:
-        """Model `id` has this adapter from now on, as a call wants it; None: no longer."""
-        preset = self.fleet.model(id).preset
-        mine = self.adapters.setdefault(id, {})
-        if made is None:
-            mine.pop(name, None)
-            preset = replace(preset, adapters=tuple(each for each in preset.adapters if each.name != name))
-        else:
-            mine[name] = made
-        self.fleet.change(self._as_told(preset))
-        self._listed()
+        """Model `id`, and whatever shares its worker, has this adapter from now on, as a call wants it; None: no
+        longer."""
+        rest = {each: one for each, one in self.adapters.get(id, {}).items() if each != name}
+        mine = rest if made is None else {**self.adapters.get(id, {}), name: made}
+        self.adapters |= dict.fromkeys(self.members.find(id).names, mine)
+        self._change(id)
+        self._name()
+
+    def _change(self, id: str) -> None:
+        self.members.settle(*self._told())
         self.events.append("listed", id)
 
     def check_adapter(self, id: str, name: str) -> None:
         """Raises ModelNotFound with near names if model `id` has no adapter of that name."""
-        known = [each.name for each in self.fleet.model(id).preset.adapters]
+        known = [each.name for each in self.members.find(id).preset.adapters]
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ModelNotFound(f"model '{id}' has no adapter '{name[:100]}'{hint}", param="adapter")
 
+    def _told(self) -> tuple[dict[str, Preset], list[Group]]:
+        """The presets with what calls have changed of them, and which share a worker. What was said of one of these
+        holds for all, who came later too."""
+        groups = share(self.stated)
+        for group in groups:
+            _agree(self.pinned, group)
+            _agree(self.scaled, group)
+            _agree(self.adapters, group)
+        return {id: self._as_told(preset) for id, preset in self.stated.items()}, groups
+
     def _as_told(self, preset: Preset) -> Preset:
         """The preset with what calls have changed of it."""
-        pinned, replicas = self.pinned.get(preset.id, preset.pin), self.scaled.get(preset.id, preset.replicas)
-        mine = self.adapters.get(preset.id, {})
+        id, mine = preset.id, self.adapters.get(preset.id, {})
+        if id not in self.pinned and id not in self.scaled and not mine:
+            return preset
         own = (each for each in preset.adapters if each.name not in mine)
         adapters = (*own, *(each.source for each in mine.values()))
+        pinned, replicas = self.pinned.get(id, preset.pin), self.scaled.get(id, preset.replicas)
         return replace(preset, pin=pinned, replicas=replicas, adapters=adapters)
 
     def _is_taken(self, id: str) -> bool:
@@ -255,18 +282,18 @@ class Site:
             return id in self.leaving
         return True
 
-    def _listed(self) -> None:
-        self.names = Names({id: model.preset for id, model in self.fleet.models.items()})
+    def _name(self) -> None:
+        self.names = Names({id: listed.preset for id, listed in self.members.listed.items()})
 
     def _further(self) -> Further:
-        for id in [id for id in self.fetched if id not in self.fleet.models or self._is_complete(id)]:
+        for id in [id for id in self.fetched if id not in self.members.listed or self._is_complete(id)]:
             del self.fetched[id]  # from now on its files say that it is there, or that it is not
         return Further(tuple(self.fetched.values()), "\n".join(self.registered.values()))
 
     def _is_complete(self, id: str) -> bool:
-        model = self.fleet.models[id]
-        fetching = any(worker.state is State.DOWNLOADING for worker in model.workers)
-        return not fetching and self.files.find(model.preset) is not None
+        listed = self.members.listed[id]
+        fetching = any(worker.state is State.DOWNLOADING for worker in listed.model.workers)
+        return not fetching and self.files.find(listed.preset) is not None
 
     def _refused(self, what: str, lines: Sequence[str], rows: list[dict[str, Any]]) -> PresetInvalid:
         """Tell everybody who may look for it: the log, the state, the events, and whoever asked."""
@@ -284,6 +311,13 @@ class Words:
     eos_token: str = ""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """What generation_config.json says."""
+
+
+def _agree(said: dict[str, T], group: Group) -> None:
+    """What was said of one of a group is said of all."""
+    first = next((name for name in group if name in said), None)
+    if first is not None:
+        said.update(dict.fromkeys(group, said[first]))
 
 
 def _is_registered(preset: Preset | None) -> bool:

@@ -56,7 +56,8 @@ class Behaviour(Answer):
 
     journal: str = ""
     """Path of a file or FIFO to which a line is appended for each thing that happens: `started PID`, `grandchild PID`,
-    `prepared`, `told to go`, `ready`, `request ID PATH`, `done ID`, `cancelled ID`, `stopped`."""
+    `prepared`, `told to go`, `ready`, `profile NAME SAMPLING`, `request ID PATH`, perhaps with `under PROFILE`,
+    `done ID`, `cancelled ID`, `stopped`."""
     environ_file: str = ""
     """Path to which its environment is written as JSON."""
     argv_file: str = ""
@@ -383,6 +384,9 @@ class FakeWorker:
         if method == "GET":
             self._get(writer, path)
             return True
+        if path == "/internal/profiles":
+            self._take_profile(writer, body)
+            return True
         return await self._post(reader, writer, path, body, headers)
 
     def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
@@ -392,6 +396,14 @@ class FakeWorker:
             _send(writer, 200, _json(dict(os.environ)))
         else:
             _send(writer, 404, b'{"error":{"code":404,"reason":"not_found"}}')
+
+    def _take_profile(self, writer: asyncio.StreamWriter, body: bytes) -> None:
+        profile = contract.Profile(**json.loads(body))
+        if "broken" in profile.chat_template:
+            _send(writer, 400, b'{"error":{"code":400,"message":"chat-template: it is broken"}}')
+            return
+        self.note(f"profile {profile.name} {profile.sampling}")
+        _send(writer, 200, b"{}")
 
     async def _post(
         self,
@@ -405,9 +417,12 @@ class FakeWorker:
         told = request.get("fake", {})
         mine = {part.name: getattr(self.wrong, part.name) for part in dataclasses.fields(Answer)}
         id = headers.get("x-request-id", "unnamed")
-        self.note(f"request {id} {path}")
+        under = headers.get("x-router-profile", "")
+        self.note(f"request {id} {path}" + (f" under {under}" if under else ""))
         self.running += 1
-        work = asyncio.ensure_future(self._answer(writer, path, request, Answer(**(mine | told)), id))
+        work = asyncio.ensure_future(
+            self._answer(writer, path, request, Answer(**(mine | told)), id, under or self._name)
+        )
         gone = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -423,7 +438,7 @@ class FakeWorker:
         return complete
 
     async def _answer(
-        self, writer: asyncio.StreamWriter, path: str, request: Mapping[str, Any], how: Answer, id: str
+        self, writer: asyncio.StreamWriter, path: str, request: Mapping[str, Any], how: Answer, id: str, name: str
     ) -> None:
         while how.hold and not os.path.exists(how.hold):  # noqa: ASYNC110, ASYNC240  (a test says when)
             await asyncio.sleep(0.005)
@@ -435,11 +450,11 @@ class FakeWorker:
                 writer, how.status, _json({"error": {"code": how.status, "message": "as told", "reason": "internal"}})
             )
         elif request.get("stream"):
-            await self._stream(writer, stream_frames(path, request, model=self._name, id=id), how)
+            await self._stream(writer, stream_frames(path, request, model=name, id=id), how)
         else:
             for piece in range(len(answer_pieces(request))):
                 await self._step(piece, how)
-            _send(writer, 200, whole_answer(path, request, model=self._name, id=id))
+            _send(writer, 200, whole_answer(path, request, model=name, id=id))
         await writer.drain()
 
     async def _stream(self, writer: asyncio.StreamWriter, frames: list[bytes], how: Answer) -> None:

@@ -188,6 +188,20 @@ class Serve(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What holds for requests by one name of a model where they say nothing themselves; fields as in `Serve`, which has
+    that of requests under no profile. Several names may share a worker, each with a profile of its own."""
+
+    name: str
+    n_predict: int = -1
+    seed: int = -1
+    sampling: str = ""
+    chat_template: str = ""
+    chat_template_kwargs: str = ""
+    default_adapter: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterSource:
     """A LoRA adapter that requests may name."""
 

@@ -554,6 +554,10 @@ ASKED_HEADER = "X-Router-Asked"
 ADAPTER_HEADER = "X-Router-Adapter"
 """The adapter that a request named beside its body, percent-encoded: behind the model's name, in the query or in a
 header of LMI's clients."""
+PROFILE_HEADER = "X-Router-Profile"
+"""The name, percent-encoded, under whose profile a request is answered: one that the worker was told of."""
+PROFILES_PATH = "/internal/profiles"
+"""PUT of a `contract.Profile`, which holds from now on for requests by its name. Between router and worker only."""
 ADAPTERS_PATH = "/internal/adapters"
 """PUT `{adapters: [AdapterSource], default}`: which may be named from now on; `{problems: {name: why}}` of those that
 cannot be used. Between router and worker only."""

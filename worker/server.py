@@ -54,7 +54,7 @@ from worker.faces import (
     responses,
 )
 from worker.fields import Json, parse
-from worker.generation import AdapterChoice, Engine, Prefill, Timings
+from worker.generation import AdapterChoice, Engine, Generation, Prefill, Timings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,6 +219,8 @@ class Server:
         """`token`: what every request must bear; None: none, on loopback only. `announce` is told of each request's
         end. Raises StartError if the options cannot be served."""
         self._model = Model(engine, tokenizer, options)
+        self._profiles: dict[str, Model] = {}
+        """The model under each profile that it was told of, by name."""
         self._listen = options.listen
         self._token = token
         self._announce = announce
@@ -336,6 +338,7 @@ class Server:
                 application.router.add_route(route.method, route.path, handlers[route.name])
         application.router.add_get("/health", self._health)
         application.router.add_put(routes.ADAPTERS_PATH, self._adapt)
+        application.router.add_put(routes.PROFILES_PATH, self._take_profile)
         return application
 
     # A request's life
@@ -377,11 +380,32 @@ class Server:
             raise InvalidValue("adapters must be an array of {name, path, scale, pinned}", param="adapters") from None
         return _json({"problems": dict(problems)})
 
+    async def _take_profile(self, request: web.Request) -> web.StreamResponse:
+        """PUT of what holds for requests by one name from now on."""
+        body = parse(await _read(request))
+        try:
+            profile = contract.Profile(**body)
+            self._profiles[profile.name] = self._model.under(profile)
+        except TypeError:
+            raise InvalidValue("a profile has a name, and options of the worker", param="name") from None
+        except StartError as wrong:
+            raise InvalidValue(str(wrong), param="name") from None
+        return _json({})
+
+    def _under(self, request: web.Request) -> Model:
+        """The model as the request's profile wants it. Raises InvalidValue for one that was never told."""
+        name = unquote(request.headers.get(routes.PROFILE_HEADER, ""))
+        model = self._profiles.get(name) if name else self._model
+        if model is None:
+            raise InvalidValue(f"this worker was not told of the profile '{name[:100]}'", param="model")
+        return model
+
     def _answering(self, face: Callable[[Json, Model], Awaitable[Result]]) -> Handler:
         """A handler for what needs no tokens generated."""
 
         async def answer(exchange: _Exchange) -> web.StreamResponse:
-            return await _finish(exchange, await face(await _body(exchange.request), self._model))
+            model = self._under(exchange.request)
+            return await _finish(exchange, await face(await _body(exchange.request), model))
 
         return self._living(answer)
 
@@ -389,15 +413,18 @@ class Server:
         """A handler for what asks for tokens, mostly."""
 
         async def generate(exchange: _Exchange) -> web.StreamResponse:
-            call = await face(await _body(exchange.request), self._model)
+            model = self._under(exchange.request)
+            call = await face(await _body(exchange.request), model)
             if isinstance(call, Result):
                 return await _finish(exchange, call)
             call = _adapted(call, exchange.request)
+            if model is not self._model:
+                call = replace(call, generations=tuple(_profiled(each, model.options) for each in call.generations))
             exchange.keep_alive = call.keep_alive
             exchange.prompt_tokens = sum(len(generation.prompt) for generation in call.generations)
             async with self._deltas(call) as deltas:
                 if call.stream:
-                    return await self._stream(exchange, call, deltas)
+                    return await self._stream(exchange, call, deltas, model.options.name)
                 collected: Batch = []
                 while batch := await deltas.some():
                     exchange.count(batch)
@@ -442,11 +469,11 @@ class Server:
             finally:
                 self._running.discard(deltas)
 
-    async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas) -> web.StreamResponse:
+    async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas, name: str) -> web.StreamResponse:
         """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
         status."""
         face = exchange.request[_FACE]
-        told = _Told(call, face, self._model.options.name)
+        told = _Told(call, face, name)
         connection = exchange.connection
         response = web.StreamResponse(headers={**routes.stream(face).headers, **_headers(exchange, call.ignored)})
         frames = await told.first(deltas, exchange)
@@ -512,6 +539,18 @@ async def _body(request: web.Request) -> Json:
     if asked and body.get("model") is None:
         body["model"] = unquote(asked)
     return body
+
+
+def _profiled(generation: Generation, options: contract.Serve) -> Generation:
+    """The generation with what its request left open, as its profile has it: what the engine itself was started with
+    is of no profile."""
+    if generation.max_tokens is None and options.n_predict >= 0:
+        generation = replace(generation, max_tokens=options.n_predict)
+    if generation.sampling.seed is None and options.seed >= 0:
+        generation = replace(generation, sampling=replace(generation.sampling, seed=options.seed))
+    if generation.adapter is None and options.default_adapter:
+        generation = replace(generation, adapter=AdapterChoice(options.default_adapter))
+    return generation
 
 
 def _adapted(call: Call, request: web.Request) -> Call:

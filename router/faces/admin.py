@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from router import __version__
+from router.access import ANYBODY
 from router.errors import BadRequest
-from router.faces.llama_server import KEEP_ALIVE, pulse, status
+from router.faces.llama_server import KEEP_ALIVE, pulse, status_of
 from router.lifecycle import State
 from router.log import KEPT, Line
 from router.presets import effective
@@ -42,7 +43,7 @@ def state(site: Site) -> dict[str, Any]:
             }
             for device in fleet.devices
         ],
-        "models": {id: status(fleet, model, admin=True) for id, model in fleet.models.items()},
+        "models": {id: status_of(site, ANYBODY, listed) for id, listed in site.members.listed.items()},
         "workers": [
             {
                 "id": worker.id,
@@ -76,7 +77,7 @@ def state(site: Site) -> dict[str, Any]:
 
 async def plan(site: Site, id: str) -> dict[str, Any]:
     """What loading `id` would do now: start where, evict whom, wait for whom, or why it cannot; changes nothing."""
-    found = await site.fleet.preview(id)
+    found = await site.members.preview(id)
     return {"schema": 1, "model": id, **found}
 
 
@@ -87,14 +88,14 @@ def pin(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
     if not isinstance(pinned, bool):
         raise BadRequest("pinned must be true or false", param="pinned")
-    id = site.model(key, name).preset.id
+    id = site.model(key, name).id
     site.pin(id, pinned=pinned)
     return {"success": True, "model": id, "pinned": pinned}
 
 
 def config(site: Site, id: str) -> dict[str, Any]:
     """GET /router/config: every setting of a model, and where it comes from; secrets are masked."""
-    rows = effective(site.fleet.model(id).preset)
+    rows = effective(site.members.find(id).preset)
     settings = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
     if id in site.pinned:
         settings = [{**row, "origin": "/router/pin"} if row["key"] == "pin" else row for row in settings]
@@ -127,17 +128,18 @@ def _wanted(site: Site, key: Key, query: Mapping[str, str]) -> tuple[Callable[[L
         raise BadRequest(f"level must be one of {', '.join(LEVELS)}", param="level")
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= KEPT):
         raise BadRequest(f"lines must be a number from 1 to {KEPT}", param="lines")
-    model = site.model(key, query["model"]).preset.id if query.get("model") else None
+    listed = site.model(key, query["model"]) if query.get("model") else None
+    about = {listed.id, listed.model.preset.id} if listed is not None else set()
 
     def wanted(line: Line) -> bool:
-        return LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (model is None or line.is_about(model))
+        return LEVELS.get(line.level, len(LEVELS)) >= LEVELS[level] and (not about or any(map(line.is_about, about)))
 
     return wanted, int(text)
 
 
 def requests(site: Site, known: Requests, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
     """GET /router/requests: those that run and the last that ended. Raises ModelNotFound."""
-    model = site.model(key, query["model"]).preset.id if query.get("model") else None
+    model = site.model(key, query["model"]).id if query.get("model") else None
     return {"schema": 1, **known.told(may_see=lambda id: model is None or id == model)}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 
 from router.errors import BadRequest, WorkerCrashed
+from router.members import speaking_of
 from router.settings import Key
 from router.site import Site
 from router.wire import WireError
@@ -16,9 +17,10 @@ MOST_PROMPTS = 256
 
 def status(site: Site, key: Key) -> dict[str, Any]:
     """As a worker of all models would report itself to a controller; loads nothing."""
-    models = site.visible(key)
-    names = [name for model in models for name in (model.preset.id, *model.preset.aliases)]
-    return {"model_names": names, "speed": 1, "queue_length": sum(model.leases for model in models)}
+    every = site.visible(key)
+    names = [name for listed in every for name in (listed.id, *listed.preset.aliases)]
+    models = {id(listed.model): listed.model for listed in every}  # each once, however many share it
+    return {"model_names": names, "speed": 1, "queue_length": sum(model.leases for model in models.values())}
 
 
 async def details(site: Site, key: Key, body: dict[str, Any]) -> dict[str, Any]:
@@ -57,17 +59,18 @@ def _choose(site: Site, key: Key, name: object) -> str:
 
 
 async def _context(site: Site, id: str) -> int:
-    model = site.fleet.model(id)
-    worker = model.open
+    listed = site.members.find(id)
+    worker = listed.model.open
     if worker is not None and worker.process is not None and worker.process.ready.n_ctx:
         return worker.process.ready.n_ctx
-    _, told, _ = await site.describe(model.preset)
+    _, told, _ = await site.describe(listed.preset)
     return int(told.get("n_ctx", 0))
 
 
 async def _count(site: Site, id: str, prompt: str) -> int:
     """Tokens of `prompt`, as the model's own worker says, or its clerk. Raises ApiError."""
-    with site.clerks.lease(id, autoload=False) as lease:
+    members = site.members
+    with speaking_of(members.find(id)), members.lease(id, autoload=False, counts=True) as lease:
         process = await lease.ready()
         headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
         exchange = process.wire.begin("POST", "/count_token", headers, orjson.dumps({"prompt": prompt}))

@@ -17,8 +17,10 @@ from router.hub import Hub, users
 from router.ledger import SLOTS, DeviceId, pooled
 from router.life import FETCHED
 from router.lifecycle import State
+from router.members import Listed, speaking_of
 from router.presets import Preset, args, effective
 from router.settings import Key
+from router.sharing import names_in
 from router.site import BUILD, Site, Words, flag
 from router.stages import whole
 from router.worker import Worker, estimated
@@ -67,13 +69,26 @@ def value_of(model: Model) -> str:
     return VALUES[worker.state] if worker is not None and worker.state in VALUES else "unloaded"
 
 
-def status(fleet: Fleet, model: Model, *, admin: bool) -> dict[str, Any]:
-    """The status object of one model; `args` and `preset` only for admins."""
+def status_of(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
+    """The status object of one that is listed. Who share a worker each have what that does, and all that the key may
+    see are named; what memory it has is told of the first of them, so that sums are right."""
+    told = status(site.fleet, listed.model, admin=site.access.is_admin(key), preset=listed.preset)
+    others = site.sharing(key, listed)
+    if others:
+        told["shares"] = others
+        if listed.names.index(others[0]) < listed.names.index(listed.id):
+            told.pop("memory", None)
+    return told
+
+
+def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = None) -> dict[str, Any]:
+    """The status object of one model; `args` and `preset` only for admins: of the listed preset, unless that is the
+    fleet's own."""
     worker, value = model.shown, value_of(model)
     result: dict[str, Any] = {"value": value, "args": [], "pinned": model.preset.pin}
     if admin:
-        result["args"] = args(model.preset)
-        result["preset"] = preset_text(model.preset)
+        result["args"] = args(preset or model.preset)
+        result["preset"] = preset_text(preset or model.preset)
     leases = [len(each.leases) for each in model.workers if each.state >= State.READY]
     queued = [len(each.leases) for each in model.workers if each.state < State.READY]
     result["in_flight"], result["queued"] = sum(leases), sum(queued)
@@ -188,28 +203,28 @@ def preset_text(preset: Preset) -> str:
     return "\n".join([f"[{preset.id}]", *(f"{key} = {value}" for key, value, _ in effective(preset))]) + "\n"
 
 
-def capabilities(model: Model, facts: Checkpoint | None) -> list[str]:
-    """Of chat, completion, tools, vision, embedding, rerank: as its worker says; before there is one, by preset and
-    files."""
-    for worker in model.workers:
+def capabilities(listed: Listed, facts: Checkpoint | None) -> list[str]:
+    """Of chat, completion, tools, vision, embedding, rerank: as its worker says; before there is one, or where it has a
+    template of its own, by preset and files."""
+    for worker in listed.model.workers if not listed.preset.chat_template else ():
         if worker.process is not None and worker.process.ready.capabilities:
             return list(worker.process.ready.capabilities)
-    return offered(facts or Checkpoint(), model.preset)
+    return offered(facts or Checkpoint(), listed.preset)
 
 
-async def entry(site: Site, model: Model, *, admin: bool) -> dict[str, Any]:
+async def entry(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
     """One model as lists show it."""
-    preset = model.preset
+    preset = listed.preset
     facts, meta, _ = await site.describe(preset)
-    able = capabilities(model, facts)
+    able = capabilities(listed, facts)
     return {
         "id": preset.id,
         "aliases": list(preset.aliases),
         "tags": list(preset.tags),
         "object": "model",
         "owned_by": "llamacpp",
-        "created": model.created,
-        "status": status(site.fleet, model, admin=admin),
+        "created": listed.created,
+        "status": status_of(site, key, listed),
         "architecture": modalities(able),
         "source": preset.source,
         "can_remove": preset.source == "cache" and not await users(site, preset),
@@ -230,18 +245,17 @@ async def models(site: Site, key: Key, query: Mapping[str, str], *, adapters: bo
     extra: dict[str, Any] = {}
     if query.get("reload"):
         extra["reload"] = await site.reload()
-    admin = site.access.is_admin(key)
     data = []
-    for model in site.visible(key):
-        shown = await entry(site, model, admin=admin)
+    for listed in site.visible(key):
+        shown = await entry(site, key, listed)
         data.append(shown)
-        data += [_adapted(shown, each.name) for each in model.preset.adapters if adapters]
+        data += [_adapted(shown, each.name) for each in listed.preset.adapters if adapters]
     return {"object": "list", "data": data, **extra}
 
 
 async def model(site: Site, key: Key, name: str) -> dict[str, Any]:
     """GET /models/{id}. Raises ModelNotFound."""
-    shown = await entry(site, site.model(key, name), admin=site.access.is_admin(key))
+    shown = await entry(site, key, site.model(key, name))
     adapter = site.names.adapter(name)
     return _adapted(shown, adapter) if adapter else shown
 
@@ -287,27 +301,26 @@ async def load(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str
     chosen = site.model(key, _named(body))
     wait = flag(query, "wait")
     if not wait:
-        await site.fleet.load_queued(chosen.preset.id)
+        await site.members.load_queued(chosen.id)
         return {"success": True}
     began, mark = site.fleet.now(), site.events.last_id
-    already = chosen.open
-    if already is None or already.state is not State.READY:
-        await asyncio.shield(site.fleet.wanted(chosen.preset.id))
+    await site.members.wanted(chosen.id)
     evicted = [
-        {"model": event.model, "reason": "evicted"}
+        {"model": name, "reason": "evicted"}
         for event in site.events.since(mark) or ()
-        if event.kind == "plan" and event.data.get("decision") == "evict" and event.data.get("for") == chosen.preset.id
-    ]
+        if event.kind == "plan" and event.data.get("decision") == "evict"
+        and event.data.get("for") == chosen.model.preset.id
+        for name in names_in(event.model)
+    ]  # fmt: skip
     load_ms = round((site.fleet.now() - began) * 1000, 1)
-    shown = status(site.fleet, chosen, admin=site.access.is_admin(key))
-    return {"success": True, "status": shown, "evicted": evicted, "load_ms": load_ms}
+    return {"success": True, "status": status_of(site, key, chosen), "evicted": evicted, "load_ms": load_ms}
 
 
 async def unload(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
     """POST /models/unload: 200 at once; with `wait` once the memory is back; with `force` without a drain."""
     chosen = site.model(key, _named(body))
     wait, force = flag(query, "wait"), flag(query, "force")
-    workers = site.fleet.unload(chosen.preset.id, force=bool(force))
+    workers = site.members.unload(chosen.id, force=bool(force))
     if wait:
         for worker in workers:
             await worker.stopped.wait()
@@ -320,10 +333,10 @@ def health(site: Site, key: Key, query: Mapping[str, str]) -> tuple[int, dict[st
     if not name:
         return 200, {"status": "ok"}
     chosen = site.model(key, name)
-    value = value_of(chosen)
-    ok = chosen.open is not None and chosen.open.state is State.READY
-    body: dict[str, Any] = {"status": "ok" if ok else value, "model": chosen.preset.id}
-    if not ok and chosen.open is not None:
+    value, worker = value_of(chosen.model), chosen.model.open
+    ok = worker is not None and worker.state is State.READY
+    body: dict[str, Any] = {"status": "ok" if ok else value, "model": chosen.id}
+    if not ok and worker is not None:
         body |= _starting("Loading model")  # in these words llama-server's clients wait for it
     return (200 if ok else 503), body
 
@@ -351,24 +364,29 @@ async def slots(site: Site, key: Key, query: Mapping[str, str]) -> list[dict[str
     It never loads. Raises ModelNotLoaded for one model by name, SlotsBusy with `fail_on_no_slot`, NotOffered.
     """
     name = query.get("model")
-    chosen = [site.model(key, name)] if name else site.visible(key)
+    chosen = [site.model(key, name)] if name else _once(site.visible(key))
     if not site.settings.slots:
         raise NotOffered("the places in batches are not told: the router was started with --no-slots")
     loaded = [
-        (model, worker, number)
-        for model in chosen
-        for number, worker in enumerate(each for each in model.all_open if each.state is State.READY)
+        (listed, worker, number)
+        for listed in chosen
+        for number, worker in enumerate(each for each in listed.model.all_open if each.state is State.READY)
     ]
     if name and not loaded:
-        raise ModelNotLoaded(f"model '{chosen[0].preset.id}' is not loaded; load it with POST /models/load")
+        raise ModelNotLoaded(f"model '{chosen[0].id}' is not loaded; load it with POST /models/load")
     found: list[dict[str, Any]] = []
-    for model, worker, number in loaded:
-        _, meta, _ = await site.describe(model.preset)
-        about = {"model": model.preset.id, "n_ctx": meta.get("n_ctx", 0)}
+    for listed, worker, number in loaded:
+        _, meta, _ = await site.describe(listed.preset)
+        about = {"model": listed.id, "n_ctx": meta.get("n_ctx", 0)}
         found += [{**about, **slot} for slot in _slots(worker, number * worker.preset.parallel)]
     if flag(query, "fail_on_no_slot") and all(slot["is_processing"] for slot in found):
         raise SlotsBusy("no slot is free; requests wait for one by themselves", retry_after=1)
     return found
+
+
+def _once(every: Sequence[Listed]) -> list[Listed]:
+    """The first of those that share a worker, and all others."""
+    return list({id(listed.model): listed for listed in reversed(every)}.values())[::-1]
 
 
 def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
@@ -411,13 +429,13 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
     chosen = site.model(key, query["model"])
     preset = chosen.preset
     if flag(query, "autoload"):
-        with site.fleet.lease(preset.id, autoload=True) as lease:
+        with speaking_of(chosen), site.members.lease(preset.id, autoload=True) as lease:
             await lease.ready()
     facts, meta, _ = await site.describe(preset)
     words = await site.words(preset)
     if facts is None:
         raise NotOffered(f"the files of {preset.id} are not here yet; load it once, and ask again")
-    worker, able = chosen.shown, capabilities(chosen, facts)
+    worker, able = chosen.model.shown, capabilities(chosen, facts)
     return {
         "default_generation_settings": {"n_ctx": meta.get("n_ctx", 0), "params": params(preset, words)},
         "total_slots": preset.parallel,
@@ -430,7 +448,7 @@ async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any
         "eos_token": words.eos_token,
         "capabilities": able,
         "build_info": BUILD,
-        "is_sleeping": chosen.sleeps,
+        "is_sleeping": chosen.model.sleeps,
         "is_loaded": worker is not None and worker.state is State.READY,
     }
 
@@ -469,7 +487,7 @@ async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> A
             after = last_id
     if snapshot:
         for known in site.visible(key):
-            yield frame(after, known.preset.id, "status_change", await _now(site, known))
+            yield frame(after, known.id, "status_change", await _now(site, known))
     following = site.events.follow(after).__aiter__()
     pending: asyncio.Future[Event] | None = None
     try:
@@ -480,17 +498,20 @@ async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> A
                 yield b": ping\n\n"
                 continue
             event, pending = pending.result(), None
-            if event.model == "*" or Access.may_use(key, event.model):
-                for told in await render(site, event):
+            is_of_names = event.model == "*" or event.kind == "listed"
+            names = (event.model,) if is_of_names else site.members.names_of(event.model)
+            seen = [name for name in names if name == "*" or Access.may_use(key, name)]
+            for name in seen:
+                for told in await render(site, event, name, last=name == seen[-1]):
                     yield told
     finally:
         if pending is not None:
             pending.cancel()
 
 
-async def _now(site: Site, known: Model) -> dict[str, Any]:
+async def _now(site: Site, known: Listed) -> dict[str, Any]:
     """The state of a model, as its events would have told it."""
-    shown = status(site.fleet, known, admin=False)
+    shown = status(site.fleet, known.model, admin=False)
     told = {"status": shown["value"]}
     if shown["value"] == "loaded":
         _, told["info"], _ = await site.describe(known.preset)
@@ -505,45 +526,47 @@ def frame(id: int | None, model: str, event: str, data: Mapping[str, Any]) -> by
     return ("" if id is None else f"id: {id}\n").encode() + f"data: {body}\n\n".encode()
 
 
-async def render(site: Site, event: Event) -> list[bytes]:
-    """The frames that llama-server's clients get for one event of ours; none for what they do not know."""
-    data = event.data
+async def render(site: Site, event: Event, name: str, *, last: bool = True) -> list[bytes]:
+    """The frames that llama-server's clients get for one event of ours; none for what they do not know. `name`: of the
+    model that they are about, which may share a worker; `last`: no other follows with the same event."""
+    data, id = event.data, event.id if last else None
+    listed = site.members.listed.get(name)
     match event.kind:
         case "config" | "listed":
             return [frame(event.id, "*", "models_reload", {})]
         case "removed":
-            return [frame(event.id, event.model, "model_remove", {})]
+            return [frame(id, name, "model_remove", {})]
         case "progress" if data["stage"] == "download":
-            name = site.fleet.models[event.model].preset.repo if event.model in site.fleet.models else ""
-            told = {"progress": _by_source(name or event.model, data["done"], data["total"], data.get("files", {}))}
-            return [frame(event.id, event.model, "download_progress", told)]
+            source = (listed.preset.repo if listed is not None else "") or name
+            told = {"progress": _by_source(source, data["done"], data["total"], data.get("files", {}))}
+            return [frame(id, name, "download_progress", told)]
         case "progress" if not data.get("beside"):
             share = data["done"] / data["total"] if data["total"] else 0.0
             told = {name: data[name] for name in ("stage", "done", "total", "unit", "rate", "eta")}
             bar = _bar(min(1.0, share), told)
-            return [frame(event.id, event.model, "status_change", {"status": "loading", "progress": bar})]
-        case "holding" if event.model in site.fleet.models and not site.fleet.models[event.model].workers:
+            return [frame(id, name, "status_change", {"status": "loading", "progress": bar})]
+        case "holding" if listed is not None and not listed.model.workers:
             value = "unloaded" if data["state"] == "released" else "sleeping"
-            return [frame(event.id, event.model, "status_change", {"status": value})]
+            return [frame(id, name, "status_change", {"status": value})]
         case "state":
-            return await _render_state(site, event)
+            return await _render_state(site, event, name, listed, id)
     return []
 
 
-async def _render_state(site: Site, event: Event) -> list[bytes]:
+async def _render_state(site: Site, event: Event, model: str, listed: Listed | None, id: int | None) -> list[bytes]:
     data, frames = event.data, []
     state = State[data["state"].upper()]
     value = VALUES.get(state, "unloaded")
     if data.get("was") == "downloading":
         if state is State.STOPPED and data["reason"] != FETCHED:
-            frames.append(frame(None, event.model, "download_failed", _why_not_fetched(data)))
+            frames.append(frame(None, model, "download_failed", _why_not_fetched(data)))
         else:
-            frames.append(frame(None, event.model, "download_finished", {}))
+            frames.append(frame(None, model, "download_finished", {}))
     if data.get("beside"):
         return frames
     told: dict[str, Any] = {"status": value}
-    if state is State.READY and not data.get("draining") and event.model in site.fleet.models:
-        _, told["info"], _ = await site.describe(site.fleet.models[event.model].preset)
+    if state is State.READY and not data.get("draining") and listed is not None:
+        _, told["info"], _ = await site.describe(listed.preset)
     if data.get("draining") or state is State.STOPPING:
         told["draining"] = True
     if state is State.STOPPED:
@@ -553,7 +576,7 @@ async def _render_state(site: Site, event: Event) -> list[bytes]:
         if "error" in data:
             told["error"] = data["error"]
     name = "model_status" if "was" not in data and not data.get("draining") else "status_change"
-    frames.append(frame(event.id, event.model, name, told))
+    frames.append(frame(id, model, name, told))
     return frames
 
 

@@ -37,8 +37,8 @@ NO_EFFECT = ("batch_size", "max_batch_delay")
 def ping(site: Site) -> tuple[int, dict[str, Any]]:
     """(status, body) of GET /ping: well, or still loading; 500 while a model of `load-on-startup` is failed."""
     for id in sorted(site.awaited):
-        model = site.fleet.models.get(id)
-        if model is not None and model.failure is not None:
+        listed = site.members.listed.get(id)
+        if listed is not None and listed.model.failure is not None:
             told = "a model of load-on-startup has failed; GET /models says which and why"  # to anybody, so no more
             return 500, {"code": 500, "type": "InternalServerException", "message": told}
     return 200, {"status": "pending" if site.awaited else "healthy"}
@@ -95,11 +95,11 @@ async def scale(site: Site, key: Key, name: str, query: Mapping[str, str]) -> tu
     Raises ModelNotFound, BadRequest, what a load raises, and DoesNotFit if memory is too short for the least number:
     then as many run as fit, and more begin where memory becomes free.
     """
-    id = site.model(key, name).preset.id
+    id = site.model(key, name).id
     count = _span(query, least=1)
     waits = flag(query, "synchronous") is not False
     site.scale(id, count.replicas)
-    model = site.fleet.model(id)
+    model = site.members.find(id).model
     leaving = model.workers if not count.most else model.all_open[count.most :]
     for worker in list(leaving):
         site.fleet.retire(worker, "requested", drain=site.fleet.limits.drain_timeout)
@@ -113,7 +113,7 @@ async def scale(site: Site, key: Key, name: str, query: Mapping[str, str]) -> tu
 
 def unregister(site: Site, key: Key, name: str) -> dict[str, Any]:
     """DELETE /lmi/models/{id}: it is listed no longer; running requests end. Raises ModelNotFound, BadRequest."""
-    id = site.model(key, name).preset.id
+    id = site.model(key, name).id
     if id not in site.registered:
         raise BadRequest(f"model '{id}' was not registered by a call: take it out of its file or folder", param="id")
     site.remove(id, "requested")
@@ -179,26 +179,27 @@ def _source(site: Site, url: str) -> tuple[str, str]:
 
 def _begin(site: Site, id: str, count: _Count) -> None:
     """Let it have a worker, without waiting: of what becomes of it the events and the list tell."""
-    model = site.fleet.model(id)
+    model = site.members.find(id).model
     model.no_copy_before = 0.0
     if count.least:
-        site.fleet.wanted(id)
+        site.fleet.wanted(model.preset.id)
 
 
 async def _keep(site: Site, id: str, count: _Count) -> None:
     """Returns once `id` has its least number of workers. Raises DoesNotFit if memory holds fewer, and what loads do."""
-    model = site.fleet.model(id)
+    model = site.members.find(id).model
     model.no_copy_before = 0.0
     if not count.least:
         return
     mark = site.events.last_id
-    await asyncio.shield(site.fleet.wanted(id))
+    await site.members.wanted(id)
     if _ready(model) >= count.least:
         return
     async for event in site.events.follow(mark):
-        if event.model != id or event.kind not in ("state", "plan"):
+        if event.kind not in ("state", "plan", "config"):
             continue
-        if _ready(model) >= count.least or site.fleet.models.get(id) is not model:
+        listed = site.members.listed.get(id)
+        if _ready(model) >= count.least or listed is None or listed.model is not model:
             return
         if all(worker.state is State.READY for worker in model.all_open) and site.fleet.now() < model.no_copy_before:
             raise DoesNotFit(
@@ -219,13 +220,13 @@ def listed(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
     limit = page(query, "limit", LONGEST_LIST)
     limit = limit if 0 < limit <= LONGEST_LIST else LONGEST_LIST
     first = page(query, "next_page_token", 0)
-    models = sorted(site.visible(key), key=lambda model: model.preset.id)
+    models = sorted(site.visible(key), key=lambda listed: listed.id)
     shown = models[first : first + limit]
     admin = site.access.is_admin(key)
     told: dict[str, Any] = {
         "models": [
-            {"modelName": model.preset.id, "modelUrl": _url(model.preset, admin=admin), "status": _status(model)}
-            for model in shown
+            {"modelName": each.id, "modelUrl": _url(each.preset, admin=admin), "status": _status(each.model)}
+            for each in shown
         ]
     }
     if first + limit < len(models):
@@ -235,8 +236,8 @@ def listed(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
 
 def described(site: Site, key: Key, name: str) -> list[dict[str, Any]]:
     """GET /lmi/models/{id}. Raises ModelNotFound."""
-    model = site.model(key, name)
-    preset = model.preset
+    listed = site.model(key, name)
+    preset, model = listed.preset, listed.model
     shown = _status(model)
     groups: dict[tuple[str, int], list[Worker]] = defaultdict(list)
     for worker in model.workers:

@@ -38,7 +38,7 @@ async def register(site: Site, id: str, query: Mapping[str, str]) -> dict[str, A
     _must_be_new(preset, name)
     pinned, preload = bool(flag(query, "pin")), flag(query, "preload") is not False
     path = await _folder(site, preset, src)
-    _must_be_new(site.fleet.model(id).preset, name)  # meanwhile somebody else may have registered it
+    _must_be_new(site.members.find(id).preset, name)  # meanwhile somebody else may have registered it
     made = Registered(src, AdapterSource(name=name, path=path, pinned=pinned))
     await _put(site, id, name, made, preload=preload)
     return {"status": f"Adapter {name} registered"}
@@ -70,7 +70,7 @@ def listed(site: Site, key: Key, id: str, query: Mapping[str, str]) -> dict[str,
     limit = page(query, "limit", LONGEST_LIST)
     limit = limit if 0 < limit <= LONGEST_LIST else LONGEST_LIST
     first = page(query, "next_page_token", 0)
-    every = site.fleet.model(id).preset.adapters
+    every = site.members.find(id).preset.adapters
     told: dict[str, Any] = {"adapters": [_row(site, key, id, each) for each in every[first : first + limit]]}
     if first + limit < len(every):
         told["nextPageToken"] = str(first + limit)
@@ -80,7 +80,7 @@ def listed(site: Site, key: Key, id: str, query: Mapping[str, str]) -> dict[str,
 def described(site: Site, key: Key, id: str, name: str) -> list[dict[str, Any]]:
     """GET .../adapters/{adapter}: a list of one. Raises ModelNotFound."""
     site.check_adapter(id, name)
-    return [_row(site, key, id, each) for each in site.fleet.model(id).preset.adapters if each.name == name]
+    return [_row(site, key, id, each) for each in site.members.find(id).preset.adapters if each.name == name]
 
 
 def _row(site: Site, key: Key, id: str, source: AdapterSource) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _row(site: Site, key: Key, id: str, source: AdapterSource) -> dict[str, Any]
 
 def _enabled(site: Site, id: str) -> Preset:
     """The model's preset. Raises BadRequest if no memory is kept for adapters."""
-    preset = site.fleet.model(id).preset
+    preset = site.members.find(id).preset
     if not preset.adapter_slots:
         raise BadRequest(f"model '{id}' is served without adapters; set enable-lora = on in its preset")
     return preset
@@ -115,7 +115,7 @@ def _must_be_new(preset: Preset, name: str) -> None:
 
 async def _put(site: Site, id: str, name: str, made: Registered, *, preload: bool) -> None:
     """Record it, and tell; if a worker cannot use it, all is as before."""
-    preset = site.fleet.model(id).preset
+    preset = site.members.find(id).preset
     others = [each for each in preset.adapters if each.name != name]
     pinned = made.source.pinned + sum(each.pinned for each in others)
     unpinned = len(others) + 1 - pinned
@@ -138,7 +138,7 @@ async def _put(site: Site, id: str, name: str, made: Registered, *, preload: boo
 async def _tell(site: Site, id: str) -> dict[str, str]:
     """Every worker that is ready; one that cannot be told now is told before its next request."""
     problems: dict[str, str] = {}
-    for worker in site.fleet.model(id).all_open:
+    for worker in site.members.find(id).model.all_open:
         if worker.state is State.READY:
             try:
                 problems |= await tell(worker, site.files)

@@ -9,9 +9,10 @@ from typing import Any
 
 from router.errors import ApiError, BadRequest, ModelNotFound
 from router.faces.llama_server import capabilities, wall_clock
-from router.fleet import Model
 from router.hub import Hub, Pull
+from router.ledger import DeviceId
 from router.lifecycle import State
+from router.members import Listed
 from router.settings import Key
 from router.site import Site
 from router.worker import Worker
@@ -42,34 +43,37 @@ def known(site: Site, key: Key, name: str) -> str:
 
 async def tags(site: Site, key: Key) -> dict[str, Any]:
     """GET /api/tags: all models."""
-    return {"models": [await _entry(site, model) for model in site.visible(key)]}
+    return {"models": [await _entry(site, listed) for listed in site.visible(key)]}
 
 
 async def ps(site: Site, key: Key) -> dict[str, Any]:
-    """GET /api/ps: those in memory, in bytes, and when they leave if nobody asks them again."""
-    found = []
-    for model in site.visible(key):
-        for worker in model.workers:
+    """GET /api/ps: those in memory, in bytes, and when they leave if nobody asks them again. A worker that several
+    share has its bytes with the first of them, so that sums are right."""
+    found, counted = [], set()
+    for listed in site.visible(key):
+        for worker in listed.model.workers:
             if worker.state is State.READY and not worker.retired.is_set():
-                found.append({**await _entry(site, model), **await _running(site, worker)})  # noqa: PERF401
+                held = {} if worker.id in counted else {**worker.reserved, **worker.occupied}
+                counted.add(worker.id)
+                found.append({**await _entry(site, listed), **await _running(site, listed, worker, held)})
     return {"models": found}
 
 
 async def show(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
     """POST /api/show: one model. Raises BadRequest, ModelNotFound."""
-    model = site.model(key, known(site, key, _named(body)))
-    facts, meta, _ = await site.describe(model.preset)
-    words = await site.words(model.preset)
-    able = {_CAPABILITIES[each] for each in capabilities(model, facts) if each in _CAPABILITIES}
+    listed = site.model(key, known(site, key, _named(body)))
+    facts, meta, _ = await site.describe(listed.preset)
+    words = await site.words(listed.preset)
+    able = {_CAPABILITIES[each] for each in capabilities(listed, facts) if each in _CAPABILITIES}
     if "completion" in able and any(each in words.chat_template for each in ("<think>", "enable_thinking")):
         able.add("thinking")
     family = facts.model_type if facts is not None else ""
-    info: dict[str, Any] = {"general.architecture": family, "general.basename": model.preset.id}
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": listed.id}
     if meta:
         info["general.parameter_count"] = meta["n_params"]
         info[f"{family}.context_length"] = meta["n_ctx"] or meta["n_ctx_train"]
         info[f"{family}.embedding_length"] = meta["n_embd"]
-    entry = await _entry(site, model)
+    entry = await _entry(site, listed)
     return {
         "modified_at": entry["modified_at"],
         "details": entry["details"],
@@ -158,15 +162,15 @@ def _line(**said: Any) -> bytes:
     return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-async def _entry(site: Site, model: Model) -> dict[str, Any]:
-    preset = model.preset
+async def _entry(site: Site, listed: Listed) -> dict[str, Any]:
+    preset = listed.preset
     facts, meta, _ = await site.describe(preset)
     family = facts.model_type if facts is not None else ""
     origin = f"{preset.repo}@{preset.revision}" if preset.repo else preset.path
     return {
         "name": preset.id,
         "model": preset.id,
-        "modified_at": _moment(model.created),
+        "modified_at": _moment(listed.created),
         "size": meta.get("size", 0),
         "digest": hashlib.sha256(f"{preset.id}\n{origin}".encode()).hexdigest(),
         "details": {
@@ -180,9 +184,8 @@ async def _entry(site: Site, model: Model) -> dict[str, Any]:
     }
 
 
-async def _running(site: Site, worker: Worker) -> dict[str, Any]:
-    _, meta, _ = await site.describe(worker.preset)
-    held = {**worker.reserved, **worker.occupied}
+async def _running(site: Site, listed: Listed, worker: Worker, held: Mapping[DeviceId, int]) -> dict[str, Any]:
+    _, meta, _ = await site.describe(listed.preset)
     expires = worker.resident().expires
     leaves = _moment(wall_clock(site.fleet, expires)) if expires is not None else NEVER.isoformat()
     return {

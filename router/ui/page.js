@@ -100,7 +100,7 @@ function showModels(models) {
     row.append(
       name,
       made("td", status.value + percent, status.failed ? "bad" : ""),
-      made("td", memoryOf(status)),
+      made("td", status.memory || !status.shares ? memoryOf(status) : `with ${status.shares[0]}`),
       made("td", `${status.in_flight}${queued}`),
       made("td", whyOf(status), status.failed ? "bad" : "quiet"),
       action,

@@ -21,8 +21,8 @@ from router.launchers import Listen, Program, WorkerLost, WorkerProcess
 from router.ledger import Bytes, Ledger
 from router.limits import Limits
 from router.listener import Listener
+from router.members import Members
 from router.metrics import Metrics
-from router.names import Names
 from router.presets import Loaded, Preset
 from router.proxy import Pace, Proxy
 from router.settings import Settings
@@ -173,6 +173,8 @@ async def world(
     )
     launcher.on_reading = fleet.changed
     metrics = Metrics(fleet, events)
+    clerks = Clerks(fleet)
+    members = Members(fleet, presets, clerks)
     site = Site(
         settings=Settings(write_stall=(pace or Pace()).write_stall),
         fleet=fleet,
@@ -182,12 +184,12 @@ async def world(
         access=Access(()),
         load=lambda further: Loaded(presets),
         keys=tuple,
-        names=Names(presets),
-        clerks=Clerks(fleet),
+        clerks=clerks,
+        members=members,
     )
     made = World(site, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
-    app = App(site, Proxy(fleet, pace or Pace(), site.clerks), metrics, **further)
+    app = App(site, Proxy(members, pace or Pace()), metrics, **further)
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()

@@ -6,14 +6,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from worker import families, filling, sampling
 from worker.bodies.common import MAX_TEXTS
 from worker.chat import Conversation, Template
-from worker.contract import ModelOptions, Serve
+from worker.contract import ModelOptions, Profile, Serve
 from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields
@@ -36,14 +36,7 @@ class Model:
         """Raises StartError if the preset's sampling or chat template cannot be used."""
         self.engine = engine
         self.tokenizer = tokenizer
-        self.options = options
-        placeholder = engine.vision.placeholder if engine.vision is not None else ""
-        self.template = Template(
-            tokenizer, text=options.chat_template, variables=options.chat_template_kwargs, placeholder=placeholder
-        )
-        self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
-        self.family = families.find(self.template.source, _response_template(tokenizer))
-        """How its answers are to be read; None: as they stand."""
+        self._answer_as(options)
         self.filling = filling.find(tokenizer.get_vocab())
         """How a prompt with a suffix is laid out; None: this model fills in nothing."""
         self.special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if _is_mark(token)}
@@ -53,9 +46,26 @@ class Model:
         self.fingerprint = _fingerprint(options)
         self.token_bytes = _token_bytes(tokenizer)
         """The bytes of one token alone."""
-        self._literal: PreTrainedTokenizerBase | None = None
-        self._cutting: PreTrainedTokenizerBase | None = None
+        self._copies: dict[str, PreTrainedTokenizerBase] = {}
+        """Tokenizers in another state, by what they are for."""
         self._encode(["?"], add_special=True, parse_special=True)  # settles what a first call changes in the tokenizer
+
+    def _answer_as(self, options: Serve) -> None:
+        """Take over what `options` say of requests."""
+        self.options = options
+        placeholder = self.engine.vision.placeholder if self.engine.vision is not None else ""
+        self.template = Template(
+            self.tokenizer, text=options.chat_template, variables=options.chat_template_kwargs, placeholder=placeholder
+        )
+        self.defaults = sampling.defaults(options.sampling, _generation_config(Path(options.snapshot)))
+        self.family = families.find(self.template.source, _response_template(self.tokenizer))
+        """How its answers are to be read; None: as they stand."""
+
+    def under(self, profile: Profile) -> "Model":
+        """The same model, for requests under `profile`. Raises StartError like the model itself."""
+        other = copy.copy(self)
+        other._answer_as(replace(self.options, **asdict(profile)))
+        return other
 
     @property
     def capabilities(self) -> list[str]:
@@ -106,7 +116,7 @@ class Model:
         """
         if not texts:
             return []
-        is_quick = parse_special or self._literal is not None
+        is_quick = parse_special or "literal" in self._copies
         if is_quick and sum(map(len, texts)) <= LONG_TEXT:
             return self._encode(texts, add_special=add_special, parse_special=parse_special)
         return await asyncio.to_thread(self._encode, texts, add_special=add_special, parse_special=parse_special)
@@ -216,15 +226,17 @@ class Model:
 
     def _literal_tokenizer(self) -> "PreTrainedTokenizerBase":
         """A copy that reads special tokens as text: the switch is a state of the tokenizer, which other threads use."""
-        if self._literal is None:
-            self._literal = copy.deepcopy(self.tokenizer)
-        return self._literal
+        return self._copy("literal")
 
     def _cut(self, *texts: list[str]) -> Any:
         """With a copy for this alone: how long texts may be is a state of the tokenizer, too."""
-        if self._cutting is None:
-            self._cutting = copy.deepcopy(self.tokenizer)
-        return self._cutting(*texts, truncation="longest_first", max_length=self.max_text, verbose=False)
+        return self._copy("cutting")(*texts, truncation="longest_first", max_length=self.max_text, verbose=False)
+
+    def _copy(self, use: str) -> "PreTrainedTokenizerBase":
+        """One for all profiles."""
+        if use not in self._copies:
+            self._copies[use] = copy.deepcopy(self.tokenizer)
+        return self._copies[use]
 
 
 class Reply(Protocol):

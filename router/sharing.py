@@ -1,0 +1,117 @@
+"""Which presets share a worker: those that would start the same one, and keep it alike. Law: PURE.
+
+What a preset says of requests is told to a worker beside its command line, once for each name that it serves
+(`contract.Profile`). So presets of one model that differ in nothing else are one member of the fleet.
+"""
+
+import dataclasses
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from router.keys import KEYS
+from router.presets import DEFAULTS, Preset
+from worker.contract import Profile
+
+Group = tuple[str, ...]
+"""The ids of the presets that share a worker, as they are listed."""
+BETWEEN = ","
+"""Stands between names in the id of what they share; no name has it."""
+
+
+class Use(Enum):
+    """What a key of a preset is for."""
+
+    LOAD = "load"
+    """A worker is started with it: to share one, presets have it equal."""
+    LIFE = "life"
+    """It says how long a worker lives, and who waits for whom: likewise."""
+    REQUEST = "request"
+    """A worker is told of it by name, and has it for requests by that name alone."""
+    NAME = "name"
+    """The router has it for one name, and no worker knows of it."""
+
+
+def _uses(**words: str) -> dict[str, Use]:
+    return {key: Use[use] for use, keys in words.items() for key in keys.split()}
+
+
+USES: Mapping[str, Use] = _uses(
+    LOAD="""model hf-repo revision tokenizer load-format trust-remote-code task pooling embd-normalize
+        ctx-size parallel kv-tokens kv-cache-dtype prefix-caching prefill-chunk max-prefill-tokens limit-images
+        max-input-tokens dtype quantization attention threads enforce-eager max-logprobs
+        device n-gpu-layers split-mode pipeline-parallel tensor-parallel gpu-split tensor-split required-memory
+        reserved-memory lora lora-scaled adapters-dir enable-lora max-loras max-lora-rank max-cpu-loras
+        config-override engine python env""",
+    LIFE="""replicas replica-idle-seconds queue-size max-concurrent pin priority ttl companions sleep-idle-seconds
+        linger min-residency start-timeout stop-timeout stall-timeout max-restarts""",
+    REQUEST="""n-predict seed default-lora chat-template chat-template-file chat-template-kwargs
+        temp top-k top-p min-p repeat-penalty repeat-last-n presence-penalty frequency-penalty stop""",
+    NAME="alias tags dedup-cache-models request-timeout load-on-startup autoload",
+)
+"""Of every key. What somebody sets to have workers of their own is any of LOAD: `env.OWN = 1` changes nothing else."""
+
+_OWN = {key.field for key in KEYS if key.field and USES[key.name] in (Use.REQUEST, Use.NAME)}
+_EQUAL = tuple(
+    field.name for field in dataclasses.fields(Preset) if field.name not in _OWN | {"id", "source", "origins"}
+)
+"""Fields that presets have in common which share a worker."""
+
+
+def share(presets: Mapping[str, Preset]) -> list[Group]:
+    """All ids, those that share a worker together, each group where its first is listed."""
+    groups: dict[Hashable, list[str]] = {}
+    for id, preset in presets.items():
+        groups.setdefault(tuple(_still(getattr(preset, name)) for name in _EQUAL), []).append(id)
+    return [tuple(group) for group in groups.values()]
+
+
+def members(presets: Mapping[str, Preset], groups: Iterable[Group]) -> dict[str, Preset]:
+    """What the fleet has of all presets, by id."""
+    found = (member([presets[name] for name in group]) for group in groups)
+    return {each.id: each for each in found}
+
+
+def member(group: Sequence[Preset]) -> Preset:
+    """What the fleet has of presets that share a worker: nothing in it is of one name alone."""
+    first = group[0]
+    further = [name for each in group for name in (each.id, *each.aliases)] if len(group) > 1 else first.aliases
+    own: dict[str, Any] = {name: DEFAULTS[name] for name in _OWN} | {"sampling": {}, "aliases": tuple(further)}
+    return replace(first, id=id_of([each.id for each in group]), **own)
+
+
+def id_of(names: Iterable[str]) -> str:
+    """The id of what presets share: a preset's own where it shares nothing."""
+    return BETWEEN.join(names)
+
+
+def names_in(id: str) -> Group:
+    """The names that an id is made of."""
+    return tuple(id.split(BETWEEN))
+
+
+def profile(preset: Preset) -> Profile | None:
+    """What a worker is to be told of requests by this name; None: nothing."""
+    found = Profile(
+        name=preset.id,
+        n_predict=preset.n_predict,
+        seed=preset.seed,
+        sampling=json.dumps(dict(preset.sampling)) if preset.sampling else "",
+        chat_template=preset.chat_template,
+        chat_template_kwargs=preset.chat_template_kwargs,
+        default_adapter=preset.default_lora if preset.adapter_slots else "",
+    )
+    return found if found != Profile(name=preset.id) else None
+
+
+def _still(value: Any) -> Hashable:
+    """The same for equal values, and hashable."""
+    if isinstance(value, Mapping):
+        return tuple(sorted(value.items()))
+    assert isinstance(value, Hashable)
+    return value
+
+
+__all__ = ["BETWEEN", "USES", "Group", "Use", "id_of", "member", "members", "names_in", "profile", "share"]
