@@ -538,8 +538,9 @@ def _runtime_words(found: Forecast) -> str:
     if not _is_on_host(found):
         return f"device context and libraries, {source}"
     grammars = ", and tables for grammars" if found.tokens else ""
-    kind = "forked, without what it shares" if found.forked else "libraries"
-    return f"the process: {kind} ({source}), its tokenizer{grammars}"
+    # of a forked one nearly all is shared, and the rest is no matter of the machine
+    kind = "forked, without what it shares" if found.forked else f"libraries ({source})"
+    return f"the process: {kind}, its tokenizer{grammars}"
 
 
 def _count(number: int, noun: str) -> str:
