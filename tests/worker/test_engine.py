@@ -5,7 +5,9 @@ Among them the faults of transformers' own continuous batching, each provoked he
 
 import asyncio
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -451,6 +453,34 @@ async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_pres
         await asyncio.gather(*(say(engine, PROMPT, max_tokens=3) for _ in range(2)))
     assert seen == {("step-loop", 3)}
     assert torch.get_num_threads() == 1, "nobody else's"
+
+
+async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(folder: Path) -> None:
+    helpers: list[int] = []
+
+    def progress(_: contract.Progress) -> None:
+        torch.ones(1 << 18).add_(1)  # on two threads, as what is converted is
+        helpers.append(unnamed_threads())
+
+    before = unnamed_threads()
+    asked = options(folder, ctx_size=CTX, threads=2)
+    try:
+        engine = await asyncio.to_thread(
+            TransformersEngine.load, asked, progress=progress, pulse=lambda _: None, ahead=False
+        )
+    finally:
+        torch.set_num_threads(1)
+    async with serving(engine):
+        assert max(helpers) == before + 1
+        deadline = time.monotonic() + DEADLINE
+        while unnamed_threads() > before:
+            assert time.monotonic() < deadline, "they would slow each product of a step down"
+            await asyncio.sleep(0.001)
+
+
+def unnamed_threads() -> int:
+    """Of this process: those that Python does not know."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
 async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:

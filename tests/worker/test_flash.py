@@ -178,6 +178,7 @@ def test_kernels_that_fail_or_say_something_else_are_not_used(pool: Pool, kernel
     [
         ("llama", {}, "runs on CUDA devices"),
         ("llama", {"kv_cache_dtype": "int4"}, "kv-cache-dtype = int4 keeps another"),
+        ("llama", {"kv_cache_dtype": "bf16"}, "kv-cache-dtype = bf16 keeps another"),
         ("llama", {"devices": ("cpu", "cpu"), "layers": ("1", "1")}, "split over devices"),
         pytest.param("mamba", {}, "keep no blocks", marks=pytest.mark.slow),
         ("bert-embed", {}, "keeps no blocks"),

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from worker import contract
-from worker.engine import architectures, attention, flash, trial
+from worker.engine import architectures, attention, flash, loader, trial
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
-from worker.engine.cache_types import GROUPED, CacheType
+from worker.engine.cache_types import CacheType
 from worker.engine.compact import CompactPool
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
@@ -55,8 +55,12 @@ def demand_flash(options: contract.ModelOptions, config: Any) -> None:
         return
     if len(options.devices) > 1:
         raise flash.refused("this model is split over devices, each with blocks of its own")
-    if options.kv_cache_dtype in GROUPED:
+    device, shape = torch.device(options.devices[0]), architectures.CacheShape.of(config)
+    dtype = loader.dtype_of(options, config, device)
+    if CacheType.of(options.kv_cache_dtype, shape.kv_heads, shape.head_dim, dtype) is not None:
         raise flash.refused(flash.keeps_another(options.kv_cache_dtype))
+    if why := flash.unsuited(dtype, device):
+        raise flash.refused(why)
 
 
 def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:

@@ -192,12 +192,15 @@ class TransformersEngine:
         progress(contract.Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
         _come_to_devices(options, prepared.imported)
-        with loader.own_code("its model", runs=loader.is_own_code(options, prepared.config)):
-            if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
-                if options.tensor_parallel > 1:
-                    raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
-                return cls._load_encoder(options, prepared, progress, pulse, over)
-            return cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
+        try:
+            with loader.own_code("its model", runs=loader.is_own_code(options, prepared.config)):
+                if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
+                    if options.tensor_parallel > 1:
+                        raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
+                    return cls._load_encoder(options, prepared, progress, pulse, over)
+                return cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
+        finally:
+            memory.end_helpers()
 
     @classmethod
     def _load_generator(
@@ -423,7 +426,14 @@ class TransformersEngine:
         adapters, work = self._adapters, self._generating
         if adapters is None or work is None:
             raise UnsupportedByModel(_NO_ADAPTERS)
-        problems = await asyncio.to_thread(adapters.update, sources, default)
+
+        def update() -> Mapping[str, str]:
+            try:
+                return adapters.update(sources, default)
+            finally:
+                memory.end_helpers()
+
+        problems = await asyncio.to_thread(update)
         self._loop.post(work.forget_adapters)
         return problems
 

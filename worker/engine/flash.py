@@ -143,7 +143,7 @@ def choose(asked: str, pool: Pool, heads: int, device: torch.device, kernels: Ke
     """
     if asked not in ("auto", "flash"):
         return None
-    why = _unsuited(pool, device) if kernels is None else ""
+    why = unsuited(pool.keys[0].dtype, device) if kernels is None else ""
     if pool.kept_as:
         why = keeps_another(pool.kept_as)
     if not why:
@@ -177,9 +177,8 @@ def demand(device: torch.device) -> None:
         raise refused(why)
 
 
-def _unsuited(pool: Pool, device: torch.device) -> str:
-    """Why it need not be tried; empty if it has to be."""
-    dtype = pool.keys[0].dtype
+def unsuited(dtype: torch.dtype, device: torch.device) -> str:
+    """Why it need not be tried with a model of this type; empty if it has to be."""
     if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, and this model in {str(dtype).removeprefix('torch.')}"
     return _absent(device)

@@ -6,7 +6,7 @@ in the way is a StartError that names it and the way out.
 
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -470,11 +470,18 @@ def _owned(
 
 
 def _dtype(
-    options: contract.ModelOptions, config: Any, files: Sequence[weights.WeightFile], device: torch.device
+    options: contract.ModelOptions, config: Any, files: Iterable[weights.WeightFile], device: torch.device
 ) -> torch.dtype:
     """Of the model: as asked, else the configuration's, else the files'."""
     stored = getattr(config, "dtype", None) or next((file.floating for file in files if file.floating), None)
     return resolve_dtype(options.dtype, stored, device)
+
+
+def dtype_of(options: contract.ModelOptions, config: Any, device: torch.device) -> torch.dtype:
+    """What `load_model` will make of the model; reads no weight, but a header where nothing else says."""
+    says = options.dtype != "auto" or getattr(config, "dtype", None) is not None or options.load_format == "dummy"
+    files = () if says else map(weights.WeightFile, weights.files(Path(options.snapshot)))
+    return _dtype(options, config, files, device)
 
 
 def _keeps_float32(cls: Any) -> bool:

@@ -185,7 +185,8 @@ class Eyes:
     ):
         """`most`: images of one prompt; `held`: bytes of prepared ones that several requests may have together."""
         self._processor, self._dtype, self._most, self._most_held = processor, dtype, most, held
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="images")
+        # without helpers of its own: they would slow those of the steps down (`memory.end_helpers`)
+        self._thread = ThreadPoolExecutor(1, "images", initializer=torch.set_num_threads, initargs=(1,))
         self._lock = threading.RLock()  # what is collected meanwhile takes it, too
         self._held = 0
 
