@@ -103,7 +103,7 @@ def test_all_contestants_run_and_the_table_has_a_line_for_each(tmp_path: Path) -
     command += ["--dtype", "bfloat16"]
     done = subprocess.run(
         [*command, "--no-http", "--no-long-prompt", "--no-host", "--out", str(tmp_path / "engine")],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "engine.json").read_text())

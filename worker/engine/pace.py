@@ -45,9 +45,10 @@ class StepCost:
     """Weight of what is believed of parts that nothing was measured of: that they are small, as by _PARTS."""
     _PARTS: Three = (1.0, 16.0, 32.0)
     """So many decodes, or tokens of prompts, are believed to take as long as the fixed part. Only until measured."""
-    _STUMBLE = 1.5
-    """A step that takes so many times what its kind did so far tells about the machine, not about itself: it counts for
-    no more than that. If the next ones are like it, they are believed soon."""
+    _STUMBLE, _STUMBLE_ALONE = 1.5, 1.2
+    """A step with prompts, or without any, that takes so many times what its kind did so far tells about the machine,
+    not about itself: it counts for no more than that. If the next ones are like it, they are believed soon; those
+    without prompts later, as theirs is the measure for the others."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], _Kind] = {}
@@ -79,7 +80,7 @@ class StepCost:
         elif expected := self.of(decodes, tokens):
             late = seconds / expected
             larger = expected / (self.of(kind.decodes, kind.tokens) or expected)
-            seconds = min(seconds, self._STUMBLE * kind.seconds * larger)
+            seconds = min(seconds, (self._STUMBLE if tokens else self._STUMBLE_ALONE) * kind.seconds * larger)
         kind.count += 1
         kind.seen = self._steps[tokens > 0]
         newest = max(1.0 / kind.count, self._NEWEST)
@@ -142,16 +143,16 @@ class Pace:
     """
 
     PROMPT_SECONDS = 1.0
-    FEWEST = 4
+    FEWEST = 6
     """Behind some thousand tokens more would take too long: each reads all of them back. Fewer would save hardly
     anything, as the first one's reading serves all."""
     FEWEST_APART = 32
     """Where each part of a prompt is a pass of its own, and so reads all the weights once more."""
-    _WITHIN = 2.6
-    _LONGEST, _SHORTEST = 2.0, 1.4
+    _WITHIN = 2.7
+    _LONGEST, _SHORTEST = 2.0, 1.5
     """What steps with prompts aim at, over steps without, is the first of these over the machine's unsteadiness, in
     the bounds of the others."""
-    _RARE, _LEARNED = 0.05, 0.3
+    _RARE, _LEARNED = 0.05, 0.5
     """The unsteadiness is what all but so many steps keep to, in times of what was expected of them; and how much is
     learned of one that takes longer. Steps that go on to be slow are soon expected to be."""
     _UNKNOWN = 64
