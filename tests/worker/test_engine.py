@@ -456,11 +456,11 @@ async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_pres
 
 
 async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(folder: Path) -> None:
-    helpers: list[int] = []
+    helpers: set[int] = set()
 
     def progress(_: contract.Progress) -> None:
         torch.ones(1 << 18).add_(1)  # on two threads, as what is converted is
-        helpers.append(unnamed_threads())
+        helpers.update(unnamed_threads() - before)
 
     before = unnamed_threads()
     asked = options(folder, ctx_size=CTX, threads=2)
@@ -471,16 +471,16 @@ async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(fo
     finally:
         torch.set_num_threads(1)
     async with serving(engine):
-        assert max(helpers) == before + 1
+        assert helpers
         deadline = time.monotonic() + DEADLINE
-        while unnamed_threads() > before:
+        while unnamed_threads() & helpers:
             assert time.monotonic() < deadline, "they would slow each product of a step down"
             await asyncio.sleep(0.001)
 
 
-def unnamed_threads() -> int:
-    """Of this process: those that Python does not know."""
-    return len(os.listdir("/proc/self/task")) - threading.active_count()
+def unnamed_threads() -> set[int]:
+    """Of this process: those that Python does not know, by id."""
+    return set(map(int, os.listdir("/proc/self/task"))) - {each.native_id or 0 for each in threading.enumerate()}
 
 
 async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
