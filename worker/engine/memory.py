@@ -168,7 +168,7 @@ def end_helpers() -> None:
 
     GNU's library has its threads spin until the next region begins, but only while all threads of a process have no
     more of them than there are cores. Else they sleep and have to be woken: beside the helpers that a load had left,
-    each product of a step took 1.2 to 1.3 times as long (768 x 2048, 1 and 4 rows, 2 cores, measured).
+    each product of a step took 1.1 to 1.3 times as long (768 x 2048, 1 and 4 rows, 2 cores, measured).
     LLVM's library would end those of all threads, and is left alone.
     """
     with suppress(OSError, AttributeError):
