@@ -15,6 +15,7 @@ SHOWN = {
     "router/fleet.py": "when a model was listed",
     "router/listener.py": "the header Date",
     "router/log.py": "the time of a line",
+    "router/members.py": "when a preset was first listed",
     "router/serve.py": "the first number of events and lines: above those of an earlier router",
     "router/site.py": "when presets were reloaded",
     "worker/faces/openai.py": "when an answer was created",

@@ -39,7 +39,6 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 from worker import contract
 from worker.contract import Exit
 from worker.errors import StartError
-from worker.pagecache import Pieces
 
 try:
     import httpx2 as http  # what the hub library speaks with: a fork of httpx, or httpx itself in older versions
@@ -54,8 +53,6 @@ PROGRESS_INTERVAL = 0.25
 LOCK_INTERVAL = 0.25
 """Seconds between two looks at a file that another process is fetching."""
 READ_BYTES = 1 << 20
-FLUSH_INTERVAL = 5.0
-"""Seconds of a download that may be lost if this process is killed, or the machine."""
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SMALL = re.compile(
@@ -476,8 +473,7 @@ class _Fetch:
         while content.size < file.size:
             begun = content.size
             try:
-                with content.kept():
-                    self._receive(url, file, content)
+                self._receive(url, file, content)
             except http.RequestError as error:
                 if content.size <= begun:
                     raise
@@ -531,20 +527,9 @@ class _Content:
         while chunk := os.pread(descriptor, READ_BYTES, self.size):
             self._hash.update(chunk)
             self.size += len(chunk)
-        self._pieces = Pieces(descriptor, self.size)
-        self._flushed = time.monotonic()
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """At the end of the block all that came within it is in the file, however it ends."""
-        try:
-            yield
-        finally:
-            self._pieces.flush()
 
     def restart(self) -> None:
         os.ftruncate(self._descriptor, 0)
-        self._pieces = Pieces(self._descriptor)
         self._begin()
 
     def _begin(self) -> None:
@@ -555,10 +540,9 @@ class _Content:
             self._hash = hashlib.sha1(b"blob %d\0" % self._file.size, usedforsecurity=False)  # git's blob id
 
     def append(self, chunk: bytes) -> None:
-        self._pieces.append(chunk)
-        if time.monotonic() - self._flushed > FLUSH_INTERVAL:
-            self._pieces.flush()
-            self._flushed = time.monotonic()
+        rest = memoryview(chunk)
+        while rest:
+            rest = rest[os.pwrite(self._descriptor, rest, self.size + len(chunk) - len(rest)) :]
         self._hash.update(chunk)
         self.size += len(chunk)
 

@@ -16,7 +16,6 @@ from router.catalogue import find_snapshot
 from tests.children import ROOT, TOKEN, Child, environment, python
 from worker import contract
 from worker.contract import Exit
-from worker.pagecache import PIECE
 
 WEIGHT_BYTES = 300_000
 SECRET = "hf_secretOfThisTest"
@@ -205,17 +204,16 @@ def test_a_broken_line_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path) -> N
 
 
 def test_a_killed_download_is_taken_up_where_it_was(hub: Hub, tmp_path: Path) -> None:
-    """As far as it was written, which is in large pieces."""
-    repo = hub.repo("killed", **{"model.safetensors": safetensors(PIECE + 300_000, 7)})
-    hub.fails(**{f"{repo}/model.safetensors": {"stall": PIECE + 200_000}})
+    repo = hub.repo("killed")
+    hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
     with download(hub, tmp_path, repo, HF_HUB_DOWNLOAD_TIMEOUT="60") as child:
-        while child.event(contract.Progress).done < PIECE + 200_000:
+        while child.event(contract.Progress).done < 100_000:
             pass
-    assert [path.stat().st_size for path in partials(tmp_path)] == [PIECE]
+    assert [path.stat().st_size for path in partials(tmp_path)] == [100_000]
     hub.fails()
     succeed(hub, tmp_path, repo)
     asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
-    assert asked == ["model.safetensors", f"model.safetensors bytes={PIECE}-"]
+    assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
     assert hub.fetched(repo).count("tokenizer.json") == 1, "what was there is not fetched twice"
     assert partials(tmp_path) == []
 
