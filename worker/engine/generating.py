@@ -284,7 +284,7 @@ class Generating:
         results = flight.land()
         now = time.monotonic()
         seconds, self._landed = now - max(flight.begun, self._landed), now
-        only_decodes = bool(flight.batch) and all(segment.is_decode for segment in flight.batch)
+        decodes = any(segment.is_decode for segment in flight.batch)
         if len(results) == len(flight.batch) and not any(segment.sees for segment in flight.batch):
             self._pace.learn(flight.batch, seconds)  # what a tower takes says nothing about tokens
         self._most_rows = max(self._most_rows, len(results))
@@ -296,7 +296,7 @@ class Generating:
             elif result.chooses and result.sampled is None:
                 spoiled.add(id)
         self._release(spoiled)
-        if self._linears is not None and only_decodes:  # beside prompts, streams wait long enough for a token
+        if self._linears is not None and decodes:
             self._linears.reorder(REORDERING * seconds)
 
     def _compute(self, batch: Batch) -> list[Attempt]:

@@ -45,10 +45,8 @@ class StepCost:
     """Weight of what is believed of parts that nothing was measured of: that they are small, as by _PARTS."""
     _PARTS: Three = (1.0, 16.0, 32.0)
     """So many decodes, or tokens of prompts, are believed to take as long as the fixed part. Only until measured."""
-    _STUMBLE, _STUMBLE_ALONE = 1.5, 1.2
-    """A step with prompts, or without any, that takes so many times what its kind did so far tells about the machine,
-    not about itself: it counts for no more than that. If the next ones are like it, they are believed soon; those
-    without prompts later, as theirs is the measure for the others."""
+    _STUMBLE = 4.0
+    """A step of a known kind that takes so many times what was expected tells about the machine, not about itself."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], _Kind] = {}
@@ -63,24 +61,18 @@ class StepCost:
             self._parts = self._fit()
         return self._parts
 
-    def of(self, decodes: float, tokens: float) -> float:
+    def of(self, decodes: int, tokens: int) -> float:
         """Seconds that a step with so many of either is expected to take."""
         fixed, decode, token = self.parts
         return fixed + decodes * decode + tokens * token
 
-    def learn(self, decodes: int, tokens: int, seconds: float) -> float:
-        """A step with so many of either took `seconds`. Returns how many times what was expected; 1 if there was no
-        step of its kind before."""
+    def learn(self, decodes: int, tokens: int, seconds: float) -> None:
+        """A step with so many of either took `seconds`."""
         self._steps[tokens > 0] += 1
         key = decodes.bit_length(), tokens.bit_length()
-        kind = self._kinds.get(key)
-        late = 1.0
-        if kind is None:
-            kind = self._kinds[key] = _Kind(decodes, tokens, seconds, 0, 0)
-        elif expected := self.of(decodes, tokens):
-            late = seconds / expected
-            larger = expected / (self.of(kind.decodes, kind.tokens) or expected)
-            seconds = min(seconds, (self._STUMBLE if tokens else self._STUMBLE_ALONE) * kind.seconds * larger)
+        if key in self._kinds:
+            seconds = min(seconds, self._STUMBLE * self.of(decodes, tokens) or seconds)
+        kind = self._kinds.setdefault(key, _Kind(decodes, tokens, seconds, 0, 0))
         kind.count += 1
         kind.seen = self._steps[tokens > 0]
         newest = max(1.0 / kind.count, self._NEWEST)
@@ -88,7 +80,6 @@ class StepCost:
         kind.tokens += newest * (tokens - kind.tokens)
         kind.seconds += newest * (seconds - kind.seconds)
         self._parts = None
-        return late
 
     def _fit(self) -> Three:
         """Solves the normal equations; the prior keeps them regular."""
@@ -135,26 +126,18 @@ def _eliminate(rows: list[list[float]]) -> list[float]:
 class Pace:
     """How many prompt tokens fit into a step without making streams stutter; learned from the steps so far.
 
-    While nobody decodes a step may take PROMPT_SECONDS, so that a cancel is soon heard. While streams run, a step with
-    prompts may take some times what it takes without them: at most _LONGEST, and fewer the more unsteady the machine
-    is, so that nearly all gaps between tokens stay within three times (engine.md section 6: the 99th percentile while a
-    long prompt comes in, over the median before). What it takes without them was learned before the prompts came; a
-    machine that gets slower meanwhile makes their tokens look dear, so that fewer of them are computed at once.
+    While nobody decodes a step may take PROMPT_SECONDS, so that a cancel is soon heard; while streams run prompts
+    may lengthen a step by STRETCH times what it takes without them. That makes a typical gap between tokens twice as
+    long, and leaves the unsteadiness of real machines within three times (engine.md section 6: the 99th percentile
+    while a long prompt comes in, over the median before).
     """
 
     PROMPT_SECONDS = 1.0
-    FEWEST = 6
-    """Behind some thousand tokens more would take too long: each reads all of them back. Fewer would save hardly
-    anything, as the first one's reading serves all."""
-    FEWEST_APART = 32
-    """Where each part of a prompt is a pass of its own, and so reads all the weights once more."""
-    _WITHIN = 2.7
-    _LONGEST, _SHORTEST = 2.0, 1.5
-    """What steps with prompts aim at, over steps without, is the first of these over the machine's unsteadiness, in
-    the bounds of the others."""
-    _RARE, _LEARNED = 0.05, 0.5
-    """The unsteadiness is what all but so many steps keep to, in times of what was expected of them; and how much is
-    learned of one that takes longer. Steps that go on to be slow are soon expected to be."""
+    STRETCH = 1.0
+    FEWEST = 16
+    """Below this a step's fixed cost outweighs what is saved."""
+    FEWEST_APART = 64
+    """The same where each part of a prompt is a pass of its own, and so reads all the weights once more."""
     _UNKNOWN = 64
     """Prompt tokens of a step before any was timed."""
 
@@ -163,7 +146,6 @@ class Pace:
         self._fewest = self.FEWEST_APART if apart else self.FEWEST
         self._cost = StepCost()
         self._knows_prompts = False
-        self._unsteady = self._WITHIN / self._LONGEST
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1) -> int:
         """Prompt tokens for the next step, in which `decoding` sequences decode and `prompts` wait for a first token.
@@ -177,16 +159,12 @@ class Pace:
         fixed, _, token = self._cost.parts
         allowed = self.PROMPT_SECONDS - fixed
         if decoding:
-            longer = min(max(self._WITHIN / self._unsteady, self._SHORTEST), self._LONGEST) - 1.0
             alone = self._cost.of(decoding, 0)
-            allowed = min(self.PROMPT_SECONDS, longer * alone * max(1.0, (prompts - 1) ** 2 / decoding))
+            allowed = min(self.PROMPT_SECONDS, self.STRETCH * alone * max(1.0, (prompts - 1) ** 2 / decoding))
         return min(chunk, max(self._fewest, int(allowed / max(token, 1e-9))))
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""
         tokens = sum(segment.length for segment in batch if not segment.is_decode)
-        decodes = sum(segment.is_decode for segment in batch)
         self._knows_prompts = self._knows_prompts or tokens > 0
-        is_late = self._cost.learn(decodes, tokens, seconds) > self._unsteady
-        self._unsteady += self._LEARNED * (1.0 - self._RARE if is_late else -self._RARE)
-        self._unsteady = min(max(self._unsteady, 1.0), self._WITHIN / self._SHORTEST)
+        self._cost.learn(sum(segment.is_decode for segment in batch), tokens, seconds)
