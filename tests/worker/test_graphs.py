@@ -100,9 +100,9 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
     for prompt, each in zip(prompts, told, strict=True):
         assert each.tokens == generated(model, prompt, 8 + len(prompt) % 20)
     padded = {(size, blocks) for size, _, blocks in made[0].seen}
-    assert len({size for size, _ in padded}) >= 3
+    assert {size for size, _ in padded} >= {1, 3, 5, 6}
     assert {blocks for _, blocks in padded} == {16, 32}
-    assert made[0].fixed.fixed_steps >= 12
+    assert made[0].fixed.fixed_steps >= 20
 
 
 @pytest.fixture
