@@ -175,7 +175,8 @@ later."""
 
 Place = tuple[DeviceId, ...]
 Worth = tuple[bool, bool, int, float, float]
-"""To rank a resident by: whether it is busy, whether it is a need, priority, last use, cost of bringing it back."""
+"""To rank a resident by: whether it is busy, whether it is a need, priority, last use or (busy) the end of its turn,
+cost of bringing it back."""
 Floor = tuple[Any, ...]
 """What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""
 
@@ -613,7 +614,10 @@ class _Walk:
         """By it they are ranked, the idle first."""
         worth = self.worths.get(one.id)
         if worth is None:
-            worth = self.worths[one.id] = one.busy, not one.luxury, one.priority, one.last_used, _cost(one)
+            # Those in use are all used now: of them, who has had its turn longest. When a request ended last would say
+            # less, and change with each that ends, while nobody plans anew.
+            since = one.turn_ends if one.busy else one.last_used
+            worth = self.worths[one.id] = one.busy, not one.luxury, one.priority, since, _cost(one)
         return worth
 
     def _bound_of(self, offer: _Offer, line: _Line) -> float:

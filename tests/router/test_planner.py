@@ -341,6 +341,15 @@ def test_victims_leave_together_or_not_at_all() -> None:
     assert evicted(decide([demand(9, 80)], residents, ONE, now=NOW + PATIENCE)) == [1, 2]
 
 
+def test_of_busy_workers_the_one_that_had_its_turn_first_leaves_whichever_request_ended_last() -> None:
+    """Each request that ends says anew when a worker was last used: who has to leave must not change with it."""
+    first, then = {"busy": True, "turn_ends": NOW - 9}, {"busy": True, "turn_ends": NOW - 1}
+    for last_used in (NOW - 8, NOW):
+        residents = [resident(1, {GPU[0]: 50}, **then, last_used=NOW - 5)]
+        residents += [resident(2, {GPU[0]: 50}, **first, last_used=last_used)]
+        assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
+
+
 def test_of_busy_workers_the_one_whose_turn_is_over_leaves() -> None:
     residents = [resident(1, {GPU[0]: 50}, busy=True, **FRESH), resident(2, {GPU[0]: 50}, busy=True)]
     assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]

@@ -17,7 +17,7 @@ SECONDS = 60
 """After so many no further worlds are begun: a busy machine looks at fewer."""
 AT_LEAST = 100
 SEEDS_THAT_FAILED: tuple[int, ...] = (
-    71, 98, 117, 2975, 3040, 7431, 8386, 12488, 16813, 18671, 21221, 21882, 30872, 37231, 38152, 40576
+    71, 98, 117, 2975, 3040, 7431, 8386, 12488, 16813, 18671, 21221, 21882, 30872, 37231, 38152, 40576, 92994
 )  # fmt: skip
 
 
