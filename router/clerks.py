@@ -383,6 +383,10 @@ class Clerks:
         while self._alive:
             await asyncio.wait(set(self._alive.values()))
 
+    def of(self, id: str) -> Worker | None:
+        """The newest that counts for model `id`, whether or not it still takes requests."""
+        return next((clerk for clerk in reversed(self._alive) if clerk.preset.id == id), None)
+
     def told(self) -> list[Mapping[str, Any]]:
         """Each for people and programs."""
         return [

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import platformdirs
 
-from router import __version__, client, keys, presets, settings
+from router import __version__, client, keys, presets, settings, sharing
 from router.catalogue import Further, load_catalogue, read_keys
 from router.errors import ConfigError, RouterError
 from router.keys import Key, Meaningless
@@ -334,6 +334,7 @@ def _report(loaded: Loaded, *, effective: bool) -> str:
             widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
             lines += ["", f"[{id}]", *(f"{key:{widths[0]}} = {value:{widths[1]}}  ; {at}" for key, value, at in rows)]
         lines.append("")
+    lines += [f"one worker for {' '.join(group)}" for group in sharing.share(loaded.presets) if len(group) > 1]
     if loaded.problems:
         lines.append(_count(len(loaded.problems), "fault"))
     else:
@@ -343,8 +344,10 @@ def _report(loaded: Loaded, *, effective: bool) -> str:
 
 def _document(loaded: Loaded, *, effective: bool) -> dict[str, Any]:
     models: list[dict[str, Any]] = []
+    groups = {id: group for group in sharing.share(loaded.presets) for id in group}
     for id, preset in loaded.presets.items():
         model: dict[str, Any] = {"id": id, "source": preset.source, "aliases": list(preset.aliases)}
+        model["shares"] = [other for other in groups[id] if other != id]
         if effective:
             rows = presets.effective(preset)
             model["settings"] = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]

@@ -20,8 +20,9 @@ class Event:
     """One thing that happened, which nobody changes. `time` is wall-clock seconds, for people; order is by `id`.
 
     Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
-    `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `prepared` (what
-    could be done once for a model was, or not), `shutdown`.
+    `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `removed` (one is
+    listed no longer), `holding` (a sleeper's weights are held, or given back), `prepared` (what could be done once for
+    a model was, or not), `clerk` (a process that counts for a model is ready, or over), `shutdown`.
     """
 
     id: int

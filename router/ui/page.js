@@ -72,7 +72,7 @@ function showDevices(state) {
 const LOADED = new Set(["loaded", "loading", "downloading", "sleeping"]);
 
 function memoryOf(status) {
-  const rows = Object.entries(status.memory ?? {});
+  const rows = [...Object.entries(status.memory ?? {}), ...Object.entries(status.clerk?.memory ?? {})];
   return rows.map(([device, row]) => `${row.measured_mib ?? row.reserved_mib} MiB on ${device}`).join(", ");
 }
 
@@ -99,8 +99,8 @@ function showModels(models) {
     action.append(button);
     row.append(
       name,
-      made("td", status.value + percent, status.failed ? "bad" : ""),
-      made("td", status.memory || !status.shares ? memoryOf(status) : `with ${status.shares[0]}`),
+      made("td", status.value + percent + (status.clerk ? ", a clerk counts" : ""), status.failed ? "bad" : ""),
+      made("td", memoryOf(status) || (status.shares ? `with ${status.shares[0]}` : "")),
       made("td", `${status.in_flight}${queued}`),
       made("td", whyOf(status), status.failed ? "bad" : "quiet"),
       action,

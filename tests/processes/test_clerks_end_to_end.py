@@ -113,7 +113,8 @@ async def clerks(up: Router) -> dict[str, Any]:
 @pytest.mark.parametrize("model", ["chat", "eyes", "embed"])
 async def test_a_clerk_answers_byte_for_byte_as_the_worker_does(forking: Router, model: str) -> None:
     of_clerk = await ask(forking, model)
-    assert (await forking.status(model))["value"] == "unloaded"
+    status = await forking.status(model)
+    assert (status["value"], status["clerk"]["state"]) == ("unloaded", "ready")
     assert (await clerks(forking))[model]["state"] == "ready"
     load = await forking.client.post("/models/load?wait=1", json={"model": model})
     assert load.status_code == 200, load.text

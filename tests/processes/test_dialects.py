@@ -195,6 +195,27 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         assert copied.value.status_code == 501
 
 
+async def test_how_long_a_shared_worker_stays_is_what_the_last_answer_by_any_name_was_asked_to_do(
+    tmp_path: Path,
+) -> None:
+    async def answer(upstream: Upstream) -> None:
+        raise AssertionError
+
+    async with world(tmp_path, answer, keys={"ttl": 60.0}, twin="b") as up, llama(up.socket) as client:
+        await up.fleet.load("a,b")
+        for keep_alive, wanted in ((3600.0, 3600.0), (None, 60.0), (1800.0, 1800.0)):
+            up.launcher.say("a,b", contract.Request(id="r", keep_alive=keep_alive))
+            running = (await client.ps()).models
+            left = [each.expires_at - datetime.now(UTC) for each in running if each.expires_at is not None]
+            assert [each.model for each in running] == ["a", "b"]
+            assert [wanted - 30 < each.total_seconds() <= wanted + 1 for each in left] == [True, True]
+        up.launcher.say("a,b", contract.Request(id="r", keep_alive=0.0))
+        [worker] = up.fleet.workers()
+        async with asyncio.timeout(30):
+            await worker.stopped.wait()
+        assert list((await client.ps()).models) == []
+
+
 async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         body = line(response="", done=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from router import sharing
 from router.access import Access
 from router.app import App
 from router.calibration import Calibration
@@ -152,15 +153,18 @@ async def world(
     load_seconds: float = 0.0,
     backlog: int = 2048,
     clients: int | None = None,
+    twin: str = "",
     **further: int,
 ) -> AsyncIterator[World]:
     """A router with one model, `a`, on a unix socket; each request to its worker is answered by `answer`.
-    `backlog`: connections that may wait for the worker; `clients`: that may be connected at once; `further`: what else
-    its App is told."""
+    `backlog`: connections that may wait for the worker; `clients`: that may be connected at once; `twin`: another name
+    for the model, which shares its worker; `further`: what else its App is told."""
     loop = asyncio.get_running_loop()
     upstream_socket, socket = folder / "up.sock", folder / "down.sock"
-    presets = {"a": Preset(id="a", path="/snapshots/a", required_memory={"": GIB}, **(keys or {}))}
-    launcher = SocketLauncher(upstream_socket, {"a": FakeModel(shards=(GIB,), load_seconds=load_seconds)})
+    names = ["a", twin] if twin else ["a"]
+    presets = {name: Preset(id=name, path="/snapshots/a", required_memory={"": GIB}, **(keys or {})) for name in names}
+    model = sharing.id_of(names)
+    launcher = SocketLauncher(upstream_socket, {model: FakeModel(shards=(GIB,), load_seconds=load_seconds)})
     events, files, limits = EventLog(), FakeFiles(), limits or Limits()
     fleet = Fleet(
         launcher=launcher,
@@ -169,7 +173,7 @@ async def world(
         files=files,
         ledger=Ledger(),
         limits=limits,
-        presets=presets,
+        presets=sharing.members(presets, sharing.share(presets)),
     )
     launcher.on_reading = fleet.changed
     metrics = Metrics(fleet, events)

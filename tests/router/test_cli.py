@@ -142,6 +142,20 @@ def test_every_fault_is_reported_with_its_line_and_exit_code_1(
     ]
 
 
+SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
+
+
+def test_check_says_which_presets_share_a_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = preset(tmp_path, SHARED)
+    assert run(capsys, "check", path) == (0, "one worker for exact poet\n3 models, no fault: exact alone poet\n", "")
+    code, out, _ = run(capsys, "check", "--json", path)
+    shares = {model["id"]: model["shares"] for model in json.loads(out)["models"]}
+    assert (code, shares) == (0, {"exact": ["poet"], "alone": [], "poet": ["exact"]})
+    assert run(capsys, "check", path, "--temp", "1", "--ctx-size", "64")[1].splitlines() == [
+        "one worker for exact alone poet", "3 models, no fault: exact alone poet",
+    ], "flags win over sections"  # fmt: skip
+
+
 def test_check_without_a_file_reads_what_serving_would(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "check")
     assert code == 0
