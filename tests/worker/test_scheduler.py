@@ -63,8 +63,9 @@ def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
     scheduler.add(sequence(1, prompt=2, limit=9))
     advance(scheduler, scheduler.next(99))
     scheduler.add(sequence(2, prompt=10))
-    seen = []
+    seen, computed = [], []
     for _ in range(4):
+        computed.append(scheduler.oldest_prompt)
         batch = scheduler.next(99)
         seen.append(parts(batch))
         advance(scheduler, batch)
@@ -74,6 +75,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
         [(1, 4, 1), (2, 8, 2)],
         [(1, 5, 1), (2, 10, 1)],
     ]
+    assert computed == [0, 4, 8, 0]
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:

@@ -218,7 +218,8 @@ class Generating:
 
     def _next(self) -> Batch:
         decoding = self._scheduler.decoding
-        budget = self._pace.budget(decoding, self._chunk, self._scheduler.running - decoding)
+        prompts, start = self._scheduler.running - decoding, self._scheduler.oldest_prompt
+        budget = self._pace.budget(decoding, self._chunk, prompts, start)
         batch = self._scheduler.next(budget)
         self._forget_void()
         return batch

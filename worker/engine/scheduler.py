@@ -106,6 +106,11 @@ class Scheduler:
         return sum(sequence.is_decoding for sequence, _ in self._running.values())
 
     @property
+    def oldest_prompt(self) -> int:
+        """Tokens computed of the prompt that is computed the longest; 0 if none is."""
+        return next((each.computed for each, _ in self._running.values() if not each.is_decoding), 0)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
