@@ -36,6 +36,7 @@ from router.listener import KEEP_ALIVE, Asked, Listener
 from router.log import line
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openapi import document
+from router.paths import not_found
 from router.proxy import Answer, Call, Outlet, Proxy
 from router.requests import Record, Requests
 from router.settings import Key
@@ -223,7 +224,7 @@ class App:
             message = f"{request.method} is not allowed here; use {allowed}"
             return self._error(request, MethodNotAllowed(message, headers={"Allow": allowed}))
         except web.HTTPNotFound:
-            return self._error(request, PathNotFound("File Not Found"))
+            return self._error(request, PathNotFound(not_found(_clean(request.path.removeprefix(self._prefix)))))
         except web.HTTPException as other:
             if other.status < 400:
                 raise

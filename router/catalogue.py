@@ -58,6 +58,8 @@ def load_catalogue(
     if path is None and not settings.models_dir:
         path = demo_preset()
     text, fault = _text(path) if path else ("", "")
+    if path and path.is_dir():
+        fault = "is a folder; give it as --models-dir, or name an INI file"
     file = settings.models_preset or (path.name if path else "")
     problems += [Problem(file, 0, "", "models-preset", fault)] if fault else []
     loaded = presets.load(
@@ -196,6 +198,8 @@ def _models_dir(folder: str) -> tuple[list[Found], list[Problem], str]:
     """Models of a folder, remarks on what is none, and what is wrong with the folder itself."""
     try:
         names = _names(folder)
+    except NotADirectoryError:
+        return [], [], "is a file; give it as --models-preset, or name a folder of models"
     except OSError as error:
         return [], [], (error.strerror or "cannot be read").lower()
     found: list[Found] = []

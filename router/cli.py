@@ -4,10 +4,12 @@ Options come from the tables of `settings` and `keys`, so that none is written h
 imported before it is needed: `--help` stays quick.
 """
 
+import io
 import json
 import os
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,10 +43,19 @@ Keys of a model: in a section [id] of a preset file, in [*] for all models, as a
 """
 
 
-def _as_options(option: Option) -> click.Option:
+READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets", "swap-patience"})
+"""Options that decide which presets there are, or whether they can stand."""
+CHECKED = READ | {"default-model"}
+WEIGHED = READ | {"offline", "hf-token", "state-dir", "nursery", "prepare", "models-memory-margin", "device-limit"}
+"""Those that decide what a model takes, and what it finds."""
+NARROW = 70
+"""Columns from which on names and texts of options stand side by side in full."""
+
+
+def _as_option(option: Option, *, hidden: bool = False) -> click.Option:
     names = [f"--{option.flag}/--no-{option.flag}"] if option.is_flag else [f"--{option.flag}", *option.also]
     repeats = option.flag in {"api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts"}
-    return click.Option([*names, f"s_{option.field}"], default=None, multiple=repeats)
+    return click.Option([*names, f"s_{option.field}"], default=None, multiple=repeats, hidden=hidden)
 
 
 def _model_options() -> Iterable[tuple[str, str, click.Option]]:
@@ -64,7 +75,7 @@ def _model_options() -> Iterable[tuple[str, str, click.Option]]:
 
 
 _SETTINGS: Mapping[str, tuple[Option, click.Option]] = {
-    f"s_{option.field}": (option, _as_options(option)) for option in settings.OPTIONS
+    f"s_{option.field}": (option, _as_option(option)) for option in settings.OPTIONS
 }
 _MODELS: Mapping[str, tuple[str, click.Option]] = {
     parameter: (name, option) for parameter, name, option in _model_options()
@@ -75,18 +86,19 @@ class _Command(click.Command):
     """A command whose help shows the router's options by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        mine = [(_SETTINGS[param.name][0], param) for param in self.params if param.name in _SETTINGS]
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        mine = [_SETTINGS[param.name][0] for param in options if param.name in _SETTINGS and not param.hidden]
+        most = 34 if formatter.width > NARROW else formatter.width // 3
         for group in settings.GROUPS:
-            rows = [_row(option) for option, _ in mine if option.group == group]
+            rows = [_row(option) for option in mine if option.group == group]
             if rows:
                 with formatter.section(group):
-                    formatter.write_dl(rows, col_max=34)
+                    formatter.write_dl(rows, col_max=most)
         with formatter.section("Keys of models"):
             formatter.write_text(" ".join(_MODEL_KEYS.split()))
-        rest = [param for param in self.get_params(ctx) if param.name not in _SETTINGS]
-        others = [param.get_help_record(ctx) for param in rest if isinstance(param, click.Option)]
+        others = [param.get_help_record(ctx) for param in options if param.name not in _SETTINGS]
         with formatter.section("Other options"):
-            formatter.write_dl([record for record in others if record], col_max=34)
+            formatter.write_dl([record for record in others if record], col_max=most)
 
 
 class _Router(_Command, click.Group):
@@ -124,12 +136,15 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)  # fmt: skip
 
 
-def _params(*, only: Callable[[Option], bool] = lambda option: True) -> list[click.Parameter]:
-    return [*(param for option, param in _SETTINGS.values() if only(option)), *(param for _, param in _MODELS.values())]
+def _params(*, only: Container[str] = settings.BY_FLAG) -> list[click.Parameter]:
+    mine = (param for option, param in _SETTINGS.values() if option.flag in only)
+    return [*mine, *(param for _, param in _MODELS.values())]
 
 
-def _belongs_to_check(option: Option) -> bool:
-    return option.group == settings.MODELS or option.flag == "swap-patience"
+def _params_of_check() -> list[click.Parameter]:
+    """All that serving takes, so that its very command line can be checked; help shows what decides on presets."""
+    others = (_as_option(option, hidden=True) for option in settings.OPTIONS if option.flag not in CHECKED)
+    return [*_params(only=CHECKED), *others]
 
 
 def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +154,12 @@ def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in before if name not in {param.name for param in ctx.command.params}]
     if unknown:
         name = _SETTINGS[unknown[0]][0].flag if unknown[0] in _SETTINGS else _MODELS[unknown[0]][0]
-        raise click.UsageError(f"--{name} does not belong to `{ctx.info_name}`.", ctx)
+        raise _misplaced(f"--{name}", ctx)
     return {**before, **said}
+
+
+def _misplaced(option: str, ctx: click.Context) -> click.UsageError:
+    return click.UsageError(f"{option} does not belong to `{ctx.info_name}`.", ctx)
 
 
 def _split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -175,18 +194,29 @@ def cli(ctx: click.Context, /, **params: Any) -> int | None:
     return _serve(given)
 
 
-@cli.command(cls=_Command, params=_params(), help="Serve: what `router` alone does as well.")
+@cli.command(
+    cls=_Command, params=_params(), help="Serve: what `router` alone does as well.",
+    short_help="Serve: what `router` alone does as well.",
+)  # fmt: skip
 @_common
 @click.pass_context
 def serve(ctx: click.Context, /, **params: Any) -> int:
     return _serve(_given(ctx, params))
 
 
-@cli.command(help="What a running router has loaded, what it needs, and where the time of each load went.")
-@click.option("--url", default=client.URL, envvar="ROUTER_URL", show_default=True, help="Of the router; or ROUTER_URL.")
-@click.option("--api-key", default="", envvar="ROUTER_API_KEY", help="A key of its; or ROUTER_API_KEY.")
-@click.option("--all", "everything", is_flag=True, help="Also models that are not loaded.")
-@click.option("--json", "as_json", is_flag=True, help="The router's own answer.")
+@cli.command(
+    help="Show what a running router has loaded, what it needs, and where the time of each load went.",
+    short_help="Show what a running router has loaded.",
+)
+@click.option(
+    "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
+    help="Where the router listens; or ROUTER_URL.",
+)  # fmt: skip
+@click.option(
+    "--api-key", default="", envvar="ROUTER_API_KEY", metavar="KEY", help="A key that it knows; or ROUTER_API_KEY."
+)
+@click.option("--all", "everything", is_flag=True, help="Show models that are not loaded, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the router answered.")
 def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
     try:
         models = client.get(url, "/models", api_key.partition(",")[0])["data"]
@@ -199,9 +229,10 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 
 @cli.command(
     cls=_Command,
-    params=[click.Argument(["file"], required=False), *_params(only=_belongs_to_check)],
+    params=[click.Argument(["file"], required=False), *_params_of_check()],
     help="Read presets as serving would, start nothing, and report every fault with file and line. Exits with 1 if"
-    " there is one. FILE stands for --models-preset.",
+    " there is one. FILE stands for --models-preset. All options of `router serve` may be given, and are checked.",
+    short_help="Read presets as serving would, and report every fault.",
 )
 @click.option("--effective", is_flag=True, help="Show every setting of every model, and where it comes from.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -222,18 +253,18 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
     return FAULTS if loaded.problems else OK
 
 
-def _belongs_to_estimate(option: Option) -> bool:
-    return _belongs_to_check(option) or option.group == settings.MEMORY
-
-
 @cli.command(
     cls=_Command,
-    params=[click.Argument(["model"]), *_params(only=_belongs_to_estimate)],
+    params=[click.Argument(["model"]), *_params(only=WEIGHED)],
     help="Say what a model would take, by segment and device, with no server running. MODEL is a name from the presets,"
     " a folder, or a repository of the hub, of which only headers are read. Keys of models are what-ifs, as in"
     " --ctx-size 32768. Exits with 4 if not even an empty device holds it.",
+    short_help="Say what a model would take, with no server running.",
 )
-@click.option("--exact", is_flag=True, help="Have the worker trace it: some seconds, exact. The files must be here.")
+@click.option(
+    "--exact", is_flag=True,
+    help="Have the worker trace it, whatever was learned: some seconds, exact. The files must be here.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
@@ -267,19 +298,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="router", standalone_mode=False)
     except click.ClickException as error:
-        (_nearer(error) if isinstance(error, click.NoSuchOption) else error).show()
+        (_better(error) if isinstance(error, click.NoSuchOption) else error).show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("router: interrupted", err=True)
         return INTERRUPTED
+    except OSError as failed:  # of what it was told to write or read, a full disk for example
+        click.echo(f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", err=True)
+        sys.stdout = io.StringIO()  # what could not be written is not tried once more at the end
+        return FAULTS
     return code if isinstance(code, int) else OK
 
 
-def _nearer(error: click.NoSuchOption) -> click.NoSuchOption:
-    """The same complaint with the one spelling that was probably meant."""
+def _better(error: click.NoSuchOption) -> click.UsageError:
+    """The same complaint with the reason, or with the one spelling that was probably meant."""
     name = error.option_name
     if name.lstrip("-") in settings.LATER:
         return click.NoSuchOption(name, f"{name} is not offered by this version; remove it.", ctx=error.ctx)
+    if name.lstrip("-").removeprefix("no-") in settings.BY_FLAG and error.ctx is not None:
+        return _misplaced(name, error.ctx)
     near = keys.nearest(name, settings.BY_FLAG)
     return click.NoSuchOption(name, possibilities=[f"--{near}"] if near else [], ctx=error.ctx)
 

@@ -3,6 +3,7 @@
 Nothing is loaded and nothing is fetched but headers. The exact figure comes from the worker's own program.
 """
 
+import difflib
 import subprocess
 import sys
 import tempfile
@@ -52,12 +53,20 @@ class Room:
     """What our workers could ever have of it together: its size or limit, less the margin."""
     free: int
     """Of that, what nobody uses right now."""
+    margin: int
     is_main: bool
     """The model's own device, rather than main memory beside it."""
 
     @property
     def fits(self) -> bool:
         return self.needs <= self.capacity
+
+    @property
+    def remedy(self) -> str:
+        """What lets the model fit, if it does not."""
+        without_margin = min(self.total, self.capacity + self.margin)
+        margin = f"--models-memory-margin ({_size(self.margin)}), " if self.needs <= without_margin else ""
+        return f"lower {margin}ctx-size or parallel"
 
 
 @dataclass(frozen=True)
@@ -110,8 +119,8 @@ def forecast(
     devices = Devices(environ)
     try:
         readings = devices.read()
-        margins = devices.by_device(settings.models_memory_margin)
-        limits = devices.by_device(settings.device_limit)
+        margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
+        limits = devices.by_device(settings.device_limit, "--device-limit")
     finally:
         devices.close()
     margin = settings.models_memory_margin.get("", 0)
@@ -133,7 +142,7 @@ def forecast(
         bounds = split.bounded(preset, costs.in_order(preset, readings, places), room)
         for choice in split.choices(facts, preset, places, costs.in_order(preset, readings, places), room):
             found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
-            if exact and found.source in ("static", "weights", "exact"):
+            if exact and found.source != "preset":
                 found = _exactly(
                     preset, facts, str(folder), environ, choice=choice, forked=forked, overhead=found.overhead
                 )
@@ -173,16 +182,19 @@ def forecast(
 
 
 def find(name: str, loaded: Loaded, model_flags: Mapping[str, str], environ: Mapping[str, str]) -> Preset:
-    """The preset that `name` means: one of `loaded` by its id or another name, else a folder, else `org/name`.
+    """The preset that `name` means: one of `loaded` by its id or another name, else what `model =` could mean: a
+    folder, `demo:NAME` or `org/name`.
 
     Raises ConfigError if it is none of them.
     """
     for preset in loaded.presets.values():
         if name == preset.id or name in preset.aliases:
             return preset
-    if "/" not in name and not (name and Path(name).is_dir()):
-        known = ", ".join(loaded.presets) or "none"
-        raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); models are: {known}"])
+    if "/" not in name and not name.startswith("demo:") and not (name and Path(name).exists()):
+        names = sorted({each for preset in loaded.presets.values() for each in (preset.id, *preset.aliases)})
+        near = next(iter(difflib.get_close_matches(name, names, n=1)), "")
+        hint = f"did you mean {near}?" if near else f"models are: {', '.join(loaded.presets) or 'none'}"
+        raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
     if any(word in name for word in "\n\r") or name != name.strip():
         raise ConfigError([f"{name!r} is no folder and no repository"])
     alone = presets.load(
@@ -326,7 +338,7 @@ def _capacity(reading: Reading, margin: int, limit: int | None) -> int:
 
 def _room(reading: Reading, needs: int, capacity: int, margin: int, *, is_main: bool) -> Room:
     free = max(0, min(capacity, reading.total - margin - reading.used))
-    return Room(str(reading.id), reading.name, needs, reading.total, capacity, free, is_main)
+    return Room(str(reading.id), reading.name, needs, reading.total, capacity, free, margin, is_main)
 
 
 def _beside(
@@ -443,7 +455,7 @@ def text(found: Forecast) -> str:
         else:
             lines.append(
                 f"{room.id:9} does not fit: {_size(room.needs)} needed, {_size(room.capacity)} usable when empty;"
-                " lower ctx-size or parallel"
+                f" {room.remedy}"
             )
     if found.beside:
         lines.append(f"{'beside':9} fits, one of: {', '.join(found.beside)}")

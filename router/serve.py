@@ -105,7 +105,7 @@ async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Cal
             if preset.load_on_startup and not stop.wanted.is_set():
                 stop.keep(_load_at_start(site, preset))
         await _first({stop.wanted, stop.failed, site.fleet.broken})
-        log.info("stopping: running answers get %.0f s", settings.drain_timeout)
+        log.info("stopping: running answers get %.0f s; a second signal cuts them", settings.drain_timeout)
     if stop.failed.is_set() or site.fleet.broken.is_set():
         return 1
     return 130 if stop.hurry.is_set() else 0
@@ -198,8 +198,8 @@ async def _router(
     )
     async with launcher:
         aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")
-        margins = devices.by_device(settings.models_memory_margin)
-        limits = devices.by_device(settings.device_limit)
+        margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
+        limits = devices.by_device(settings.device_limit, "--device-limit")
         for name, limit in settings.device_limit.items():
             if devices.device_id(name) not in {reading.id for reading in launcher.readings()}:
                 raise ConfigError([f"--device-limit {name}={limit >> 20}: there is no such device here"])
@@ -482,7 +482,11 @@ def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
         limit = f"   limit {device.limit / GIB:.1f}" if device.limit is not None else ""
         others = f"used by others {device.foreign / GIB:.1f}"
         margin = f"margin {device.margin / GIB:.1f}"
-        lines.append(f"device   {device.id!s:8} total {device.total / GIB:.1f} GiB   {others}   {margin}{limit}")
+        most = device.total if device.limit is None else min(device.total, device.limit)
+        useless = "   nothing is left for models: lower --models-memory-margin" if most <= device.margin else ""
+        lines.append(
+            f"device   {device.id!s:8} total {device.total / GIB:.1f} GiB   {others}   {margin}{limit}{useless}"
+        )
     names = " ".join(
         id + (" (pinned)" if preset.pin else " (on startup)" if preset.load_on_startup else "")
         for id, preset in loaded.presets.items()

@@ -132,15 +132,16 @@ class Devices:
         problem = "names more than one device" if matches else "is no device of this machine"
         raise ValueError(f"{text!r} {problem}; it has {here}")
 
-    def by_device(self, sizes: Mapping[str, int]) -> dict[DeviceId, int]:
-        """Sizes that people gave by a device's name, without the one for all devices (``""``). Raises ConfigError."""
+    def by_device(self, sizes: Mapping[str, int], option: str) -> dict[DeviceId, int]:
+        """Sizes that people gave with `option` by a device's name, without the one for all devices (``""``). Raises
+        ConfigError."""
         found: dict[DeviceId, int] = {}
         for name, size in sizes.items():
             if name:
                 try:
                     found[self.device_id(name)] = size
                 except ValueError as unknown:
-                    raise ConfigError([str(unknown)]) from None
+                    raise ConfigError([f"{option}: {unknown}"]) from None
         return found
 
     def environment(self, place: Iterable[DeviceId]) -> dict[str, str]:

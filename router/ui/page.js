@@ -11,6 +11,16 @@ function made(tag, text = "", classes = "") {
   return element;
 }
 
+// Only what has changed is put in anew: a button that is replaced while it is pressed hears no click.
+function renew(parent, children) {
+  children.forEach((child, index) => {
+    const before = parent.children[index];
+    if (!before) parent.append(child);
+    else if (!before.isEqualNode(child)) before.replaceWith(child);
+  });
+  while (parent.children.length > children.length) parent.lastElementChild.remove();
+}
+
 function call(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -64,7 +74,7 @@ function showDevices(state) {
     block.append(bar, made("p", words.join(" · "), "quiet"));
     return block;
   });
-  $("#devices").replaceChildren(...shown);
+  renew($("#devices"), shown);
 }
 
 // Models
@@ -107,10 +117,11 @@ function showModels(models) {
     );
     return row;
   });
-  $("#models").replaceChildren(...rows);
+  renew($("#models"), rows.length ? rows : [emptyRow()]);
   if (focused) [...document.querySelectorAll("#models button")].find((each) => each.dataset.model === focused)?.focus();
   const choice = $("#ask select");
   const ids = Object.keys(models);
+  $("#ask").parentElement.hidden = !ids.length;
   if (ids.join("\n") !== [...choice.options].map((option) => option.value).join("\n")) {
     const before = choice.value;
     choice.replaceChildren(...ids.map((id) => new Option(id)));
@@ -118,14 +129,27 @@ function showModels(models) {
   }
 }
 
+function emptyRow() {
+  const row = made("tr");
+  const cell = made("td", "This router has no models: name a file with --models-preset, or a folder with --models-dir.");
+  cell.colSpan = 6;
+  row.append(cell);
+  return row;
+}
+
 async function act(path, model) {
-  const response = await post(path, { model });
-  tell(response.ok ? "" : await troubleOf(response));
+  try {
+    const response = await post(path, { model });
+    tell(response.ok ? "" : await troubleOf(response));
+  } catch {
+    tell(SILENT);
+  }
   await look();
 }
 
 // The router's state
 
+const SILENT = "The router does not answer.";
 let told = "";
 
 function tell(trouble) {
@@ -133,11 +157,12 @@ function tell(trouble) {
 }
 
 async function look() {
-  let response;
+  let response, state;
   try {
     response = await call("router/state");
+    if (response.ok) state = await response.json();
   } catch {
-    tell("The router does not answer.");
+    tell(SILENT);
     return;
   }
   if (response.status === 401 || response.status === 403) {
@@ -147,8 +172,7 @@ async function look() {
   }
   if (!response.ok) return tell(await troubleOf(response));
   $("#key").hidden = true;
-  if (told.startsWith("The router does not") || told.includes("key")) tell("");
-  const state = await response.json();
+  if (told === SILENT || told.includes("key")) tell("");
   $("#version").textContent = state.version;
   showDevices(state);
   showModels(state.models);

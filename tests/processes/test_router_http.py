@@ -206,6 +206,12 @@ async def test_paths_methods_and_encodings(shared: Router) -> None:
     client = shared.client
     response = await client.get("/v1/nothing")
     assert error_of(response) == (404, "not_found")
+    told = "File Not Found: /v1/nothing is no path of this server; GET /openapi.json lists what is"
+    assert response.json()["error"]["message"] == told
+    for mistaken in ("/v1/chat/completion", "/v1/v1/chat/completions"):
+        response = await client.post(mistaken, json={})
+        assert response.json()["error"]["message"].endswith("did you mean /v1/chat/completions?")
+    response = await client.get("/" + "x" * 300)
     assert response.json()["error"]["message"] == "File Not Found"
     response = await client.get("/v1/chat/completions")
     assert error_of(response) == (405, "method")

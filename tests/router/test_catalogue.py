@@ -204,7 +204,9 @@ def test_a_preset_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes
 
 
 def test_a_folder_is_no_preset(tmp_path: Path) -> None:
-    assert lines(read(models_preset=str(tmp_path)))[0] == [f"{tmp_path}: is a directory"]
+    assert lines(read(models_preset=str(tmp_path)))[0] == [
+        f"{tmp_path}: is a folder; give it as --models-dir, or name an INI file"
+    ]
 
 
 def test_reading_again_sees_what_has_changed(tmp_path: Path) -> None:

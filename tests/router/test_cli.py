@@ -59,6 +59,8 @@ BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
         (["--cpu-offload", "4"], "--cpu-offload: cpu-offload is not offered by this version: remove it"),
         (["-m", "x.gguf"], "-m: names one model; write a section [id] with it in a file for --models-preset"),
         (["--default-model", "gpt-5"], '--default-model: there is no model "gpt-5"\n'),
+        (["--models-preset", "/"], "/: is a folder; give it as --models-dir, or name an INI file\n"),
+        (["--models-dir", "/dev/null"], "/dev/null: is a file; give it as --models-preset, or name a folder"),
         (["--strict-presets", "--numa", "x"], '--numa: "numa" has no meaning here; remove it\n'),
     ],
 )
@@ -93,7 +95,9 @@ def test_all_faults_of_a_preset_are_printed_before_anything_starts(
         (["--cluster", "auto"], "--cluster is not offered by this version; remove it."),
         (["--port"], "Option '--port' requires an argument."),
         (["chek"], "No such command 'chek'."),
-        (["--port", "1", "check"], "--port does not belong to `check`."),
+        (["--port", "1", "estimate", "x"], "--port does not belong to `estimate`."),
+        (["estimate", "x", "--port", "1"], "--port does not belong to `estimate`."),
+        (["estimate", "x", "--no-models-watch"], "--no-models-watch does not belong to `estimate`."),
     ],
 )
 def test_an_unknown_option_is_an_error_with_the_nearest_known_one(
@@ -162,6 +166,25 @@ def test_check_without_a_file_reads_what_serving_would(capsys: pytest.CaptureFix
     assert "demo-chat" in out
 
 
+def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = preset(tmp_path, GOOD)
+    words = ("--port", "0", "--models-memory-margin", "2048", "--no-nursery")
+    assert run(capsys, "check", path, *words) == (0, "2 models, no fault: a b\n", "")
+    assert run(capsys, *words, "check", path)[0] == 0
+    assert run(capsys, "check", path, "--port", "x")[::2] == (
+        2,
+        '--port: "x" is not a whole number between 0 and 65535\n',
+    )
+
+
+def test_what_cannot_be_written_is_said_and_nothing_else() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "router", "check"], env=ENVIRON, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"router: No space left on device\n")
+
+
 def test_a_missing_file_is_a_fault_of_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "check", "gone.ini")[:2] == (1, "gone.ini: no such file or directory\n1 fault\n")
 
@@ -214,7 +237,16 @@ def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
         assert f"--{'[no-]' if option.is_flag else ''}{option.flag}" in shown
         assert all(name in shown for name in option.env)
     assert "check Read presets" in shown
+    assert "..." not in out.partition("Commands:")[2]
     assert "tensor-parallel" not in out
+
+
+def test_help_shows_what_a_command_makes_use_of(capsys: pytest.CaptureFixture[str]) -> None:
+    check, estimate = (run(capsys, command, "--help")[1] for command in ("check", "estimate"))
+    assert all(flag in check for flag in ("--models-preset", "--default-model", "--swap-patience"))
+    assert not any(flag in check for flag in ("--port", "nursery", "--state-dir"))
+    assert all(flag in estimate for flag in ("--device-limit", "nursery", "--state-dir"))
+    assert not any(flag in estimate for flag in ("--port", "models-watch", "--default-model"))
 
 
 def test_help_of_model_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:

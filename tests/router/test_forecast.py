@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 
-from router import checkpoint, remote
+from router import calibration, checkpoint, remote
 from router.calibration import Calibration
 from router.cli import main
+from router.forecast import cost, find
+from router.ledger import HOST, LOCAL, DeviceId
 from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
+from router.presets import Loaded
 from router.remote import RemoteError
 from router.snapshots import Snapshots
+from router.split import Choice
 from tests.children import Child
 from worker import contract
 
@@ -256,11 +260,25 @@ def test_a_model_that_no_empty_device_holds_ends_with_4(tmp_path: Path, capsys: 
     assert "does not fit" in capsys.readouterr().out
 
 
+def test_a_margin_that_leaves_nothing_is_what_is_to_be_lowered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write(tmp_path / "m"))
+    assert main(["estimate", folder, "--models-memory-margin", "100000000"]) == 4
+    assert "lower --models-memory-margin (97656.2 GiB), ctx-size or parallel" in capsys.readouterr().out
+    assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
+    assert "usable when empty; lower ctx-size or parallel" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["nobody"], 2, "is no model, no folder and no repository"),
+        (["nobody"], 2, "is no model, no folder and no repository (org/name); models are: demo-chat, "),
+        (["demo-cht"], 2, "is no model, no folder and no repository (org/name); did you mean demo-chat?"),
         ([""], 2, "is no model, no folder and no repository"),
+        ([__file__], 2, "is a file; name the model's folder"),
+        (["demo:chta"], 2, "is no built-in model; there are chat, "),
+        (["x/y", "--models-memory-margin", "cuda:9=1"], 2, "--models-memory-margin: 'cuda:9' is no device of this"),
         (["org/absent", "--offline"], 1, "are not here, and --offline forbids asking"),
         (["nobody", "--ctx-sise", "3"], 2, "No such option"),
     ],
@@ -415,6 +433,13 @@ def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.Capt
     assert (code, said["source"], said["context"]) == (0, "exact", static["context"])
     assert 0.5 * static["total"] < said["total"] < 1.5 * static["total"], "both are of a forked worker"
     assert said["forked"]
+    state, flags = tmp_path / "own", {"ctx-size": "128"}
+    preset, facts = find(folder, Loaded({}), flags, {}), checkpoint.read(Path(folder))
+    known = Calibration(state / "estimates.json")
+    weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, nursery=True)
+    known.record(calibration.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
+    words = [folder, "--ctx-size", "128", "--state-dir", str(state)]
+    assert [estimate(capsys, *words, *more)[1]["source"] for more in ([], ["--exact"])] == ["learned", "exact"]
     (Path(folder) / "tokenizer.json").unlink()
     (Path(folder) / "tokenizer_config.json").unlink()
     code, said = estimate(capsys, folder, "--exact")

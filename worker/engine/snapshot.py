@@ -33,10 +33,21 @@ def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTok
         if faults.is_exhausted(error):
             raise
         why = f"{type(error).__name__}: {faults.one_line(error)}"
+        if not any(_is_vocabulary(file.name) for file in folder.glob("*")):
+            why = (
+                "none of its files, such as tokenizer.json or tokenizer.model, is there; fetch the snapshot again, or"
+                " name the folder of another one: tokenizer = FOLDER"
+            )
         raise StartError(f"{folder} has no tokenizer that can be loaded: {why}") from error
     if not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(Path(options.snapshot))
     return tokenizer
+
+
+def _is_vocabulary(name: str) -> bool:
+    """Whether a file may be a part of a tokenizer, by its name."""
+    parts = ("token", "vocab", "merges", "spiece", "sentencepiece", "tekken", ".model")
+    return any(part in name.lower() for part in parts)
 
 
 def _processor_template(folder: Path) -> str | None:
