@@ -327,7 +327,7 @@ def _errors() -> dict[str, Schema]:
         "AnthropicError": shape(
             {
                 "type": const("error"),
-                "error": shape({"type": enum(*types), "message": TEXT}),
+                "error": shape({"type": enum(*types), "message": TEXT}, {"details": ANY_OBJECT}),
                 "request_id": TEXT,
             }
         ),

@@ -55,7 +55,10 @@ def _response_format(fields: Fields, name: str) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return of_schema(_or(within.take("schema"), {"type": "object"}), name)
+        schema, value = within.take("schema"), within.take("value")
+        if schema is not None and value is not None:
+            raise InvalidValue(f"{name}.schema and {name}.value mean the same; state one", param=f"{name}.value")
+        return of_schema(_or(_or(schema, value), {"type": "object"}), name)
     described = within.within("json_schema", DESCRIBED)
     strict = described.flag("strict") or False
     # what no grammar can say is an error where it was promised, and passed over where it was only wished for

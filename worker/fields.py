@@ -150,12 +150,12 @@ class Fields:
                 self.flag(name)
         return self.take(name)
 
-    def refuse(self, name: str, message: str) -> None:
+    def refuse(self, name: str, message: str, *, extra: Json | None = None) -> None:
         """Raise UnsupportedField with `message` unless the field is absent, null or of a value that the table takes."""
         value = self.take(name)
         assert self._table is not None, "only a table says what makes no difference"
         if value is not None and not allows(self._table[name], value):
-            raise UnsupportedField(message, param=self.path + name)
+            raise UnsupportedField(message, param=self.path + name, extra=extra)
 
     def skip(self, names: Collection[str]) -> None:
         """Count `names` as known without looking at them."""

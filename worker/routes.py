@@ -387,7 +387,8 @@ def error_body(
     which OpenAI's clients read too."""
     if face is Face.ANTHROPIC:
         kind = "overloaded_error" if status in (503, 507) else "api_error" if status >= 500 else type
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        details = {"details": extra["details"]} if extra and "details" in extra else {}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
     if face is Face.OLLAMA:
         return {"error": message}
     if face is Face.LMI:

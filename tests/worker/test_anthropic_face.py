@@ -161,6 +161,16 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
         assert world.engine.requests == []
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_threads_are_refused_in_the_words_at_which_clients_go_on_without(thread: Any) -> None:
+    async with serving() as world, asking(world) as client:
+        with pytest.raises(anthropic.BadRequestError, match="send all of it") as refused:
+            await client.messages.create(**HI, extra_body={"thread": thread})
+        body: Any = refused.value.body
+        assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert world.engine.requests == []
+
+
 async def test_errors_have_anthropics_shape() -> None:
     async with serving() as world:
         status, headers, body = await world.post("/v1/messages", {"messages": 1}, **{"X-Request-Id": "r1"})

@@ -26,6 +26,7 @@ ANY_OBJECT = '{"type":"object"}'
         ({"grammar": "", "guided_regex": ""}, None),
         ({"response_format": {"type": "json_object"}}, Grammar("json_schema", ANY_OBJECT)),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Grammar("json_schema", TEXT)),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, Grammar("json_schema", TEXT)),
         (
             {
                 "response_format": {
@@ -94,6 +95,11 @@ def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | 
         ),
         ({"json_schema": {}, "response_format": {"type": "json_object"}}, "json_schema", INVALID),
         ({"guided_regex": "a", "grammar": "b"}, "guided_regex", INVALID),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
+            "response_format.value",
+            INVALID,
+        ),
     ],
 )
 def test_what_is_no_grammar_is_refused_by_name(body: dict[str, Any], param: str, reason: str) -> None:

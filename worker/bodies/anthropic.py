@@ -129,6 +129,8 @@ PROMPT_OF_MESSAGES: Body = {
     "output_format": or_null(_FORMAT),
     "mcp_servers": one_of([[], {}, ""]),
     "container": one_of([[], {}, ""]),
+    "compaction": one_of([[], {}, ""]),
+    "thread": one_of([[], {}, ""]),
     "context_management": or_null({"type": "object", "description": "Reported as ignored: nothing is left out here."}),
     "cache_control": {"description": "Makes no difference: what prompts share is found without being told."},
 }

@@ -180,9 +180,10 @@ DESCRIBED: Body = {"strict": flag(), "schema": _SCHEMA}
 RESPONSE_FORMAT: Body = {
     "type": required(choice(FORMATS)),
     "schema": _SCHEMA,
+    "value": _SCHEMA,
     "json_schema": record(DESCRIBED),
 }
-"""`schema` and `json_schema` are read only for the types that have one."""
+"""`schema`, `value` (TGI's word for it) and `json_schema` are read only for the types that have one."""
 STRUCTURED: Body = {
     "json": _SCHEMA,
     "json_object": flag(),
@@ -198,7 +199,7 @@ GRAMMAR: Body = {
         {
             "anyOf": [
                 {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
-                described({"type": {"const": "json_object"}, "schema": _SCHEMA}),
+                described({"type": {"const": "json_object"}, "schema": _SCHEMA, "value": _SCHEMA}),
                 {
                     **described({k: v for k, v in RESPONSE_FORMAT.items() if k != "type"}),
                     "properties": {**RESPONSE_FORMAT, "type": {"const": "json_schema"}},

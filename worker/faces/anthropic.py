@@ -19,6 +19,8 @@ from worker.replies import Totals
 
 _MAX_TOKENS = 4096
 """Where a request says nothing; Anthropic's own clients always say it."""
+_NO_THREADS: Json = {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+"""What Anthropic's own clients, who ask for threads unasked, understand: they go on without."""
 _NOT_YET: Json = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
 
 
@@ -57,8 +59,9 @@ async def count_tokens(body: Json, model: Model) -> Result:
 
 def _read(fields: Fields, model: Model) -> Json:
     """What decides the prompt, and how the answer may be, as fields of a chat completion."""
-    for name in ("mcp_servers", "container"):
+    for name in ("mcp_servers", "container", "compaction"):
         fields.refuse(name, f"{name} is not supported: nothing runs here but the model; leave it out")
+    fields.refuse("thread", "no conversation is kept here: send all of it, without thread", extra=_NO_THREADS)
     if fields.mapping("context_management"):
         fields.mark_unused("context_management")  # it only says what may be left out of long conversations
     fields.skip(("cache_control",))  # what prompts share is found without being told
