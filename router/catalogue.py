@@ -5,7 +5,6 @@ files, none of them a dangling link.
 """
 
 import difflib
-import json
 import os
 import re
 import stat
@@ -124,10 +123,10 @@ def missing(folder: Path) -> str:
     index = folder / "model.safetensors.index.json"
     if _is_file(index):
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            names = contract.shard_names(index.read_bytes())
+        except (OSError, ValueError):
             return "a readable model.safetensors.index.json"
-        return next((str(name) for name in names if not _is_file(folder / str(name))), "")
+        return next((name for name in names if not _is_file(folder / name)), "")
     try:
         files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     except OSError as error:

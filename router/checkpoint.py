@@ -16,6 +16,7 @@ from typing import Any
 from router.facts import Checkpoint, Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
 from router.weights import numbers
+from worker import contract
 
 MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""
@@ -230,12 +231,14 @@ def _merge(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model, in order; none if there are none."""
-    index = _json(folder / "model.safetensors.index.json")
-    if index:
-        shards = index.get("weight_map")
-        if not isinstance(shards, dict):
-            raise UnknownCheckpoint(f"{folder / 'model.safetensors.index.json'} has no weight_map; fetch it again")
-        files = [folder / str(name) for name in sorted(set(map(str, shards.values())))]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = [folder / name for name in contract.shard_names(index.read_bytes())]
+        except OSError as error:
+            raise UnknownCheckpoint(f"{index} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise UnknownCheckpoint(f"{index} {error}; fetch it again") from None
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
@@ -435,7 +438,7 @@ def _head_elements(folder: Path) -> int:
     for module in _json_list(folder / "modules.json"):
         path = str(module.get("path") or "")
         file = folder / path / "model.safetensors"
-        if path and file.is_file():
+        if path and contract.is_below(path) and file.is_file():  # of any other a worker says what is wrong with it
             total += sum(math.prod(shape) for _, shape, _ in header(file).values())
     return total
 

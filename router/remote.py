@@ -4,15 +4,15 @@ A skeleton of the snapshot is written: its small files whole, its weight files w
 their headers (holes, which take no room on a disk). Whatever reads a snapshot for its size can read this one.
 """
 
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from router.errors import RouterError
+from worker import contract
 
 HUB = "https://huggingface.co"
 TIMEOUT = 30.0
@@ -124,7 +124,7 @@ def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
     try:
         body: Any = answer.json()
         names = [str(each["rfilename"]) for each in body["siblings"]]
-        return str(body.get("sha") or ""), [name for name in names if _is_inside(name)]
+        return str(body.get("sha") or ""), [name for name in names if contract.is_below(name)]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise RemoteError(f"{answer.url.host} answers with no list of files; is it a hub?") from None
 
@@ -144,22 +144,17 @@ def _check_model(names: Collection[str], repo: str) -> None:
         raise RemoteError(f"{repo} has no safetensors weights{only}; choose another repository or revision")
 
 
-def _is_inside(name: str) -> bool:
-    """Whether a name from outside stays below its folder."""
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
-
-
 def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:
     """The weight files that make up the model, and those of the layers behind it (one in each folder).
 
     Raises RemoteError if one of them is not there.
     """
     known = set(names)
+    index = folder / _INDEX
     try:
-        parts = set(map(str, json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        parts = {_SINGLE}
+        parts = set(contract.shard_names(index.read_bytes())) if index.is_file() else {_SINGLE}
+    except ValueError as error:
+        raise RemoteError(f"{_INDEX} of {repo} {error}; choose another revision") from None
     if missing := sorted(parts - known):
         raise RemoteError(f"{repo} lacks {missing[0]}, of which its weights are made; choose another revision")
     behind = {name for name in known if name.count("/") == 1 and name.endswith("/model.safetensors")}

@@ -136,6 +136,24 @@ def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
         contract.from_argv(argv)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"weight_map": 3}', b'{"weight_map": {}}', b"\xff", b"[" * 100_000]
+    + [
+        json.dumps({"weight_map": {"a": "a.safetensors", "b": name}}).encode()
+        for name in ("../x", "../../etc/passwd", "/etc/passwd", "sub/x.safetensors", "..", "", "a\0b", "\ud800", "a\n")
+    ],
+)
+def test_an_index_that_names_no_files_beside_it_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^(is no index|names )"):
+        contract.shard_names(content)
+
+
+def test_an_index_names_each_file_once_and_in_order() -> None:
+    text = json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}})
+    assert contract.shard_names(text.encode()) == ["a.safetensors", "b.safetensors"]
+
+
 def test_only_lasting_failures_are_final() -> None:
     assert {contract.Exit.USAGE, contract.Exit.UNUSABLE} == contract.FINAL_EXITS
 

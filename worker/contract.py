@@ -218,6 +218,28 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT writes of an adapter, and all that is read of one."""
 
 
+def shard_names(index: bytes) -> list[str]:
+    """The weight files that the text of an index (model.safetensors.index.json) names, in order: all lie beside it.
+
+    Raises ValueError with the rest of a sentence about the index; a name that leads elsewhere is one, so that nobody
+    opens what it leads to.
+    """
+    try:
+        names = sorted({str(name) for name in json.loads(index)["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"is no index of safetensors files ({type(error).__name__})") from None
+    if not names:
+        raise ValueError("names no safetensors files")
+    if strange := [name for name in names if not name or "/" in name or not is_below(name)]:
+        raise ValueError(f"names {strange[0]!r}, which is no file beside it")
+    return names
+
+
+def is_below(name: str) -> bool:
+    """Whether a path that a model's files, or a hub, name lies below the model's own folder."""
+    return name.isprintable() and not name.startswith("/") and ".." not in name.split("/")
+
+
 def encode_adapters(sources: Sequence[AdapterSource]) -> str:
     """`Serve.adapters`; empty for none."""
     return json.dumps([dataclasses.asdict(each) for each in sources], separators=(",", ":")) if sources else ""

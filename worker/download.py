@@ -245,22 +245,11 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
 
 def _shards_listed(repo: str, index: Path, listed: Mapping[str, RemoteFile]) -> list[RemoteFile]:
     try:
-        return [listed[name] for name in shard_names(index)]
+        return [listed[name] for name in contract.shard_names(index.read_bytes())]
     except ValueError as error:
-        raise StartError(f"{repo}: {error}") from error
+        raise StartError(f"{repo}: {INDEX} {error}") from error
     except KeyError as error:
         raise StartError(f"{repo}: {INDEX} names {error}, which the repository does not have") from error
-
-
-def shard_names(index: Path) -> list[str]:
-    """The files that a sharded checkpoint consists of. Raises ValueError if `index` does not say."""
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index.name} is no index of safetensors files: {error!r}") from error
-    if not names or any("/" in name for name in names):
-        raise ValueError(f"{index.name} names no safetensors files beside it")
-    return names
 
 
 def safetensors_fault(path: Path) -> str:
@@ -324,9 +313,9 @@ class RepoCache:
             if not (snapshot / INDEX).exists():
                 return {WEIGHTS: f"{WEIGHTS} is missing"}
             try:
-                names = shard_names(snapshot / INDEX)
-            except ValueError as error:
-                return {INDEX: str(error)}
+                names = contract.shard_names((snapshot / INDEX).read_bytes())
+            except (OSError, ValueError) as error:
+                return {INDEX: f"{INDEX} {error}"}
         faults = {"config.json": "config.json is missing"} if not (snapshot / "config.json").exists() else {}
         for name in names:
             path = snapshot / name

@@ -1,11 +1,11 @@
 """Files in the kernel's page cache: whether they are there, and how they come there while a worker does something else.
 
-Law: standard library only. A worker that is executed begins to read before anything heavy is imported, which takes
-seconds; one that was forked, before it loads a tokenizer. What cannot be read is told by whoever needs it.
+Law: standard library only, beside the contract. A worker that is executed begins to read before anything heavy is
+imported, which takes seconds; one that was forked, before it loads a tokenizer. What cannot be read is told by whoever
+needs it.
 """
 
 import ctypes
-import json
 import mmap
 import os
 import threading
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from worker import contract
 
 Stretch = TypeVar("Stretch")
 
@@ -165,8 +167,8 @@ def _have_cached(stretch: tuple[Path, int, int]) -> None:
 def _stretches(snapshot: Path) -> Iterator[tuple[Path, int, int]]:
     """Of all files of its weights: where each begins, and its bytes."""
     names = [SINGLE]
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        names = sorted(set(json.loads((snapshot / INDEX).read_bytes())["weight_map"].values()))
+    with suppress(OSError, ValueError):
+        names = contract.shard_names((snapshot / INDEX).read_bytes())
     for path in (snapshot / name for name in names):
         size = 0
         with suppress(OSError):

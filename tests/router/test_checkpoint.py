@@ -242,6 +242,22 @@ def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_nothing_is_opened_that_lies_outside_of_the_snapshot(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    snapshot(folder)
+    (tmp_path / "elsewhere").mkdir()
+    write_weights(tmp_path / "elsewhere" / "model.safetensors", {"x": ("BF16", [8])})
+    for path in ("../elsewhere", f"{tmp_path}/elsewhere"):
+        modules = [{"path": path, "type": "sentence_transformers.models.Dense"}]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        assert read(folder).head_elements == 0
+    for name in ("../elsewhere/model.safetensors", f"{tmp_path}/elsewhere/model.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(UnknownCheckpoint, match="which is no file beside it; fetch it again"):
+            read(folder)
+
+
 @pytest.mark.parametrize(
     ("files", "capabilities"),
     [

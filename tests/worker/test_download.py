@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.contract import Download, Exit
-from worker.download import RemoteFile, RepoCache, download, safetensors_fault, shard_names, wanted
+from worker.download import RemoteFile, RepoCache, download, safetensors_fault, wanted
 from worker.errors import StartError
 
 HASH = "0" * 40
@@ -90,13 +90,6 @@ def test_a_safetensors_file_is_whole_only_with_the_size_its_header_says(tensors:
 @given(st.binary(max_size=60))
 def test_no_content_breaks_the_look_at_a_header(content: bytes) -> None:
     assert isinstance(fault_of(content), str)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"weight_map": {}}', b'{"weight_map": {"a": "../x"}}', b"\xff"])
-def test_an_index_that_names_no_files_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "index.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^index\.json "):
-        shard_names(tmp_path / "index.json")
 
 
 def test_a_snapshot_is_complete_only_with_config_tokenizer_and_every_shard(tmp_path: Path) -> None:

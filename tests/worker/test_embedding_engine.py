@@ -257,6 +257,10 @@ def kinds(*names: str) -> list[dict[str, str]]:
         ({"modules.json": [{"path": "", "type": "custom_st.Transformer"}]}, "custom_st"),
         ({"modules.json": [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]}, "0_Trans"),
         ({"modules.json": {}}, "damaged"),
+        (
+            {"modules.json": [*kinds("Transformer"), {"path": "../x", "type": "sentence_transformers.models.Pooling"}]},
+            "'../x', which is no folder below it",
+        ),
         ({"modules.json": kinds("Transformer", "Pooling"), "1/config.json": {"pooling_mode": "median"}}, "median"),
         ({"modules.json": kinds("Transformer", "Pooling", "Dense"), "2/config.json": {"in_features": 3}}, "damaged"),
         (

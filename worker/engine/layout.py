@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from worker.contract import Exit
+from worker.contract import Exit, is_below
 from worker.errors import StartError
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
@@ -187,6 +187,8 @@ def _modules(snapshot: Path) -> list[tuple[dict[str, Any], str]]:
     for module in read_list(snapshot / MODULES):
         if not isinstance(module, dict):
             raise StartError(f"{snapshot / MODULES} is damaged: {module!r} is no module", Exit.DAMAGED)
+        if not is_below(str(module.get("path") or "")):
+            raise StartError(f"{snapshot / MODULES} names {module['path']!r}, which is no folder below it")
         package, _, kind = str(module.get("type", "")).rpartition(".")
         if package.partition(".")[0] != "sentence_transformers":
             raise StartError(f"{snapshot / MODULES} has a module {module.get('type')!r}: code that cannot be applied")

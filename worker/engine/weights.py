@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from worker.contract import Exit
+from worker.contract import Exit, shard_names
 from worker.errors import StartError
 from worker.pagecache import INDEX, READERS, SINGLE, STRETCH, Reading, cached, read
 
@@ -50,10 +50,10 @@ def files(snapshot: Path) -> list[Path]:
     index = snapshot / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StartError(f"{index} is damaged ({type(error).__name__}); download it again", Exit.DAMAGED) from error
-        missing = [name for name in names if "/" in name or not (snapshot / name).is_file()]
+            names = shard_names(index.read_bytes())
+        except ValueError as error:
+            raise StartError(f"{index} {error}; download it again", Exit.DAMAGED) from error
+        missing = [name for name in names if not (snapshot / name).is_file()]
         if missing:
             raise StartError(
                 f"{snapshot} lacks {missing[0]} ({len(missing)} of {len(names)} weight files); download it again",
