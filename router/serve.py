@@ -362,8 +362,13 @@ def _dump(site: Site) -> None:
 
 
 def _state_folder(settings: Settings) -> Path:
+    """Made if it is not there; what is kept there can be done without, so it need not be writable. Raises OSError."""
     state = Path(settings.state_dir or platformdirs.user_state_dir("fleet-router"))
-    state.mkdir(parents=True, exist_ok=True)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(error.errno, f"cannot use the state folder {state}: {why}; give another --state-dir") from None
     return state
 
 
@@ -492,7 +497,13 @@ def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
         for id, preset in loaded.presets.items()
     )
     lines.append(f"models   {len(loaded.presets)}: {names or 'none'}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    _say("\n".join(lines))
+
+
+def _say(text: str) -> None:
+    """To whoever reads stderr, as far as that can be written: a full disk of logs is no reason not to serve."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 __all__ = ["reload_when_told", "run"]

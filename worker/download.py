@@ -115,6 +115,11 @@ def _make_demo(command: contract.Download, say: Say) -> Path:
         return demo.make(command.demo, Path(command.target), report)
     except ValueError as error:
         raise StartError(str(error)) from error
+    except OSError as error:
+        cause = _disk_cause(error, Path(command.target), "give another --state-dir")
+        if cause is None:
+            raise
+        raise cause from error
 
 
 def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path:
@@ -133,7 +138,7 @@ def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, http.RequestError) as error:
         raise _hub_cause(error, command) from error
     except OSError as error:
-        cause = _disk_cause(error, cache.root)
+        cause = _disk_cause(error, cache.root, "set HF_HUB_CACHE to another folder")
         if cause is None:
             raise
         raise cause from error
@@ -591,15 +596,20 @@ def _hub_cause(error: Exception, command: contract.Download) -> StartError:
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside `path` and rename: readers see the old or the new, never half."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    write(new)
-    new.replace(path)
+    try:
+        write(new)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
-def _disk_cause(error: OSError, root: Path) -> StartError | None:
+def _disk_cause(error: OSError, root: Path, way: str) -> StartError | None:
+    """What it means that nothing can be written below `root`; `way`: the way out. None: it means something else."""
     if error.errno in _FULL:
-        return StartError(f"no room left below {root}; make some, or set HF_HUB_CACHE to another disk", Exit.DISK_FULL)
+        return StartError(f"no room left below {root}; make some, or {way}", Exit.DISK_FULL)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StartError(f"{root} cannot be written: {error}; set HF_HUB_CACHE to a folder of yours")
+        return StartError(f"{root} cannot be written ({error.strerror}): let this user write there, or {way}")
     return None
 
 

@@ -31,7 +31,7 @@ from router.launchers.nursery import Nursery, NurseryRefused
 from router.launchers.oom import OomKills, counted
 from router.launchers.probe import Devices, Probe
 from router.launchers.process import Child, Log, uncancelled
-from router.launchers.record import RunFolder
+from router.launchers.record import RunFolder, RunFolderError
 from router.launchers.vitals import Verdict, Vitals
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
 from router.wire import Wire, WireError
@@ -444,8 +444,10 @@ class LocalLauncher:
             self._guard.add(pid)
             orphans.known.add(self._guard.pid)  # it may be a new one
             self._folder.write(tag, pid, model=program.model, worker=program.worker, verb=verb)
-        except OSError as error:  # its leash holds it all the same
-            log.warning("%s: cannot put process %d on record: %s", program.worker, pid, error)
+        except (OSError, RunFolderError) as error:  # its leash holds it all the same
+            why = error.strerror if isinstance(error, OSError) else error
+            folder = self._folder.path
+            log.warning("%s: cannot put process %d on record in %s: %s", program.worker, pid, folder, why)
 
     async def _bury(self, tag: str) -> None:
         """Returns once the process of that tag, if there is one, its group and its orphans are gone and struck off."""

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import select
@@ -19,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from router.errors import RouterError
+
+log = logging.getLogger("router.launchers")
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a unix socket: `sun_path` of sockaddr_un has 108 bytes, one of them for the end (unix(7))."""
@@ -96,6 +99,7 @@ class RunFolder:
     def write(self, tag: str, pid: int, *, model: str, worker: str, verb: str) -> None:
         """Put the process on record, whole or not at all, for whoever opens the folder after us. Raises OSError.
 
+        A folder that somebody has deleted, as services that clean /tmp do, is made anew: the socket needs it, too.
         Nothing is flushed to the disk, which can take as long as a whole swap: what the kernel has outlives this
         process however it ends, and no record outlives a boot.
         """
@@ -110,6 +114,8 @@ class RunFolder:
             socket=socket,
         )
         draft, text = self.path / f"{tag}.tmp", json.dumps(asdict(record)).encode()
+        if not self.path.is_dir():
+            self._restore()
         try:
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
@@ -130,6 +136,13 @@ class RunFolder:
 
     def _record(self, tag: str) -> Path:
         return self.path / f"{tag}.json"
+
+    def _restore(self) -> None:
+        """Raises OSError. Records that are lost are of processes that run: the guard ends those all the same."""
+        log.warning("the runtime folder %s was deleted; it is made anew", self.path)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.close()
+        self._claim()
 
     def _claim(self) -> None:
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

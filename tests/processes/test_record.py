@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -154,6 +155,19 @@ def test_a_record_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path) -
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
         assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_folder_that_was_deleted_is_made_anew_for_the_next_process(tmp_path: Path) -> None:
+    """Services that clean /tmp delete what is old, and a router lives for months."""
+    path = tmp_path / "run"
+    with opened(path) as folder:
+        shutil.rmtree(path)
+        tag = folder.tag("m", "m#1")
+        folder.write(tag, os.getpid(), model="m", worker="m#1", verb="serve")
+        assert sorted(file.name for file in path.iterdir()) == [f"{tag}.json", "lock"]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        with pytest.raises(RunFolderError, match="another router"):
+            RunFolder(path).open()
 
 
 def test_what_is_removed_leaves_nothing(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """What ends a router, beside its signals (those: tests/processes/test_router_life.py)."""
 
 import asyncio
+import contextlib
+import os
 
 import pytest
 
 from router.errors import ConfigError, PresetInvalid
-from router.serve import ESSENTIAL, _check_locking, _Stop, reload_when_told
+from router.serve import ESSENTIAL, _check_locking, _say, _state_folder, _Stop, reload_when_told
+from router.settings import Settings
 
 
 async def dies(name: str) -> _Stop:
@@ -31,6 +34,20 @@ def test_memory_that_this_user_may_not_lock_cannot_be_slept_in() -> None:
     assert "--sleep-memory 65: this user may lock only 64 MiB of main memory; raise that (ulimit -l" in str(
         refused.value
     )
+
+
+def test_a_state_folder_that_cannot_be_is_told_with_the_way_out() -> None:
+    with pytest.raises(OSError, match=r"cannot use the state folder /dev/null/x: .*; give another --state-dir"):
+        _state_folder(Settings(state_dir="/dev/null/x"))
+
+
+def test_a_log_on_a_full_disk_keeps_no_router_from_starting() -> None:
+    with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
+        _say("router 0.0.0")
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), full.fileno())  # so that it can be closed
 
 
 async def test_a_router_does_not_live_on_without_readings() -> None:

@@ -128,6 +128,20 @@ def test_a_damaged_file_in_the_cache_is_removed_with_its_content(tmp_path: Path)
     assert list(cache.snapshot("b" * 40).iterdir()) == []
 
 
+def test_a_name_that_cannot_be_given_leaves_no_draft(tmp_path: Path) -> None:
+    """Or whoever deletes the model finds a name of nobody's, and keeps the files for it."""
+    cache = RepoCache(tmp_path, "o/n")
+    (cache.folder / "refs" / "main").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        cache.name_revision("main", "a" * 40)
+    assert [file.name for file in (cache.folder / "refs").iterdir()] == ["main"]
+
+
+def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() -> None:
+    with pytest.raises(StartError, match=r"^/sys/demo cannot be written \(.*\): let .*, or give another --state-dir$"):
+        download(Download(demo="a", target="/sys/demo"), print, token=None)
+
+
 @pytest.mark.parametrize("revision", ["../../x", "/abs", "a/../b", "", "-x", "a b"])
 def test_a_revision_cannot_leave_the_cache(tmp_path: Path, revision: str) -> None:
     with pytest.raises(StartError, match="no name of a revision"):
