@@ -29,7 +29,7 @@ ROUTER = [
     "router.fleet  router.access  router.launchers.orphans",
     "router.lease",
     "router.explain  router.model  router.forecast  router.adapters",
-    "router.launchers.neighbours",
+    "router.launchers.neighbours  router.launchers.losses",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.costs  router.learning",
     "router.commands  router.profiles",
@@ -97,7 +97,7 @@ WORKER = [
     "worker.fields  worker.deltas",
     "worker.generation",
     "worker.images  worker.ranks",
-    "worker.leash  worker.pagecache  worker.errors  worker.connection  worker.help  worker.demo",
+    "worker.leash  worker.pagecache  worker.errors  worker.connection  worker.help  worker.demo  worker.live_bytes",
     "worker  worker.engine",
 ]
 TABLES = [
@@ -123,7 +123,14 @@ PURE = [
     "worker.engine.sequence", "worker.engine.slots",
 ]  # fmt: skip
 IMPURE = {"asyncio", "aiohttp", "os", "subprocess", "socket", "time", "random", "logging", "pynvml", "torch"}
-WITH_TORCH = ["worker.engine.*", "worker.divided", "worker.estimate", "worker.nursery", "worker.packed"]
+WITH_TORCH = [
+    "worker.engine.*",
+    "worker.divided",
+    "worker.estimate",
+    "worker.live_bytes",
+    "worker.nursery",
+    "worker.packed",
+]
 
 
 def modules() -> dict[str, Path]:

@@ -18,6 +18,7 @@ from worker.engine import architectures, engine, grammar, loader, lockstep, memo
 from worker.engine.overhead import ASSUMED_BYTES
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
+from worker.live_bytes import peak_bytes
 
 GLOO_BYTES = 8 << 20
 """Of main memory, for each rank: buffers and threads of what connects ranks on the CPU. A guess above what was seen."""
@@ -91,7 +92,7 @@ def trace(options: contract.ModelOptions, config: Any, dtype: torch.dtype, ranks
         if options.devices == ("cpu",) and isinstance(runner, PackedRunner):
             heads = config.get_text_config(decoder=True).num_attention_heads // ranks
             steps = itertools.chain(steps, estimate.spread_steps(runner, capacity, options, ctx_size, heads))
-        compute = max(estimate.peak_bytes(step) for step in steps)
+        compute = max(peak_bytes(step) for step in steps)
     return weights, runner.bytes, compute, whole if options.load_format == "dummy" else 2 * largest
 
 

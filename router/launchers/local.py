@@ -6,7 +6,6 @@ struck off before it is left. Sockets and tokens are made here and told to nobod
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -18,14 +17,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from router.launchers import Cause, Listen, NotForked, NotHeld, Program, WorkerLost, orphans
+from router.launchers import Listen, NotForked, NotHeld, Program, WorkerLost, orphans
 from router.launchers import environment as environments
 from router.launchers import nursery as nurseries
 from router.launchers.environment import Verb
 from router.launchers.guard import Guard
 from router.launchers.keeper import Keeper, KeeperFailed
+from router.launchers.losses import how_it_ended, lost_at_birth, lost_by_exit, lost_by_verdict
 from router.launchers.neighbours import Claim, Neighbours
 from router.launchers.nursery import Nursery, NurseryRefused
 from router.launchers.oom import OomKills, counted
@@ -60,23 +60,6 @@ LONGEST_PAUSE = 60.0
 lived so long."""
 REFUSAL_PAUSE = 60.0
 """Seconds for which a nursery that would not fork is not counted on."""
-
-_NOUNS: Mapping[Verb, str] = {
-    "download": "download", "convert": "conversion", "estimate": "estimate", "serve": "worker",
-}  # fmt: skip
-_MEANINGS: Mapping[int, str] = {
-    contract.Exit.OK: "although nobody asked it to",
-    contract.Exit.USAGE: "wrong usage",
-    contract.Exit.UNUSABLE: "the model cannot be used",
-    contract.Exit.DEVICE_MEMORY: "out of device memory",
-    contract.Exit.POISONED: "its device failed",
-    contract.Exit.HOST_MEMORY: "out of main memory",
-    contract.Exit.ORPHANED: "it lost its router",
-    contract.Exit.NETWORK: "network trouble",
-    contract.Exit.DISK_FULL: "the disk is full",
-    contract.Exit.DAMAGED: "damaged content",
-}
-_NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
 
 
 class LocalLauncher:
@@ -432,7 +415,7 @@ class LocalLauncher:
         try:
             self._put_on_record(program, "serve", tag, child.pid)
             code = await asyncio.shield(child.exited)
-            log.warning("the nursery %s: %s", _how_it_ended(code, oom_killed=False), child.said)
+            log.warning("the nursery %s: %s", how_it_ended(code, oom_killed=False), child.said)
         finally:
             self.nursery = None
             await uncancelled(self._bury(tag))
@@ -773,54 +756,6 @@ def may_fork(program: Program, verb: Verb) -> bool:
     """Whether a process of `verb` is the same, forked or executed; a download reaches the network, which the nursery's
     libraries do not."""
     return verb != "download" and program.may_fork
-
-
-def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_killed: bool) -> WorkerLost:
-    """What the exit code of a process means: what was lost, why, and whether memory ran out."""
-    memory: Literal["", "device", "host"] = ""
-    if code == contract.Exit.DEVICE_MEMORY:
-        memory = "device"
-    elif code == contract.Exit.HOST_MEMORY or oom_killed:
-        memory = "host"
-    cause: Cause = "crashed"
-    if verb == "download":
-        cause = "download_failed"
-    elif memory:
-        cause = "oom"
-    elif code in contract.FINAL_EXITS:
-        cause = "load_failed"
-    message = f"{program.model}: the {_NOUNS[verb]} {_how_it_ended(code, oom_killed=oom_killed)}"
-    return WorkerLost(message + (f": {said}" if said else ""), cause=cause, exit=code, memory=memory)
-
-
-def lost_by_verdict(program: Program, verb: Verb, verdict: Verdict, said: str) -> WorkerLost:
-    """What it means that we killed a process."""
-    message = f"{program.model}: the {_NOUNS[verb]} {verdict.reason} and was killed"
-    cause: Cause = "download_failed" if verb == "download" else verdict.cause
-    return WorkerLost(message + (f"; it last said: {said}" if said else ""), cause=cause)
-
-
-def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError) -> WorkerLost:
-    """What it means that no process could be started."""
-    reason = error.strerror or str(error)
-    cause: Cause = "download_failed" if verb == "download" else "load_failed"
-    if error.errno in _NOT_A_PROGRAM:
-        message = f"{program.model}: cannot run {executable} ({reason}); correct `python` in its preset"
-        return WorkerLost(message, cause=cause, exit=contract.Exit.USAGE)
-    return WorkerLost(f"{program.model}: cannot start a process ({reason})", cause=cause)
-
-
-def _how_it_ended(code: int, *, oom_killed: bool) -> str:
-    if oom_killed:
-        return "was killed by the kernel because main memory ran out (SIGKILL)"
-    if code == -signal.SIGBUS:
-        return "was killed by SIGBUS: a file that it had mapped was cut short, or cannot be read from its disk"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
-    meaning = _MEANINGS.get(code, "")
-    return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")
 
 
 def _tell_failure(task: "asyncio.Task[None]") -> None:

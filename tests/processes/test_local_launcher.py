@@ -16,7 +16,8 @@ import pytest
 
 from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
 from router.launchers.environment import Verb
-from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker, device_names, lost_by_exit
+from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker, device_names
+from router.launchers.losses import lost_by_exit
 from router.launchers.record import RunFolderError
 from router.ledger import Bytes
 from router.wire import Exchange, WireError

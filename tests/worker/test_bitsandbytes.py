@@ -18,6 +18,7 @@ from tests import tiny
 from tests.worker.loaded import generated, load, say, serving
 from worker import contract, estimate
 from worker.engine import attention, backends, loader
+from worker.live_bytes import Step
 
 pytestmark = [
     pytest.mark.slow,
@@ -111,7 +112,7 @@ def held(model: Any) -> Iterator[torch.Tensor]:
                     yield found
 
 
-def allocated(step: estimate.Step) -> int:
+def allocated(step: Step) -> int:
     """The most bytes that torch's allocator held at once: what operators take inside counts, too."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -10,7 +10,7 @@ from router import kv_types
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, reference
-from worker import contract, demo, estimate
+from worker import contract, demo
 from worker.engine import attention, flash, loader
 from worker.engine.aligned import AlignedRunner
 from worker.engine.backends import make_blocks, make_pool
@@ -22,6 +22,7 @@ from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Segment
 from worker.engine.sequence import Sequence
 from worker.errors import StartError
+from worker.live_bytes import live_bytes
 
 torch.set_num_threads(1)
 B, CPU = BLOCK_TOKENS, torch.device("cpu")
@@ -152,7 +153,7 @@ def test_nothing_that_was_unpacked_outlives_its_step(tmp_path: Path) -> None:
     runner = AlignedRunner(model, rows=1, ctx_size=128, chunk=100, device=CPU, kept_as="int8")
     asker = Sequence(id=0, prompt_tokens=100, tokens=[7] * 100, limit=1, ends=frozenset())
     logits: list[torch.Tensor] = []
-    live = estimate.live_bytes(lambda: logits.append(runner.run((Segment(asker, 0, 0, 100),))))
+    live = live_bytes(lambda: logits.append(runner.run((Segment(asker, 0, 0, 100),))))
     unpacked = 100 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes: of one layer
     assert live.peak > unpacked
     assert live.now - logits[0].nbytes < unpacked

@@ -24,6 +24,7 @@ from worker.engine import architectures, encoders, engine, graphs, layout, linea
 from worker.engine.graphs import shapes
 from worker.errors import StartError
 from worker.generation import Text
+from worker.live_bytes import LiveBytes, Step, peak_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -62,15 +63,15 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
         folder = Path(chosen.snapshot)
         found = None if scores else layout.read(folder)
         encoder, _ = encoders.make(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
-        whole = estimate.peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
+        whole = peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
         steps = estimate.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
     runner, capacity = estimate.make_runner(loaded.model, config, chosen, ctx_size)
     return weights, runner.bytes, largest(estimate.generation_steps(runner, capacity, chosen, ctx_size))
 
 
-def largest(steps: Iterator[estimate.Step] | Sequence[estimate.Step]) -> int:
-    return max(estimate.peak_bytes(step) for step in steps)
+def largest(steps: Iterator[Step] | Sequence[Step]) -> int:
+    return max(peak_bytes(step) for step in steps)
 
 
 def traced(said: contract.Estimated) -> float:
@@ -314,7 +315,7 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_a_storage_counts_once_and_only_while_it_lives() -> None:
-    live = estimate.LiveBytes()
+    live = LiveBytes()
     with live, torch.inference_mode():
         kept = torch.empty(100, dtype=torch.uint8)
         view = kept[:50].view(5, 10)
@@ -356,6 +357,6 @@ def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None
         for length in (65, 95, 96, 97, 111, 112, 126, 127, 128):
             chunk = estimate._segment(capacity, 1, 512 - length, length)
             batch = (*estimate._decodes(capacity, 1, ctx_size=512), chunk)
-            peaks.append(estimate.peak_bytes(partial(estimate._generate, runner, batch)))
+            peaks.append(peak_bytes(partial(estimate._generate, runner, batch)))
         layers.pretend()
     assert plain < max(peaks) <= said <= max(peaks) * 1.01

@@ -9,9 +9,9 @@ import torch
 from router.compute import SPREAD_SCORE_BYTES, SPREAD_SCORES, WIDENED_BYTES
 from tests import tiny
 from tests.worker.loaded import load, say
-from worker import estimate
 from worker.engine import attention, kernels, kv_cache
 from worker.engine.kv_cache import BLOCK_TOKENS
+from worker.live_bytes import peak_bytes
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_what_is_alive_at_once_is_as_estimated(dtype: torch.dtype) -> None:
     mask = torch.zeros(rows, 1, 1, tokens, dtype=dtype)
     slots = torch.arange(tokens).expand(rows, tokens).int()
     places = kernels.Places(0, tokens, slots)
-    peak = estimate.peak_bytes(
+    peak = peak_bytes(
         lambda: [kernels.spread(query, keys, values, places, mask, scaling=None, told=[]) for _ in range(2)]
     )
     scores, widened = rows * heads * tokens, 4 * keys.numel() if dtype == torch.bfloat16 else 0

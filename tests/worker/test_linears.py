@@ -19,7 +19,7 @@ from tests.worker.loaded import generated, load, reference, say, serving
 from tests.worker.test_engine_equality import FAMILIES
 from worker.engine import linears, weights
 from worker.engine.linears import PLAIN, REORDERED, Linears, pieces
-from worker.estimate import peak_bytes
+from worker.live_bytes import peak_bytes
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(

@@ -17,6 +17,7 @@ from tests import tiny_vision
 from worker import contract, images
 from worker import estimate as exact
 from worker.engine import loader, vision
+from worker.live_bytes import peak_bytes
 
 pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
@@ -78,9 +79,9 @@ def test_what_lives_while_an_image_is_seen_is_counted_exactly(snapshot: Path, tr
     largest = processor.largest(loaded.dtype, CTX)
     assert largest is not None
     [step] = exact.seeing_steps(runner, capacity, chosen, CTX, largest)
-    plain = max(exact.peak_bytes(each) for each in exact.generation_steps(runner, capacity, chosen, CTX))
+    plain = max(peak_bytes(each) for each in exact.generation_steps(runner, capacity, chosen, CTX))
     assert plain < 0.5 * traced.compute, "the tower is what costs most"
-    really = exact.peak_bytes(step)
+    really = peak_bytes(step)
     assert 0.98 * really <= traced.compute <= 1.1 * really
 
 

@@ -1,0 +1,80 @@
+"""What was lost with a process that ended, and why: by its exit code, our verdict, or how its start failed."""
+
+import contextlib
+import errno
+import signal
+from collections.abc import Mapping
+from typing import Literal
+
+from router.launchers import Cause, Program, WorkerLost
+from router.launchers.environment import Verb
+from router.launchers.vitals import Verdict
+from worker import contract
+
+_NOUNS: Mapping[Verb, str] = {
+    "download": "download", "convert": "conversion", "estimate": "estimate", "serve": "worker",
+}  # fmt: skip
+_MEANINGS: Mapping[int, str] = {
+    contract.Exit.OK: "although nobody asked it to",
+    contract.Exit.USAGE: "wrong usage",
+    contract.Exit.UNUSABLE: "the model cannot be used",
+    contract.Exit.DEVICE_MEMORY: "out of device memory",
+    contract.Exit.POISONED: "its device failed",
+    contract.Exit.HOST_MEMORY: "out of main memory",
+    contract.Exit.ORPHANED: "it lost its router",
+    contract.Exit.NETWORK: "network trouble",
+    contract.Exit.DISK_FULL: "the disk is full",
+    contract.Exit.DAMAGED: "damaged content",
+}
+_NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
+
+
+def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_killed: bool) -> WorkerLost:
+    """What the exit code of a process means: what was lost, why, and whether memory ran out."""
+    memory: Literal["", "device", "host"] = ""
+    if code == contract.Exit.DEVICE_MEMORY:
+        memory = "device"
+    elif code == contract.Exit.HOST_MEMORY or oom_killed:
+        memory = "host"
+    cause: Cause = "crashed"
+    if verb == "download":
+        cause = "download_failed"
+    elif memory:
+        cause = "oom"
+    elif code in contract.FINAL_EXITS:
+        cause = "load_failed"
+    message = f"{program.model}: the {_NOUNS[verb]} {how_it_ended(code, oom_killed=oom_killed)}"
+    return WorkerLost(message + (f": {said}" if said else ""), cause=cause, exit=code, memory=memory)
+
+
+def lost_by_verdict(program: Program, verb: Verb, verdict: Verdict, said: str) -> WorkerLost:
+    """What it means that we killed a process."""
+    message = f"{program.model}: the {_NOUNS[verb]} {verdict.reason} and was killed"
+    cause: Cause = "download_failed" if verb == "download" else verdict.cause
+    return WorkerLost(message + (f"; it last said: {said}" if said else ""), cause=cause)
+
+
+def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError) -> WorkerLost:
+    """What it means that no process could be started."""
+    reason = error.strerror or str(error)
+    cause: Cause = "download_failed" if verb == "download" else "load_failed"
+    if error.errno in _NOT_A_PROGRAM:
+        message = f"{program.model}: cannot run {executable} ({reason}); correct `python` in its preset"
+        return WorkerLost(message, cause=cause, exit=contract.Exit.USAGE)
+    return WorkerLost(f"{program.model}: cannot start a process ({reason})", cause=cause)
+
+
+def how_it_ended(code: int, *, oom_killed: bool) -> str:
+    if oom_killed:
+        return "was killed by the kernel because main memory ran out (SIGKILL)"
+    if code == -signal.SIGBUS:
+        return "was killed by SIGBUS: a file that it had mapped was cut short, or cannot be read from its disk"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    meaning = _MEANINGS.get(code, "")
+    return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")
+
+
+__all__ = ["how_it_ended", "lost_at_birth", "lost_by_exit", "lost_by_verdict"]
