@@ -215,18 +215,9 @@ def _config(folder: Path, override: str) -> dict[str, Any]:
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:
-        return _merge(config, json.loads(override)) if override else config
+        return contract.merged(config, json.loads(override)) if override else config
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnknownCheckpoint(f"config-override is no JSON object ({error})") from None
-
-
-def _merge(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects are merged key by key, anything else is replaced."""
-    merged = dict(config)
-    for key, value in override.items():
-        before = merged.get(key)
-        merged[key] = _merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -264,7 +264,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     from worker.engine.overhead import overhead
     from worker.engine.shelf import shelf
     from worker.errors import StartError
-    from worker.server import Server
+    from worker.server import Server, asked_to_stop
 
     laps = Laps(began)
     laps.over("imports")
@@ -285,9 +285,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
     laps.over("server")
-    told = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    told = asked_to_stop()
     fatal = asyncio.wrap_future(engine.fatal)
     fatal.add_done_callback(lambda _: told.set())
     if not tied.leashed:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -22,7 +21,7 @@ from worker.engine import architectures, layout
 from worker.errors import UnsupportedByModel
 from worker.generation import Delta, Encoding, Generation, Occupancy, Text, Vision
 from worker.images import TEXT_ONLY
-from worker.server import Server
+from worker.server import Server, asked_to_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,9 +143,7 @@ async def serve(command: contract.Serve, tied: leash.Leash) -> None:
     clerk = Clerk(command)
     server = Server(clerk, clerk.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
-    told = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    told = asked_to_stop()
     logging.getLogger("worker").info("the tokenizer of %s answers at %s", command.name or command.snapshot, address)
     tied.say(
         contract.Ready(

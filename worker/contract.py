@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -216,6 +216,15 @@ class AdapterSource:
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT writes of an adapter, and all that is read of one."""
+
+
+def merged(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config_override` makes of config.json: objects are merged key by key, anything else is replaced."""
+    found = dict(config)
+    for key, value in override.items():
+        before = found.get(key)
+        found[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return found
 
 
 def shard_names(index: bytes) -> list[str]:

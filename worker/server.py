@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import signal
 import time
 import traceback
 import uuid
@@ -601,6 +602,14 @@ def _to_request_error(error: web.HTTPException) -> RequestError:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return TooLarge(f"the request body has more than {MAX_BODY_BYTES} bytes; send less at once")
     return NotFound("File Not Found")
+
+
+def asked_to_stop() -> asyncio.Event:
+    """Set once a signal asks this process, whose loop runs, to stop in good order."""
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    return asked
 
 
 def _draining() -> Draining:

@@ -90,6 +90,17 @@ async def forked(nursery: Nursery) -> Child:
     return await nursery.spawn(estimate(nursery.pid), ENV, name="m#1", log=Log("m", "m#1"))
 
 
+async def staying(nursery: Nursery) -> Child:
+    """A forked one that has its token, has said something and goes on."""
+    argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
+    child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
+    said: asyncio.Queue[contract.Event] = asyncio.Queue()
+    child.on_event = said.put_nowait
+    child.send_token("a-token-of-this-test")
+    await said.get()
+    return child
+
+
 def executed() -> Child:
     return Child.spawn([*PROGRAM, *estimate(os.getpid())], ENV, name="m#1", log=Log("m", "m#1"), private=True)
 
@@ -137,13 +148,8 @@ async def test_a_birth_larger_than_a_packet_arrives_whole() -> None:
 async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None:
     """Its nursery lives on, so that no signal of the kernel does it."""
     async with nursing() as nursery:
-        argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
-        child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
-        said: asyncio.Queue[contract.Event] = asyncio.Queue()
-        child.on_event = said.put_nowait
-        child.send_token("a-token-of-this-test")
         async with asyncio.timeout(DEADLINE):
-            await said.get()
+            child = await staying(nursery)
             cut(child)
             assert await child.exited == contract.Exit.ORPHANED
         assert not nursery.child.exited.done()
@@ -290,13 +296,8 @@ async def test_a_nursery_that_hangs_is_let_be_while_its_workers_live_and_used_ag
 async def test_a_worker_that_sees_its_nursery_gone_before_the_kernel_ends_it_was_killed_all_the_same() -> None:
     """Whoever waits for it is given another one, as if it had died with the nursery."""
     async with nursing() as nursery:
-        argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
-        worker = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
-        said: asyncio.Queue[contract.Event] = asyncio.Queue()
-        worker.on_event = said.put_nowait
-        worker.send_token("a-token-of-this-test")
         async with asyncio.timeout(DEADLINE):
-            await said.get()
+            worker = await staying(nursery)
             os.kill(nursery.pid, signal.SIGSTOP)  # it reaps nobody
             cut(worker)
             await ended(worker.pid, within=WITHIN)

@@ -26,8 +26,6 @@ from worker.errors import StartError
 
 NAMES = ("auto", "f32", "f16", "bf16", "int8", "int4")
 """What a preset may ask for; auto: the model's own type."""
-GROUPED = ("int8", "int4")
-"""Those of them that are no model's own type."""
 _CASTS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SCALE = torch.bfloat16
 _MOST_GROUPED, _LEAST_GROUPED = 32, 8

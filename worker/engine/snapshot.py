@@ -72,7 +72,7 @@ def load_config(options: contract.ModelOptions) -> Any:
             raise TypeError("it is no JSON object")
     except (ValueError, TypeError, RecursionError) as error:
         raise StartError(f"{path} is damaged: {faults.one_line(error)}; download it again", Exit.DAMAGED) from error
-    merged = _merge(stored, _override(options.config_override))
+    merged = contract.merged(stored, _override(options.config_override))
     kind = str(merged.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         return _remote_config(options, merged, kind)
@@ -147,15 +147,6 @@ def _override(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StartError("config-override wants a JSON object", Exit.USAGE)
     return value
-
-
-def _merge(stored: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Objects are merged key by key; anything else is replaced."""
-    merged = dict(stored)
-    for key, value in override.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def is_embedder(options: contract.ModelOptions, config: Any) -> bool:
