@@ -131,7 +131,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="trust-remote-code", kind=_FLAG, field="trust_remote_code", group=SOURCE,
         env=("HF_MODEL_TRUST_REMOTE_CODE",), help="run Python code that comes with the model"),
     Key(name="dedup-cache-models", kind=_FLAG, field="dedup_cache_models", group=SOURCE, live=True,
-        help="do not list the cached repository of this section a second time"),
+        help="do not list the cached repository of this section a second time: its name means this one"),
     Key(name="alias", kind=Names(_NAME, "is no model name"), field="aliases", group=SOURCE, also=("a", "model-names"),
         own=True, live=True, unset="none", help="further names of the model"),
     Key(name="tags", kind=Names(), field="tags", group=SOURCE, live=True, unset="none",

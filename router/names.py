@@ -18,6 +18,9 @@ class Names:
         for preset in presets.values():
             for alias in preset.aliases:
                 self._exact.setdefault(alias, preset.id)
+        for preset in presets.values():
+            if preset.dedup_cache_models and preset.repo:  # hidden in lists, and known all the same
+                self._exact.setdefault(preset.repo, preset.id)
         self._adapters: dict[str, str] = {}
         for preset in presets.values():
             for base in (preset.id, *preset.aliases):

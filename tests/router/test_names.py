@@ -23,6 +23,15 @@ def test_id_alias_and_any_unique_case_mean_the_model(name: str) -> None:
     assert NAMES.find(name) == "Qwen/Qwen3-8B"
 
 
+def test_a_repository_that_is_not_listed_beside_its_section_is_known_by_name_all_the_same() -> None:
+    hides = Preset(id="mine", repo="org/model", dedup_cache_models=True)
+    other = Preset(id="other", repo="org/model")
+    assert Names({"other": other, "mine": hides}).find("org/model") == "mine"
+    assert Names({"org/model": Preset(id="org/model", path="/x"), "mine": hides}).find("org/model") == "org/model"
+    with pytest.raises(ModelNotFound):
+        Names({"other": other}).find("org/model")
+
+
 def test_case_decides_between_names_that_differ_only_in_it() -> None:
     assert NAMES.find("small") == "small"
     assert NAMES.find("SMALL") == "SMALL"

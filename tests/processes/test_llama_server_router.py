@@ -1,0 +1,147 @@
+"""What llama-server's own tests ask of its router, asked of ours. Where they slow a child down, a file says here when
+it goes on. (Lists, properties, keys, downloads and reloads: test_router_http.py, test_model_management.py.)"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes.routers import Router, presets, refused, router
+
+pytestmark = pytest.mark.asyncio
+ONE, TWO = ("--models-max", "1"), ("--models-max", "2")
+
+
+def three(folder: Path, **keys: Mapping[str, Any]) -> str:
+    """Presets of `a`, `b` and `c`, whose workers keep one journal."""
+    journal = {"_journal": str(folder / "journal")}
+    return str(presets(folder, {name: journal | {**keys.get(name, {})} for name in "abc"}))
+
+
+async def load(up: Router, *names: str) -> None:
+    for name in names:
+        assert (await up.client.post("/models/load", json={"model": name})).json() == {"success": True}
+        await up.becomes(name, "loaded")
+
+
+def tokenize(up: Router, name: str, hold: Path | None = None) -> "asyncio.Task[httpx.Response]":
+    """A request that is on its way; with `hold` it is not answered before that file is there."""
+    body = {"model": name, "content": "hello world"} | ({"fake": {"hold": str(hold)}} if hold else {})
+    return asyncio.create_task(up.client.post("/tokenize", json=body, headers={"X-Request-Id": f"of-{name}"}))
+
+
+async def busy(up: Router, name: str, hold: Path) -> "asyncio.Task[httpx.Response]":
+    """A request that its worker has and does not answer yet."""
+    asked = tokenize(up, name, hold)
+    await up.becomes(name, "loaded", in_flight=1)
+    return asked
+
+
+async def states(up: Router) -> dict[str, str]:
+    return {each["id"]: each["status"]["value"] for each in (await up.client.get("/models")).json()["data"]}
+
+
+async def all_answered(*asked: "asyncio.Task[httpx.Response]") -> None:
+    async with asyncio.timeout(30):
+        assert [(await each).status_code for each in asked] == [200] * len(asked)
+
+
+async def test_a_busy_model_is_not_put_out_and_who_waits_for_its_place_gets_it(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with router("--models-preset", three(tmp_path), *ONE) as up:
+        await load(up, "a")
+        first = await busy(up, "a", go)
+        waits = tokenize(up, "b")
+        await up.becomes("b", "loading", queued=1)
+        assert (await states(up))["a"] == "loaded"
+        go.touch()
+        await all_answered(first, waits)
+        assert await states(up) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+
+
+async def test_three_requests_for_one_model_put_out_one_other(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with router("--models-preset", three(tmp_path), *TWO) as up:
+        await load(up, "a", "b")
+        first = await busy(up, "a", go)
+        await all_answered(*(tokenize(up, "c") for _ in range(3)))
+        go.touch()
+        await all_answered(first)
+        assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+
+async def test_a_client_that_leaves_the_line_costs_nobody_a_place(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with router("--models-preset", three(tmp_path), *ONE) as up:
+        await load(up, "a")
+        first = await busy(up, "a", go)
+        leaves = tokenize(up, "b")
+        await up.becomes("b", "loading", queued=1)
+        leaves.cancel()
+        await up.becomes("b", "unloaded")
+        go.touch()
+        await all_answered(first, tokenize(up, "a"))
+        assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+
+
+async def test_the_line_is_served_as_it_came(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with router("--models-preset", three(tmp_path), *ONE) as up:
+        await load(up, "a")
+        first = await busy(up, "a", go)
+        asked = []
+        for name in "bc":
+            asked.append(tokenize(up, name))
+            await up.becomes(name, "loading", queued=1)
+        go.touch()
+        await all_answered(first, *asked)
+        journal = (tmp_path / "journal").read_text().splitlines()
+        assert [line for line in journal if line.startswith("request")] == [
+            f"request of-{name} /tokenize" for name in "abc"
+        ]
+
+
+async def test_whoever_loaded_a_model_is_answered_before_it_makes_way(tmp_path: Path) -> None:
+    """Its request is on its way to the worker when somebody else wants the place."""
+    up_to = tmp_path / "up-to"
+    async with router("--models-preset", three(tmp_path, a={"_hold_load": str(up_to)}), *ONE) as up:
+        first = tokenize(up, "a")
+        await up.becomes("a", "loading", queued=1)
+        second = tokenize(up, "b")
+        await up.becomes("b", "loading", queued=1)
+        up_to.touch()
+        await all_answered(first, second)
+
+
+async def test_a_request_for_a_model_that_is_just_stopping_waits_for_its_next_worker(tmp_path: Path) -> None:
+    async with router("--models-preset", three(tmp_path, a={"_stop_seconds": 0.3}), *ONE) as up:
+        await load(up, "a")
+        assert (await up.client.post("/models/unload", json={"model": "a"})).json() == {"success": True}
+        await up.says(r"a#1 \w+→stopping")
+        await all_answered(tokenize(up, "a"))
+        assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+
+
+async def test_two_who_find_the_same_idle_model_are_both_served(tmp_path: Path) -> None:
+    async with router("--models-preset", three(tmp_path), *ONE) as up:
+        await load(up, "a")
+        await all_answered(tokenize(up, "b"), tokenize(up, "c"))
+        assert (await states(up))["a"] == "unloaded"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("-hf", "org/presets"), "-hf: names one model; write a section [id] with it in a file for --models-preset"),
+        (("--model-draft", "x"), "model-draft is not offered by this version: remove it; answers are the same without"),
+    ],
+)
+async def test_presets_from_a_repository_and_draft_models_are_refused_with_the_way(
+    words: tuple[str, ...], says: str
+) -> None:
+    code, told = await refused(*words)
+    assert code == 2
+    assert says in told
