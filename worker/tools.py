@@ -58,7 +58,8 @@ def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
     if not called:
         raise InvalidValue("tool_choice names a function that is not among the tools", param="tool_choice")
     is_required = wanted is not None or choice == "required"
-    return Tooling(tools, called, is_required, 1 if is_parallel is False else None)
+    is_one = wanted is not None if is_parallel is None else not is_parallel  # who names a function wants it called once
+    return Tooling(tools, called, is_required, 1 if is_one else None)
 
 
 def grammar(tooling: Tooling, written: Written, special: Mapping[str, int]) -> Grammar:

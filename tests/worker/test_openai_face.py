@@ -304,9 +304,27 @@ async def test_a_call_that_must_be_made_is_a_grammar_in_the_models_own_way_of_wr
         assert generation.grammar is not None
         assert generation.grammar.field == "tools"
         assert "<tool_call>" in generation.grammar.text
-    one = await only({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}, made)
-    assert one.grammar is not None
-    assert ")*" not in one.grammar.text
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_one"),
+    [
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, True),
+        ({"tool_choice": NAMED}, True),
+        ({"tool_choice": NAMED, "parallel_tool_calls": True}, False),
+    ],
+)
+async def test_a_function_that_is_named_is_called_once_and_others_as_often_as_is_allowed(
+    choice: dict[str, Any], is_one: bool
+) -> None:
+    made = model(chat_template=TAKES_TOOLS)
+    grammar = (await only({"tools": [TOOL], **choice}, made)).grammar
+    assert grammar is not None
+    assert (")*" not in grammar.text) is is_one
 
 
 def test_a_model_whose_template_shows_tools_says_so() -> None:

@@ -231,10 +231,8 @@ def _tool_choice(fields: Fields) -> Json:
     if kind is None or (kind == "tool" and name is None):
         raise InvalidValue("tool_choice must have a type: auto, any, none, or tool with a name", param="tool_choice")
     named = {"type": "function", "function": {"name": name}}
-    asked: Json = {"tool_choice": named if kind == "tool" else "required" if kind == "any" else kind}
-    if within.flag("disable_parallel_tool_use"):
-        asked["parallel_tool_calls"] = False
-    return asked
+    choice = named if kind == "tool" else "required" if kind == "any" else kind
+    return {"tool_choice": choice, "parallel_tool_calls": not within.flag("disable_parallel_tool_use")}
 
 
 def _thinking(fields: Fields, model: Model) -> Json:
