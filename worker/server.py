@@ -286,6 +286,8 @@ class Server:
     async def _bind_unix(self, path: str) -> str:
         if len(os.fsencode(path)) > MAX_PATH_BYTES:
             raise StartError(f"--listen: a socket's path has at most {MAX_PATH_BYTES} bytes; shorten it", Exit.USAGE)
+        if self._token is not None:  # the folder is its router's, and somebody may have deleted that since it was born
+            os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         await web.UnixSite(self._runner, path, backlog=1024).start()
         os.chmod(path, 0o600)
         return f"unix:{path}"

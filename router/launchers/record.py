@@ -114,7 +114,7 @@ class RunFolder:
             socket=socket,
         )
         draft, text = self.path / f"{tag}.tmp", json.dumps(asdict(record)).encode()
-        if not self.path.is_dir():
+        if not (self.path / "lock").exists():
             self._restore()
         try:
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -139,7 +139,7 @@ class RunFolder:
 
     def _restore(self) -> None:
         """Raises OSError. Records that are lost are of processes that run: the guard ends those all the same."""
-        log.warning("the runtime folder %s was deleted; it is made anew", self.path)
+        log.warning("somebody has deleted what was in the runtime folder %s; it is made anew", self.path)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.close()
         self._claim()

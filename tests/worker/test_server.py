@@ -130,6 +130,13 @@ async def test_a_unix_socket_is_its_owners_alone_and_goes_with_the_server(tmp_pa
     assert not path.exists()
 
 
+async def test_the_folder_of_a_routers_sockets_may_have_been_deleted_since_its_worker_was_born(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.sock"
+    async with serving(listen=f"unix:{path}") as world:
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert (await world.post("/tokenize", {"content": "hi"}))[0] == 200
+
+
 async def test_a_socket_path_beyond_the_kernels_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="107 bytes"):
         await make(f"unix:{tmp_path / ('x' * 107)}").start()
