@@ -152,7 +152,7 @@ class Nursery:
                 return
             trial, self._trial = self._trial, None
             if why := trial.end():
-                print(f"nursery: {trial.command.snapshot} is left to its workers: {why}", file=sys.stderr)
+                print(f"{trial.command.snapshot} is left to its workers: {why}", file=sys.stderr)
                 self._shelf.leave(trial.command)
                 return
             with suppress(Exception):  # it went well a moment ago; if the files have changed since, its workers say so
@@ -179,7 +179,7 @@ class Nursery:
             try:
                 importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 - whatever it is, a worker will meet and report it
-                print(f"nursery: cannot import {name}: {error}", file=sys.stderr)
+                print(f"cannot import {name}: {error}", file=sys.stderr)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)
         _prime()

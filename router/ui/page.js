@@ -98,6 +98,7 @@ function showModels(models) {
     const row = made("tr");
     const share = status.progress?.value;
     const percent = share === undefined ? "" : ` ${Math.round(100 * share)} %`;
+    const clerk = status.clerk ? ", a clerk counts" : "";
     const name = made("th", id);
     name.scope = "row";
     const button = made("button", LOADED.has(status.value) ? "Unload" : "Load");
@@ -109,7 +110,7 @@ function showModels(models) {
     action.append(button);
     row.append(
       name,
-      made("td", status.value + percent + (status.clerk ? ", a clerk counts" : ""), status.failed ? "bad" : ""),
+      made("td", (status.failed ? "failed" : status.value) + percent + clerk, status.failed ? "bad" : ""),
       made("td", memoryOf(status) || (status.shares ? `with ${status.shares[0]}` : "")),
       made("td", `${status.in_flight}${queued}`),
       made("td", whyOf(status), status.failed ? "bad" : "quiet"),
@@ -131,7 +132,7 @@ function showModels(models) {
 
 function emptyRow() {
   const row = made("tr");
-  const cell = made("td", "This router has no models: name a file with --models-preset, or a folder with --models-dir.");
+  const cell = made("td", "This router has no models: give it a --models-preset, or a --models-dir.");
   cell.colSpan = 6;
   row.append(cell);
   return row;
@@ -167,11 +168,13 @@ async function look() {
   }
   if (response.status === 401 || response.status === 403) {
     $("#key").hidden = false;
+    $("main").hidden = true;
     tell(response.status === 401 ? "This router wants a key." : "This page needs an admin key.");
     return;
   }
   if (!response.ok) return tell(await troubleOf(response));
   $("#key").hidden = true;
+  $("main").hidden = false;
   if (told === SILENT || told.includes("key")) tell("");
   $("#version").textContent = state.version;
   showDevices(state);
