@@ -462,8 +462,7 @@ class _Fetch:
     def _transfer(self, file: RemoteFile, descriptor: int) -> None:
         url = self.url(file)
         partial = self._cache.partial(file)
-        content = _Content(file, descriptor)
-        self.progress.add(url, content.size)
+        content = _Content(file, descriptor, lambda count: self.progress.add(url, count))
         while content.size < file.size:
             begun = content.size
             try:
@@ -511,8 +510,9 @@ class _Fetch:
 class _Content:
     """The bytes of a partial file and their hash as it grows."""
 
-    def __init__(self, file: RemoteFile, descriptor: int):
-        """What `descriptor` holds already is taken over, unless it is more than the file may have."""
+    def __init__(self, file: RemoteFile, descriptor: int, report: Callable[[int], None]):
+        """What `descriptor` holds already is taken over, unless it is more than the file may have. `report` is told of
+        bytes as they are read, which of a large file takes longer than a router waits for a sign of life."""
         self._file = file
         self._descriptor = descriptor
         if os.fstat(descriptor).st_size > file.size:
@@ -521,6 +521,7 @@ class _Content:
         while chunk := os.pread(descriptor, READ_BYTES, self.size):
             self._hash.update(chunk)
             self.size += len(chunk)
+            report(len(chunk))
 
     def restart(self) -> None:
         os.ftruncate(self._descriptor, 0)

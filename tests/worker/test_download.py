@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.contract import Download, Exit
-from worker.download import RemoteFile, RepoCache, download, safetensors_fault, wanted
+from worker.download import READ_BYTES, RemoteFile, RepoCache, _Content, download, safetensors_fault, wanted
 from worker.errors import StartError
 
 HASH = "0" * 40
@@ -140,6 +140,16 @@ def test_a_name_that_cannot_be_given_leaves_no_draft(tmp_path: Path) -> None:
 def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() -> None:
     with pytest.raises(StartError, match=r"^/sys/demo cannot be written \(.*\): let .*, or give another --state-dir$"):
         download(Download(demo="a", target="/sys/demo"), print, token=None)
+
+
+def test_what_is_there_of_a_file_is_told_while_it_is_read_again(tmp_path: Path) -> None:
+    """Of a file of many gigabytes that takes minutes, and a router takes a minute of silence for a stall."""
+    (tmp_path / "part").write_bytes(bytes(3 * READ_BYTES + 5))
+    told: list[int] = []
+    with (tmp_path / "part").open("r+b") as file:
+        content = _Content(RemoteFile("x", 4 * READ_BYTES, "0" * 64), file.fileno(), told.append)
+    assert told == [READ_BYTES] * 3 + [5]
+    assert content.size == sum(told)
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/abs", "a/../b", "", "-x", "a b"])
