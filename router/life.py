@@ -485,7 +485,7 @@ def _listener(worker: Worker, world: World) -> Listen:
 def _hear_request(worker: Worker, world: World, event: contract.Request) -> None:
     worker.answered = worker.answered or event.outcome == "ok"
     worker.first_token = worker.first_token or event.ttft
-    if event.keep_alive != worker.keep_alive:
+    if event.keep_alive is not None and event.keep_alive != worker.keep_alive:
         worker.keep_alive = event.keep_alive
         world.changed()
     world.events.mention(

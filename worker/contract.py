@@ -449,7 +449,8 @@ class Request:
     token_seconds: float = 0.0
     """Seconds per token after the first one, on average over all choices; 0.0: there was no such token."""
     keep_alive: float | None = None
-    """Seconds of idleness after which the worker may go, as this request wants it; -1.0: never; None: as configured."""
+    """Seconds of idleness after which the worker may go, as this request wants it; -1.0: never; None: as the last one
+    that said so, else as configured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,7 +195,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         assert copied.value.status_code == 501
 
 
-async def test_how_long_a_shared_worker_stays_is_what_the_last_answer_by_any_name_was_asked_to_do(
+async def test_how_long_a_shared_worker_stays_is_what_a_request_by_any_name_said_last(
     tmp_path: Path,
 ) -> None:
     async def answer(upstream: Upstream) -> None:
@@ -203,7 +203,7 @@ async def test_how_long_a_shared_worker_stays_is_what_the_last_answer_by_any_nam
 
     async with world(tmp_path, answer, keys={"ttl": 60.0}, twin="b") as up, llama(up.socket) as client:
         await up.fleet.load("a,b")
-        for keep_alive, wanted in ((3600.0, 3600.0), (None, 60.0), (1800.0, 1800.0)):
+        for keep_alive, wanted in ((None, 60.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
             up.launcher.say("a,b", contract.Request(id="r", keep_alive=keep_alive))
             running = (await client.ps()).models
             left = [each.expires_at - datetime.now(UTC) for each in running if each.expires_at is not None]
