@@ -119,6 +119,8 @@ class Calibration:
         self._unsaved: list[_Change] = []
         self._records: _Records = self._filed
         """As the file will have them."""
+        self._cannot_save = False
+        """The last try to write the file has failed."""
         self._mine = threading.RLock()
         """Held for the four above, and never while a disk is waited for longer than a look takes."""
         self._refresh()
@@ -249,7 +251,14 @@ class Calibration:
                 if changes:
                     self._replace(self._write(_changed(self._filed, changes)), len(changes))
         except OSError as error:
-            _log.warning("estimates cannot be kept in %s (%s); they last until this router ends", self._path, error)
+            if not self._cannot_save:  # told once, and again when it went well meanwhile
+                _log.warning(
+                    "estimates cannot be kept in %s (%s); they last until this router ends: make room there, or give"
+                    " another --state-dir",
+                    self._path,
+                    error.strerror or error,
+                )
+            self._cannot_save = True
             with self._mine:
                 self._settle(len(self._unsaved))
 
@@ -262,6 +271,7 @@ class Calibration:
                 os.unlink(draft)
                 raise
             self._stamp = _stamp(self._path)
+            self._cannot_save = False
             self._settle(saved)
 
     def _settle(self, saved: int) -> None:

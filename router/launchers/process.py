@@ -220,8 +220,6 @@ class Child:
         self.on_event: Callable[[contract.Event], None] = lambda event: None
         self.failed: contract.Failed | None = None
         """The cause, if it gave one."""
-        self.is_stuck = False
-        """SIGKILL did not end it (a call in the kernel that never returns)."""
         self._has_ended = False
         self._watch = os.pidfd_open(pid)
         orphans.known.add(pid)
@@ -310,20 +308,26 @@ class Child:
             self._log.note(f"did not stop within {stop_timeout:g} s of SIGTERM; killed", self._loop.time())
             await self.end()
 
-    async def end(self) -> None:
+    async def end(self, kill_timeout: float = orphans.KILL_TIMEOUT) -> None:
         """Returns once it is reaped, after SIGKILL to its group.
 
-        A process that does not even die of that is logged as stuck after 5 s and waited for, for as long as it takes:
-        until then its memory is not free.
+        A process that does not even die of that (a call in the kernel that never returns) is logged as stuck after
+        `kill_timeout` seconds and waited for, for as long as it takes: until then its memory is not free. So is one
+        that has died, and whose nursery does not reap it.
         """
         self.kill()
-        if not await self._exits_within(orphans.KILL_TIMEOUT):
-            self.is_stuck = True
+        if not await self._exits_within(kill_timeout):
+            what = (
+                "has ended, but the nursery that forked it has not reaped it within"
+                if self._has_ended
+                else "is stuck: it did not end within"
+            )
             logging.getLogger("router.launchers").error(
-                "%s: process %d is stuck: it did not end within %g s of SIGKILL; its memory stays reserved",
+                "%s: process %d %s %g s of SIGKILL; its memory stays reserved",
                 self._name,
                 self.pid,
-                orphans.KILL_TIMEOUT,
+                what,
+                kill_timeout,
             )
             await asyncio.wait({self.exited})
 

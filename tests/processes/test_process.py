@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.launchers import orphans
-from router.launchers.process import LOG_BURST, Child, Lines, Log, uncancelled
+from router.launchers.process import LOG_BURST, Child, Lines, Log, Pipes, uncancelled
 from tests.fakes import DEADLINE
 from worker import contract
 
@@ -305,3 +305,25 @@ async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
     assert orphans.find() == []
     assert not has_children()
+
+
+async def test_one_that_has_ended_and_that_nobody_reaps_is_not_called_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    """Its nursery does not answer: whoever reads that at night looks for the nursery, and not for a driver."""
+    process = os.posix_spawn("/bin/sleep", ["sleep", "600"], {}, setsid=True)  # noqa: ASYNC221 - returns at once
+    has_ended, tell = asyncio.Event(), []
+
+    def reap(pid: int, told: Callable[[int], None]) -> None:
+        tell.append(told)
+        has_ended.set()
+
+    child = Child(process, Pipes(), "m#1", Log("m", "m#1"), reap)
+    child.kill()
+    async with asyncio.timeout(DEADLINE):
+        await has_ended.wait()
+        ending = asyncio.create_task(child.end(0.01))
+        while "m#1: process" not in caplog.text:
+            await asyncio.wait({ending}, timeout=0.01)
+        tell[0](os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))  # noqa: ASYNC222 - it has ended
+        await ending
+    assert "has ended, but the nursery that forked it has not reaped it" in caplog.text
+    assert "stuck" not in caplog.text

@@ -195,10 +195,19 @@ def test_without_a_disk_learning_lasts_as_long_as_the_router(tmp_path: Path, cap
     calibration = Calibration(tmp_path / "file" / "estimates.json")
     with caplog.at_level(logging.WARNING):
         calibration.raise_("a", GUESS, "device")
-    assert "cannot be kept" in caplog.text
+        calibration.record_load("a", 1.0)
+    assert caplog.text.count("cannot be kept") == 1, "once, and not with each load"
     learned = calibration.learned("a")
     assert learned is not None
     assert learned.shards == (230,)
+    caplog.clear()
+    (tmp_path / "file").unlink()
+    calibration.record_load("a", 2.0)
+    (tmp_path / "file" / "estimates.json").unlink()
+    (tmp_path / "file" / "estimates.json").mkdir()
+    with caplog.at_level(logging.WARNING):
+        calibration.record_load("a", 3.0)
+    assert caplog.text.count("cannot be kept") == 1, "and again if it went well meanwhile"
 
 
 def test_a_write_that_fails_leaves_nothing_behind(file: Path, caplog: pytest.LogCaptureFixture) -> None:
