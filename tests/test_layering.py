@@ -97,7 +97,8 @@ WORKER = [
     "worker.fields  worker.deltas",
     "worker.generation",
     "worker.images  worker.ranks",
-    "worker.leash  worker.pagecache  worker.errors  worker.connection  worker.help  worker.demo  worker.live_bytes",
+    "worker.leash  worker.pagecache  worker.errors  worker.connection  worker.help  worker.demo  worker.live_bytes"
+    "  worker.room",
     "worker  worker.engine",
 ]
 TABLES = [

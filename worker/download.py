@@ -39,6 +39,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 from worker import contract
 from worker.contract import Exit
 from worker.errors import StartError
+from worker.room import PARTIAL, claimed
 
 try:
     import httpx2 as http  # what the hub library speaks with: a fork of httpx, or httpx itself in older versions
@@ -158,8 +159,8 @@ def _fetch_adapter(cache: "RepoCache", command: contract.Download, say: Say, tok
         ) from None
     fetch = _Fetch(cache, command, commit, token)
     fetch.progress = _Progress(say, {fetch.url(file): file.size for file in files})
-    cache.check_room([file for file in files if not cache.has(file)], command.repo)
-    fetch.get_all(files)
+    with cache.room(files, command.repo):
+        fetch.get_all(files)
     snapshot = cache.snapshot(commit)
     if fault := safetensors_fault(snapshot / contract.ADAPTER_FILES[1]):
         cache.remove(snapshot, contract.ADAPTER_FILES[1:])
@@ -187,10 +188,10 @@ def _fetch(cache: "RepoCache", command: contract.Download, say: Say, token: str 
         shards = [listed[WEIGHTS]]
     files = [*small, *shards]
     fetch.progress = _Progress(say, {fetch.url(file): file.size for file in files})
-    cache.check_room([file for file in files if not cache.has(file)], command.repo)
     try:
-        fetch.get_all(small)
-        fetch.get_all(shards)
+        with cache.room(files, command.repo):
+            fetch.get_all(small)
+            fetch.get_all(shards)
     except OSError as error:
         if error.errno in _FULL:
             cache.remove_partials(files)
@@ -365,20 +366,27 @@ class RepoCache:
         name.parent.mkdir(parents=True, exist_ok=True)
         _replace(name, lambda new: new.write_text(commit))
 
-    def check_room(self, files: Sequence[RemoteFile], repo: str) -> None:
-        """Raises StartError (DISK_FULL) unless all `files` fit beside what is there of them already."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.root).free
-        need = sum(file.size - _size(self.partial(file)) for file in files)
-        if need > free:
-            raise StartError(
-                f"{repo} needs {need / 2**20:.0f} MiB more below {self.root}, {free / 2**20:.0f} MiB are free;"
-                " make room there, or set HF_HUB_CACHE to another disk",
-                Exit.DISK_FULL,
-            )
+    @contextlib.contextmanager
+    def room(self, files: Sequence[RemoteFile], repo: str) -> Iterator[None]:
+        """Claims it for those of `files` that are not there, beside what other downloads into this cache still await.
+        Raises StartError (DISK_FULL) if that is more than is free."""
+
+        def check(need: int, awaited: int) -> None:
+            free = shutil.disk_usage(self.root).free
+            if need > free - awaited:
+                others = f", of which other downloads await {awaited / 2**20:.0f}" if awaited else ""
+                raise StartError(
+                    f"{repo} needs {need / 2**20:.0f} MiB more below {self.root}, {free / 2**20:.0f} MiB are free"
+                    f"{others}; make room there, or set HF_HUB_CACHE to another disk",
+                    Exit.DISK_FULL,
+                )
+
+        coming = {self.blob(file): file.size for file in files if not self.has(file)}
+        with claimed(self.root / ".locks" / "room", coming, check) if coming else contextlib.nullcontext():
+            yield
 
     def partial(self, file: RemoteFile) -> Path:
-        return self.folder / "blobs" / f"{file.hash}.incomplete"
+        return self.folder / "blobs" / f"{file.hash}{PARTIAL}"
 
 
 class _Abandoned(Exception):
@@ -612,10 +620,6 @@ def _disk_cause(error: OSError, root: Path, way: str) -> StartError | None:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StartError(f"{root} cannot be written ({error.strerror}): let this user write there, or {way}")
     return None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _is_named(descriptor: int, path: Path) -> bool:

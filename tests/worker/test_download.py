@@ -2,6 +2,7 @@
 tests/processes/test_worker_program_download.py."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -140,6 +141,19 @@ def test_a_name_that_cannot_be_given_leaves_no_draft(tmp_path: Path) -> None:
 def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() -> None:
     with pytest.raises(StartError, match=r"^/sys/demo cannot be written \(.*\): let .*, or give another --state-dir$"):
         download(Download(demo="a", target="/sys/demo"), print, token=None)
+
+
+def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    large, small = RemoteFile("a", free - (64 << 20), "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
+    with RepoCache(tmp_path, "o/a").room([large], "o/a"):
+        with pytest.raises(
+            StartError, match=r"o/b needs 128 MiB more below .*, of which other downloads await"
+        ) as full:
+            RepoCache(tmp_path, "o/b").room([small], "o/b").__enter__()
+        assert full.value.exit == Exit.DISK_FULL
+    with RepoCache(tmp_path, "o/b").room([small], "o/b"):
+        pass
 
 
 def test_what_is_there_of_a_file_is_told_while_it_is_read_again(tmp_path: Path) -> None:
