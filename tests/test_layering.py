@@ -82,7 +82,7 @@ WORKER = [
     "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
     "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot",
-    "worker.engine.scheduler  worker.engine.kernels",
+    "worker.engine.scheduler  worker.engine.kernels  worker.engine.search",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"
     "  worker.engine.readout"

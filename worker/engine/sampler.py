@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from worker.engine import search
 from worker.engine.memory import upload
 from worker.engine.readout import Readout
 from worker.engine.sequence import Repeats
@@ -121,14 +122,15 @@ def draw(logits: torch.Tensor, picks: Sequence[Pick], masks: Masks | None, reado
         _mask(logits, masks)
     if raw is not None:
         _tell_odds(raw, logits, picks, asking)
-    best = logits.max(dim=-1)
-    tokens = best.indices
+    best, tokens = search.highest(logits)
     drawing = [row for row, pick in enumerate(picks) if pick.sampling.temperature > 0.0]
-    if drawing:
+    if len(drawing) == len(picks):
+        tokens = _draw(logits - best[:, None], picks)
+    elif drawing:
         index = _indices(drawing, logits.device)
-        tokens[index] = _draw(logits[index] - best.values[index, None], [picks[row] for row in drawing])
+        tokens[index] = _draw(logits[index] - best[index, None], [picks[row] for row in drawing])
     place = readout.add(tokens.double())
-    readout.add(best.values.isfinite().double())
+    readout.add(best.isfinite().double())
     if raw is not None:
         top = max(picks[row].sampling.logprobs or 0 for row in asking)
         readout.add(_likelihoods(raw, tokens[which], top))
@@ -241,17 +243,8 @@ def _columns(
 
 def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     """Tokens `[rows]`; `scores` `[rows, vocab]` are logits with a maximum of 0 in each row, and are overwritten."""
-    device = scores.device
     floor = _temper(scores, [pick.sampling for pick in picks])
-    if floor is None:
-        cumulative = scores.exp_().cumsum_(dim=-1)
-    else:  # a product with zeros and ones, not a fill: on the CPU that takes ten times as long
-        stays = scores >= floor[:, None]
-        cumulative = scores.exp_().mul_(stays).cumsum_(dim=-1)
-    total = cumulative[:, -1:]
-    uniforms = _numbers([pick.uniform for pick in picks], device)[:, None]
-    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=scores.shape[-1] - 1)
+    return search.draw(scores, floor, _numbers([pick.uniform for pick in picks], scores.device))
 
 
 def _temper(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor | None:
@@ -290,9 +283,11 @@ def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor 
     if not cut and max(least) == -math.inf:
         return None
     floor = _numbers(least, scores.device).clamp_(max=0.0)
-    if cut:
+    shares = [samplings[row].top_p for row in cut]
+    if len(cut) == len(samplings):
+        floor = torch.maximum(floor, _nucleus(scores, counts, shares))
+    elif cut:
         index = _indices(cut, scores.device)
-        shares = [samplings[row].top_p for row in cut]
         floor[index] = torch.maximum(floor[index], _nucleus(scores[index], [counts[row] for row in cut], shares))
     return floor
 
@@ -310,7 +305,7 @@ def _nucleus(scores: torch.Tensor, counts: Sequence[int], shares: Sequence[float
         width = min(vocab, max(_NUCLEUS_TOKENS, width)) if scores.device.type == "cpu" else vocab
     count = _indices(counts, scores.device)[:, None]
     share = _numbers(shares, scores.device)[:, None]
-    top = scores.topk(width, dim=-1).values  # [rows, width], falling
+    top = search.top(scores, width)  # [rows, width], falling
     rank = torch.arange(width, device=scores.device)
     weights = top.exp().masked_fill_(rank >= count, 0.0)
     total = weights.sum(-1, keepdim=True)
