@@ -1,19 +1,22 @@
 """Room on a disk that has been promised to downloads in flight: what is free there is not all to be had.
 
 Whoever fetches says in a file of its own which files are to come and how large they will be, and holds a lock on that
-file meanwhile. So whoever was killed claims nothing, and routers that share a cache see each other.
+file meanwhile. So whoever was killed claims nothing, and routers that share a cache see each other. Where nobody may
+write such files, downloads do without.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 PARTIAL = ".incomplete"
 """Behind the name of a file until all of it is there; the hub library's word for it."""
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK)
 
 
 @contextlib.contextmanager
@@ -23,27 +26,48 @@ def claimed(folder: Path, coming: Mapping[Path, int], check: Callable[[int, int]
     `check` is told how many bytes of them are missing, and how many others still await; it raises if that is too much,
     and nobody claims anything between its look and this claim. Files that others await as well are not counted twice.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
-        with open(folder / "lock", "w", encoding="utf-8") as turn:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            turn = held.enter_context(open(folder / "lock", "w", encoding="utf-8"))
             fcntl.flock(turn, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _CLOSED:
+                raise
+            check(_missing(coming), 0)
+        else:
             check(_missing(coming), _missing(_claims(folder), besides=coming))
-            mine = held.enter_context(tempfile.NamedTemporaryFile("w", dir=folder, prefix="claim-", encoding="utf-8"))
-            fcntl.flock(mine, fcntl.LOCK_EX)
-            json.dump({str(path): size for path, size in coming.items()}, mine)
-            mine.flush()
+            held.enter_context(_claim(folder, coming))
+            turn.close()
         yield
+
+
+@contextlib.contextmanager
+def _claim(folder: Path, coming: Mapping[Path, int]) -> Iterator[None]:
+    path = folder / f"claim-{secrets.token_hex(8)}"
+    with open(path, "w", encoding="utf-8") as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        # as seen from here: containers mount one cache at different places
+        json.dump({os.path.relpath(file, folder): size for file, size in coming.items()}, mine)
+        mine.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _missing(coming: Mapping[Path, int], besides: Mapping[Path, int] | None = None) -> int:
     """Bytes that are not on the disk yet."""
-    return sum(max(0, size - _there(path)) for path, size in coming.items() if path not in (besides or {}))
+    return sum(size - _there(path, size) for path, size in coming.items() if path not in (besides or {}))
 
 
-def _there(path: Path) -> int:
+def _there(path: Path, size: int) -> int:
+    """Of `size` bytes. A whole file of another size will be fetched anew."""
     for each in (path, path.with_name(path.name + PARTIAL)):
         with contextlib.suppress(OSError):
-            return each.stat().st_size
+            found = each.stat().st_size
+            if found == size or each != path:
+                return min(found, size)
     return 0
 
 
@@ -55,9 +79,10 @@ def _claims(folder: Path) -> dict[Path, int]:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                claims |= {Path(name): int(size) for name, size in json.load(file).items()}
+                told = json.load(file).items()
+                claims |= {Path(os.path.normpath(folder / name)): int(size) for name, size in told}
             else:
-                os.unlink(path)
+                path.unlink(missing_ok=True)
     return claims
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -143,13 +144,11 @@ def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() 
         download(Download(demo="a", target="/sys/demo"), print, token=None)
 
 
-def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    large, small = RemoteFile("a", free - (64 << 20), "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
+def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
+    large, small = RemoteFile("a", 1000 << 20, "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
     with RepoCache(tmp_path, "o/a").room([large], "o/a"):
-        with pytest.raises(
-            StartError, match=r"o/b needs 128 MiB more below .*, of which other downloads await"
-        ) as full:
+        with pytest.raises(StartError, match=r"o/b needs 128 MiB more .* 1024 MiB are free, of which .* 1000") as full:
             RepoCache(tmp_path, "o/b").room([small], "o/b").__enter__()
         assert full.value.exit == Exit.DISK_FULL
     with RepoCache(tmp_path, "o/b").room([small], "o/b"):

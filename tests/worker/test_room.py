@@ -1,5 +1,6 @@
 """Promises of `worker.room`: what downloads in flight still await is nobody else's, and the dead claim nothing."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,7 +33,9 @@ def test_what_another_download_still_awaits_is_counted_until_it_is_there(tmp_pat
         assert told(room, {mine: 30}) == (30, 100)
         other.with_name(other.name + PARTIAL).write_bytes(bytes(60))
         assert told(room, {mine: 30}) == (30, 40)
-        other.with_name(other.name + PARTIAL).rename(other)
+        other.write_bytes(bytes(90))
+        assert told(room, {mine: 30}) == (30, 40), "a file of the wrong size will be fetched anew"
+        other.with_name(other.name + PARTIAL).unlink()
         other.write_bytes(bytes(100))
         assert told(room, {mine: 30}) == (30, 0)
     assert told(room, {mine: 30}) == (30, 0)
@@ -77,3 +80,18 @@ def test_a_download_that_was_killed_claims_nothing(tmp_path: Path) -> None:
     assert len(list(room.iterdir())) == 2, "its claim is still there"
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
     assert [path.name for path in room.iterdir()] == ["lock"]
+
+
+def test_who_may_not_write_claims_needs_none(tmp_path: Path) -> None:
+    """Another user's folder in a cache that both share."""
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "lock").symlink_to("/proc/version")
+    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+
+
+def test_a_folder_of_claims_that_somebody_deletes_ends_no_download(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    with claimed(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
+        shutil.rmtree(room)
+    assert told(room, {tmp_path / "mine": 30}) == (30, 0)

@@ -65,7 +65,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
     scheduler.add(sequence(2, prompt=10))
     seen, computed = [], []
     for _ in range(4):
-        computed.append(scheduler.oldest_prompt)
+        computed.append(scheduler.looks_back)
         batch = scheduler.next(99)
         seen.append(parts(batch))
         advance(scheduler, batch)

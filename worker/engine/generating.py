@@ -217,12 +217,14 @@ class Generating:
             self._choose(self._flight)
 
     def _next(self) -> Batch:
-        decoding = self._scheduler.decoding
-        prompts, start = self._scheduler.running - decoding, self._scheduler.oldest_prompt
-        budget = self._pace.budget(decoding, self._chunk, prompts, start)
-        batch = self._scheduler.next(budget)
+        batch = self._scheduler.next(self._budget)
         self._forget_void()
         return batch
+
+    def _budget(self) -> int:
+        scheduler = self._scheduler
+        decoding = scheduler.decoding
+        return self._pace.budget(decoding, self._chunk, scheduler.running - decoding, scheduler.looks_back)
 
     def _launch(self, batch: Batch) -> Flight:
         begin = time.monotonic()

@@ -60,6 +60,9 @@ class StepCost:
     Only until measured."""
     _NEAR = 512
     """What is read back less than that makes no kind of its own."""
+    _MOST = 32
+    """Kinds with prompts that are remembered, and as many without: each takes its time in every fit, and many old ones
+    together would outweigh what is so now."""
     _STUMBLE = 4.0
     """A step of a known kind that takes so many times what was expected tells about the machine, not about itself."""
 
@@ -89,6 +92,8 @@ class StepCost:
         if key in self._kinds:
             seconds = min(seconds, self._STUMBLE * self.of(decodes, tokens, reach) or seconds)
         kind = self._kinds.setdefault(key, _Kind(decodes, tokens, reach, seconds, 0, 0))
+        if not kind.count:
+            self._forget(tokens > 0)
         kind.count += 1
         kind.seen = self._steps[tokens > 0]
         newest = max(1.0 / kind.count, self._NEWEST)
@@ -97,6 +102,12 @@ class StepCost:
         kind.reach += newest * (reach - kind.reach)
         kind.seconds += newest * (seconds - kind.seconds)
         self._parts = None
+
+    def _forget(self, has_prompts: bool) -> None:
+        """Of too many kinds with prompts, or without, the one that was seen longest ago."""
+        alike = [key for key, kind in self._kinds.items() if (kind.tokens > 0) == has_prompts and kind.count]
+        if len(alike) >= self._MOST:
+            del self._kinds[min(alike, key=lambda key: self._kinds[key].seen)]
 
     def _fit(self) -> Parts:
         """Solves the normal equations; the prior keeps them regular."""
@@ -186,7 +197,8 @@ class Pace:
         if decoding:
             alone = self._cost.of(decoding, 0)
             allowed = min(allowed, self.STRETCH * alone * max(1.0, (prompts - 1) ** 2 / decoding))
-        return min(chunk, max(self._fewest, int(reading / each), int((allowed - reading) / each)))
+            allowed = max(allowed, 2.0 * reading)
+        return min(chunk, max(self._fewest, int((allowed - reading) / each)))
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""

@@ -283,11 +283,9 @@ def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor 
     if not cut and max(least) == -math.inf:
         return None
     floor = _numbers(least, scores.device).clamp_(max=0.0)
-    shares = [samplings[row].top_p for row in cut]
-    if len(cut) == len(samplings):
-        floor = torch.maximum(floor, _nucleus(scores, counts, shares))
-    elif cut:
+    if cut:
         index = _indices(cut, scores.device)
+        shares = [samplings[row].top_p for row in cut]
         floor[index] = torch.maximum(floor[index], _nucleus(scores[index], [counts[row] for row in cut], shares))
     return floor
 

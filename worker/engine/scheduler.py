@@ -8,7 +8,7 @@ Law: PURE. Decisions are functions of what is here; time is an argument.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from worker.engine.kv_cache import Capacity, Table
@@ -106,9 +106,10 @@ class Scheduler:
         return sum(sequence.is_decoding for sequence, _ in self._running.values())
 
     @property
-    def oldest_prompt(self) -> int:
-        """Tokens computed of the prompt that is computed the longest; 0 if none is."""
-        return next((each.computed for each, _ in self._running.values() if not each.is_decoding), 0)
+    def looks_back(self) -> int:
+        """Tokens that the prompts of the next step have behind them already: the most that any of them has."""
+        prompts = (each for each, _ in self._running.values() if not each.is_decoding)
+        return max((each.computed for each in prompts if each.id not in self._following), default=0)
 
     @property
     def has_work(self) -> bool:
@@ -183,10 +184,11 @@ class Scheduler:
         before = sum((not each.preempted, each.id) < key for each in self._waiting)
         self._waiting.insert(before, sequence)
 
-    def next(self, prompt_budget: int) -> Batch:
+    def next(self, prompt_budget: int | Callable[[], int]) -> Batch:
         """Admit whoever has room, then the parts of the next step: all who decode, by place in the cache, then prompts.
 
-        `prompt_budget` caps the prompt tokens of this step below the chunk (at least one is given if a prompt waits).
+        `prompt_budget` caps the prompt tokens of this step below the chunk (at least one is given if a prompt waits);
+        one that depends on who runs is asked for once they are admitted.
         Half of them go to the oldest prompt; the rest to the prompts with the least left, so that a short question
         is not stuck behind a long document, nor the document behind a stream of questions.
         """
@@ -194,7 +196,8 @@ class Scheduler:
             self._capacity.note(row, sequence)
         self._admit_all()
         decodes = sorted(self._decodes(), key=_place)
-        budget = max(1, min(prompt_budget, self._chunk))
+        wanted = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
+        budget = max(1, min(wanted, self._chunk))
         return (*decodes, *self._prefill(budget))
 
     def ahead(self, batch: Batch, going: Collection[int]) -> Batch:
