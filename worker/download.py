@@ -382,7 +382,7 @@ class RepoCache:
                 )
 
         coming = {self.blob(file): file.size for file in files if not self.has(file)}
-        with claimed(self.root / ".locks" / "room", coming, check) if coming else contextlib.nullcontext():
+        with claimed(self.root, coming, check) if coming else contextlib.nullcontext():
             yield
 
     def partial(self, file: RemoteFile) -> Path:

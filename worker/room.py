@@ -20,40 +20,57 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, coming: Mapping[Path, int], check: Callable[[int, int], None]) -> Iterator[None]:
-    """`coming`: sizes, in bytes, of the files that will be written on the disk of `folder`, where claims are kept.
+def claimed(root: Path, coming: Mapping[Path, int], check: Callable[[int, int], None]) -> Iterator[None]:
+    """`coming`: sizes, in bytes, of the files that will be written below `root`, where claims are kept meanwhile.
 
     `check` is told how many bytes of them are missing, and how many others still await; it raises if that is too much,
     and nobody claims anything between its look and this claim. Files that others await as well are not counted twice.
     """
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / ".locks" / "room"
     with contextlib.ExitStack() as held:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            turn = held.enter_context(open(folder / "lock", "w", encoding="utf-8"))
-            fcntl.flock(turn, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _CLOSED:
-                raise
-            check(_missing(coming), 0)
-        else:
+        with _turn(root):
             check(_missing(coming), _missing(_claims(folder), besides=coming))
-            held.enter_context(_claim(folder, coming))
-            turn.close()
+            try:
+                mine = held.enter_context(_claim(folder, coming))
+            except OSError as error:
+                if error.errno not in _CLOSED:
+                    raise
+            else:
+                held.callback(_give_back, root, mine)
         yield
 
 
 @contextlib.contextmanager
-def _claim(folder: Path, coming: Mapping[Path, int]) -> Iterator[None]:
+def _turn(root: Path) -> Iterator[None]:
+    """Alone among those who claim, and who give back."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _claim(folder: Path, coming: Mapping[Path, int]) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"claim-{secrets.token_hex(8)}"
     with open(path, "w", encoding="utf-8") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
         # as seen from here: containers mount one cache at different places
         json.dump({os.path.relpath(file, folder): size for file, size in coming.items()}, mine)
         mine.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+        yield path
+
+
+def _give_back(root: Path, claim: Path) -> None:
+    """And leave no empty folder behind."""
+    with contextlib.suppress(OSError), _turn(root):
+        claim.unlink(missing_ok=True)
+        claim.parent.rmdir()
+        claim.parent.parent.rmdir()
 
 
 def _missing(coming: Mapping[Path, int], besides: Mapping[Path, int] | None = None) -> int:

@@ -35,7 +35,7 @@ from tests.worker.loaded import (
     tell,
 )
 from tests.worker.stepped import PROMPT, Drive
-from worker.engine import attention, loader
+from worker.engine import attention, loader, search
 from worker.engine.backends import implementation, make_pool, make_runner
 from worker.engine.engine import TransformersEngine
 from worker.engine.flight import Part, launch
@@ -489,7 +489,14 @@ class Asking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in main memory is searched there, which no device would be."""
+    monkeypatch.setattr(search, "_is_here", lambda scores: False)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.usefixtures("as_on_a_device")
 async def test_a_step_asks_the_device_once(runner: tuple[PackedRunner, Blocks], ahead: bool) -> None:
     """Prompts in parts, logprobs of prompts and of answers, sampling of every kind, ends: once a step at most."""
     drive = Drive(runner[0], runner[1], ahead=ahead)
@@ -509,6 +516,7 @@ async def test_a_step_asks_the_device_once(runner: tuple[PackedRunner, Blocks], 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_on_a_device")
 async def test_a_step_of_an_aligned_cache_asks_the_device_once(tmp_path: Path) -> None:
     """Where transformers' code does not: with torch's attention it looks itself whether a mask hides anything."""
     asked = options(tiny.make("gpt_oss", tmp_path), parallel=2)
