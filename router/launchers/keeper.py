@@ -356,10 +356,10 @@ class Keeper:
         loop = asyncio.get_running_loop()
         loop.remove_reader(process.stdout.fileno())
         loop.remove_writer(process.stdin.fileno())
-        process.kill()
+        self._dying[process] = watch = os.pidfd_open(process.pid)
+        process.kill()  # which reaps it, if it has ended: its id means nothing after that
         process.stdin.close()
         process.stdout.close()
-        self._dying[process] = watch = os.pidfd_open(process.pid)
         loop.add_reader(watch, self._reap, process)
         for answer in self._answers.values():
             if not answer.done():
