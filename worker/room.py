@@ -31,13 +31,12 @@ def claimed(root: Path, coming: Mapping[Path, int], check: Callable[[int, int], 
     with contextlib.ExitStack() as held:
         with _turn(root):
             check(_missing(coming), _missing(_claims(folder), besides=coming))
+            held.callback(_tidy, root, folder)
             try:
-                mine = held.enter_context(_claim(folder, coming))
+                held.enter_context(_claim(folder, coming))
             except OSError as error:
                 if error.errno not in _CLOSED:
                     raise
-            else:
-                held.callback(_give_back, root, mine)
         yield
 
 
@@ -54,23 +53,25 @@ def _turn(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _claim(folder: Path, coming: Mapping[Path, int]) -> Iterator[Path]:
+def _claim(folder: Path, coming: Mapping[Path, int]) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"claim-{secrets.token_hex(8)}"
     with open(path, "w", encoding="utf-8") as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        # as seen from here: containers mount one cache at different places
-        json.dump({os.path.relpath(file, folder): size for file, size in coming.items()}, mine)
-        mine.flush()
-        yield path
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX)
+            # as seen from here: containers mount one cache at different places
+            json.dump({os.path.relpath(file, folder): size for file, size in coming.items()}, mine)
+            mine.flush()
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _give_back(root: Path, claim: Path) -> None:
-    """And leave no empty folder behind."""
+def _tidy(root: Path, folder: Path) -> None:
+    """Leave no empty folder behind."""
     with contextlib.suppress(OSError), _turn(root):
-        claim.unlink(missing_ok=True)
-        claim.parent.rmdir()
-        claim.parent.parent.rmdir()
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 def _missing(coming: Mapping[Path, int], besides: Mapping[Path, int] | None = None) -> int:

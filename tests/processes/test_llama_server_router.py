@@ -114,6 +114,8 @@ async def test_whoever_loaded_a_model_is_answered_before_it_makes_way(tmp_path: 
         await up.becomes("b", "loading", queued=1)
         up_to.touch()
         await all_answered(first, second)
+        requests = [line for line in (tmp_path / "journal").read_text().splitlines() if line.startswith("request")]
+        assert requests == [f"request of-{name} /tokenize" for name in "ab"]
 
 
 async def test_a_request_for_a_model_that_is_just_stopping_waits_for_its_next_worker(tmp_path: Path) -> None:
