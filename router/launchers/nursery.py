@@ -6,8 +6,9 @@ one that hangs is found before anybody needs it; it computes nothing that could 
 does not, it is killed and replaced; but as long as workers of its own live, which would die with it, it is only let be:
 others are executed, and if it answers again, it is used again.
 
-Law: a worker of a nursery is the nursery's child, so only the nursery can reap it, and does when told. Once the nursery
-itself has ended, its children are ours, as orphans are.
+Law: a worker of a nursery is the nursery's child, so only the nursery can reap it, and does when told. Until one that
+does not answer has done so, how its children ended is read where the kernel shows it. Once the nursery itself has
+ended, its children are ours, as orphans are.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from router.errors import RouterError
+from router.launchers import orphans
 from router.launchers.process import Child, Log, Pipes
 from worker import contract
 
@@ -64,6 +66,8 @@ class Nursery:
         self._born: set[int] = set()
         """Children that are not reaped yet."""
         self._reaps: dict[int, Callable[[int], None]] = {}
+        self._zombies: set[int] = set()
+        """Children whose end was told while it did not answer: it has yet to reap them."""
         self._modules: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self.pid = child.pid
@@ -185,9 +189,11 @@ class Nursery:
             self._reap_adopted(pid)
             return
         self._order(contract.Reap(pid=pid))
-        self._expect(lambda: self._reaps.update({pid: tell}))
-        if self.is_silent:  # nobody else can reap it, and its memory is wanted
-            self._give_up()
+        if self.is_silent:
+            self._reaps[pid] = tell
+            self._do_without()
+        else:
+            self._expect(lambda: self._reaps.update({pid: tell}))
 
     # Whether it answers
 
@@ -237,15 +243,23 @@ class Nursery:
             if not answer.done():
                 answer.set_exception(NurseryRefused("it does not answer"))
         self._births.clear()
-        if self._reaps or not self._born:
-            self._give_up()
-        else:
+        self._do_without()
+        if self._born:
             log.error(
                 "the nursery (process %d) does not answer; it is left alone as long as its workers live (%d), and"
                 " others are executed",
                 self.pid,
                 len(self._born),
             )
+
+    def _do_without(self) -> None:
+        """Tell the ends that it should have told: all that such a child still holds is its number. It is killed once
+        no worker lives that would die with it."""
+        for pid in tuple(self._reaps):
+            self._zombies.add(pid)
+            self._reaps.pop(pid)(_exit_code(pid))
+        if not self._born:
+            self._give_up()
 
     def _give_up(self) -> None:
         if not self.child.exited.done():
@@ -269,8 +283,10 @@ class Nursery:
                 self._reap(event.pid, lambda code: None)
             case contract.Refused() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 answer.set_exception(NurseryRefused(event.why))
-            case contract.Exited() if tell := self._reaps.pop(event.pid, None):
-                tell(event.code)
+            case contract.Exited():
+                self._zombies.discard(event.pid)
+                if tell := self._reaps.pop(event.pid, None):
+                    tell(event.code)
             case contract.Here():
                 self._is_called = False
         self._arm()
@@ -285,6 +301,7 @@ class Nursery:
                 answer.set_exception(NurseryRefused("it has ended"))
         for pid in tuple(self._reaps):
             self._reap_adopted(pid)
+        orphans.reap(self._zombies)
 
     def _reap_adopted(self, pid: int) -> None:
         tell = self._reaps.pop(pid)
@@ -305,6 +322,15 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] == "T"
     except OSError:  # it has ended, or we have no descriptor left
         return False
+
+
+def _exit_code(pid: int) -> int:
+    """Of a child of somebody else's that has ended and is not reaped (proc_pid_stat(5), field 52)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return os.waitstatus_to_exitcode(int(file.read().rpartition(")")[2].split()[49]))
+    except (OSError, ValueError):  # it has just been reaped, or we have no descriptor left
+        return KILLED
 
 
 __all__ = ["ANSWER_TIMEOUT", "CALL_INTERVAL", "NAME", "Nursery", "NurseryRefused"]

@@ -268,6 +268,34 @@ async def test_a_worker_whose_nursery_is_stopped_is_reaped_all_the_same(launcher
     await ended(nursery.pid, within=WITHIN)
 
 
+async def test_a_nursery_that_is_stopped_while_it_owes_a_reap_costs_no_other_worker() -> None:
+    """How its child ended is seen without it, at once from then on; it reaps whoever died when it goes on."""
+    async with nursing(answer=0.3) as nursery, asyncio.timeout(DEADLINE):
+        healthy, one, other = await staying(nursery), await staying(nursery), await staying(nursery)
+        os.kill(nursery.pid, signal.SIGSTOP)
+        one.kill()
+        assert await one.exited == -signal.SIGKILL
+        cut(other)
+        assert await other.exited == contract.Exit.ORPHANED
+        assert not healthy.exited.done()
+        assert not nursery.child.exited.done()
+        os.kill(nursery.pid, signal.SIGCONT)
+        while not nursery.can_fork or _children(nursery.pid).split() != [str(healthy.pid)]:  # noqa: ASYNC110 - see below
+            await asyncio.sleep(0.01)
+        assert (await told(await forked(nursery)))["path"]
+        assert not healthy.exited.done()
+    await healthy.exited
+
+
+async def test_who_died_while_a_nursery_was_stopped_is_reaped_though_it_never_goes_on() -> None:
+    async with nursing(answer=0.3) as nursery, asyncio.timeout(DEADLINE):
+        healthy, one = await staying(nursery), await staying(nursery)
+        os.kill(nursery.pid, signal.SIGSTOP)
+        one.kill()
+        assert await one.exited == -signal.SIGKILL
+    assert await healthy.exited == -signal.SIGKILL
+
+
 async def test_an_idle_nursery_that_hangs_is_found_before_anybody_needs_it() -> None:
     async with nursing(answer=0.2, call=0.05) as nursery:
         os.kill(nursery.pid, signal.SIGSTOP)
