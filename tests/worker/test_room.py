@@ -1,5 +1,7 @@
 """Promises of `worker.room`: what downloads in flight still await is nobody else's, and the dead claim nothing."""
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -99,3 +101,18 @@ def test_a_folder_of_claims_that_somebody_deletes_ends_no_download(tmp_path: Pat
     with claimed(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
         shutil.rmtree(room / ".locks")
     assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+
+
+def test_whoever_is_stopped_in_the_middle_of_his_claim_holds_up_nobody_for_long(tmp_path: Path) -> None:
+    room, heard = tmp_path / "room", list[tuple[int, int]]()
+    with claimed(room, {tmp_path / "other": 100}, lambda need, awaited: None):
+        turn = os.open(room, os.O_RDONLY)
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            coming = {tmp_path / "mine": 30}
+            with claimed(room, coming, lambda *told: heard.append(told), turn_timeout=0.05):
+                assert heard == [(30, 100)], "what was claimed before is known all the same"
+                assert len(list(room.rglob("claim-*"))) == 2
+        finally:
+            os.close(turn)
+    assert list(room.iterdir()) == [], "nothing is left of claims"
