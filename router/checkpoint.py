@@ -21,6 +21,10 @@ from worker import contract
 MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""
 
+MOST_LAYERS = 1 << 16
+LARGEST_NUMBER = 1 << 48
+"""In a configuration; whatever states more is no model, and is not counted up to."""
+
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
@@ -112,9 +116,11 @@ def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Che
     identity = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in files:
         identity.update(f"\n{file.name} {file.stat().st_size}".encode())
-    return _assemble(
-        folder, config, tensors, file_bytes=sum(file.stat().st_size for file in files), identity=identity.hexdigest()
-    )
+    size = sum(file.stat().st_size for file in files)
+    try:
+        return _assemble(folder, config, tensors, file_bytes=size, identity=identity.hexdigest())
+    except (TypeError, ValueError, AttributeError) as error:  # any key may hold anything
+        raise UnknownCheckpoint(f"{folder / 'config.json'} describes no model ({error}); fetch it again") from None
 
 
 def header(file: Path) -> dict[str, _Tensor]:
@@ -174,6 +180,8 @@ def modalities(capabilities: Sequence[str]) -> dict[str, list[str]]:
 def _tensor(entry: Mapping[str, Any]) -> _Tensor:
     dtype, shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
     begin, end = entry["data_offsets"]
+    if not (type(begin) is type(end) is int and 0 <= begin <= end and min(shape, default=0) >= 0):
+        raise ValueError(f"a tensor of shape {list(shape)} cannot lie from {begin} to {end}")
     bits = _BITS.get(dtype[1:])
     if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
         raise ValueError(f"a tensor of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
@@ -260,8 +268,10 @@ def _assemble(
     layers = _first(
         text, "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"
     )
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers")
     heads, kv_heads, head_dim, value_dim, expanded = _heads(text, model_type, hidden, heads, tensors)
-    states = _state_layers(text, layers)
+    states = min(max(_state_layers(text, layers), 0), layers)
     method, bits = _quantization(config)
     counted = {name: each for name, each in tensors.items() if not (_BUFFER.search(name) and len(each[1]) != 2)}
     scales = sum(size for name, (_, _, size) in counted.items() if method and _SCALE.search(name))
@@ -343,12 +353,15 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these keys that holds a positive number, or the largest of a list by layer; 0 if none does."""
+    """The first of these keys that holds a positive number, or the largest of a list by layer; 0 if none does. Raises
+    ValueError for one that nothing in a model is as large as."""
     for name in names:
         value = config.get(name)
         if isinstance(value, list):
             value = max((each for each in value if isinstance(each, int)), default=0)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            if value > LARGEST_NUMBER:
+                raise ValueError(f"{name} is {value}")
             return int(value)
     return 0
 
@@ -419,8 +432,8 @@ def _shorter(*limits: int) -> int:
 def _longest_text(folder: Path) -> int:
     """Tokens of one text of an encoder, as sentence-transformers would cut it; 0: the files do not say."""
     stated = _first(_json(folder / "sentence_bert_config.json"), "max_seq_length")
-    usual = _first(_json(folder / "tokenizer_config.json"), "model_max_length")
-    return stated or (usual if usual < 1 << 31 else 0)
+    usual = _json(folder / "tokenizer_config.json").get("model_max_length")  # 10**30: there is none
+    return stated or (int(usual) if isinstance(usual, (int, float)) and 0 < usual < 1 << 31 else 0)
 
 
 def _head_elements(folder: Path) -> int:

@@ -454,6 +454,50 @@ def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
         read(folder)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": math.inf},
+        {"hidden_size": 10**30},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**30},
+        {"architectures": 5},
+        {"model_type": []},
+        {"text_config": {"model_type": {}}},
+    ],
+    ids=str,
+)
+def test_a_config_that_describes_no_model_is_refused_at_once_whatever_it_holds(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnknownCheckpoint, match=r"config\.json describes no model .*fetch it again"):
+        read(snapshot(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("kinds", [{"layer_types": ["mamba"] * 9}, {"attn_layer_indices": [0, 1, 2, 3]}], ids=str)
+def test_no_more_layers_have_a_state_than_there_are(tmp_path: Path, kinds: dict[str, Any]) -> None:
+    assert 0 <= read(snapshot(tmp_path, **kinds)).state_layers <= 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F4", "shape": [8], "data_offsets": [9, 4]},
+        {"dtype": "F4", "shape": [8], "data_offsets": [-4, 0]},
+        {"dtype": "F4", "shape": [-8], "data_offsets": [0, 4]},
+        {"dtype": "F4", "shape": [8], "data_offsets": [0, 4.5]},
+    ],
+    ids=str,
+)
+def test_a_tensor_that_lies_nowhere_is_no_header(tmp_path: Path, entry: dict[str, Any]) -> None:
+    folder = snapshot(tmp_path)
+    good = {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}
+    text = json.dumps({"good": good, "odd": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(9))
+    with pytest.raises(UnknownCheckpoint, match="cannot lie from"):
+        read(folder)
+
+
 def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UnknownCheckpoint, match="is no folder"):
         read(tmp_path / "missing")
