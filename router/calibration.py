@@ -341,17 +341,13 @@ def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate |
     if not isinstance(record, Mapping):
         return None
     segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
-    host, reserved = record.get("host"), record.get("reserved")
-    if (
-        not isinstance(host, int)
-        or not isinstance(reserved, int)
-        or not all(_is_sizes(segment) for segment in segments)
-    ):
+    host, reserved, process = sizes = [record.get("host"), record.get("reserved"), record.get("process", 0)]
+    if not all(_is_sizes(each) for each in (sizes, *segments)):
         return None
     weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
     if not len(weights) == len(context) == len(compute) == len(runtime) > 0:
         return None
-    return Estimate(weights, context, compute, runtime, host, source, reserved)
+    return Estimate(weights, context, compute, runtime, host, source, reserved, process=process)
 
 
 def _to_lesson(record: Any) -> _Lesson | None:

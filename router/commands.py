@@ -50,6 +50,15 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     )
 
 
+def question(worker: Worker) -> contract.Estimate:
+    """What `worker estimate` is asked; of a process on accelerators it is told what is known, as it is none."""
+    assert worker.costs is not None
+    overhead, forked = worker.costs.estimate.overhead, worker.costs.forked
+    beside = 0 if worker.on_host else overhead.beside_device(forked=forked)
+    command: contract.Estimate = options(worker, contract.Estimate, host_overhead=beside)
+    return command
+
+
 def model_options(
     kind: Any,
     preset: Preset,
@@ -130,4 +139,4 @@ def place_bytes(worker: Worker) -> dict[DeviceId, int]:
     return estimated(worker)
 
 
-__all__ = ["model_options", "options", "place_bytes", "program_of", "serve_fields", "threads"]
+__all__ = ["model_options", "options", "place_bytes", "program_of", "question", "serve_fields", "threads"]

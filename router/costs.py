@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from router import calibration, split
 from router import estimate as estimates
-from router.commands import options, program_of, threads
+from router.commands import program_of, question, threads
 from router.errors import LoadFailed
 from router.estimate import Estimate
 from router.launchers import Program, WorkerLost
@@ -156,7 +156,7 @@ async def refine(worker: Worker, world: World, program: Program) -> None:
     """Replace an estimate by the exact one; if that cannot be had, stand by the one there is."""
     assert worker.costs is not None
     try:
-        exact = await world.launcher.estimate(program, options(worker, contract.Estimate))
+        exact = await world.launcher.estimate(program, question(worker))
     except WorkerLost as lost:
         if lost.final:
             raise
@@ -170,8 +170,7 @@ async def refine(worker: Worker, world: World, program: Program) -> None:
 
 def _keep_exact(worker: Worker, world: World, costs: Costs, exact: contract.Estimated) -> None:
     """The exact figure stands from now on; if it says that one device more is needed, a first figure for that."""
-    layers, overhead = worker.choice.layers, costs.estimate.overhead
-    estimate = estimates.exact(exact, worker.preset, forked=costs.forked, layers=layers, overhead=overhead)
+    estimate = estimates.exact(exact, worker.preset, forked=costs.forked, first=costs.estimate)
     world.calibration.store_exact(costs.key, estimate)
     worker.costs = replace(costs, estimate=estimate, sure=True)
     if not split.fits(worker.choice, estimate.shards, _bounds(worker, world)):
@@ -182,7 +181,7 @@ async def trace_unknown(worker: Worker, world: World, program: Program) -> None:
     """Where nothing but the weights is known, or a first figure is beyond what the preset allows of single devices, ask
     for the exact figure before anybody plans with a guess."""
     while (costs := worker.costs) is not None and not costs.sure and _is_a_guess(worker, world, costs.estimate):
-        command = options(worker, contract.Estimate)
+        command = question(worker)
         worker.costs = None
         try:
             exact = await world.launcher.estimate(program, command)

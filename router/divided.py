@@ -102,14 +102,16 @@ def estimate(
         return Estimate(
             (ranks * weights,), (ranks * context,), (ranks * kept,), (runtime,), reserved=extra, overhead=overhead
         )
+    process = overhead.beside_device(forked=forked)
     return Estimate(
         weights=(weights,) * ranks,
         context=(context,) * ranks,
         compute=(compute,) * ranks,
         runtime=(overhead.on_device + NCCL_BYTES + extra,) * ranks,
-        host=ranks * (overhead.beside_device(forked=forked) + STAGING_BYTES + loading) + libraries,
+        host=ranks * (process + STAGING_BYTES + loading) + libraries,
         reserved=extra,
         overhead=overhead,
+        process=ranks * process,
     )
 
 

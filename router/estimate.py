@@ -103,6 +103,8 @@ class Estimate:
     """How many each shard has; empty: there is one shard, which has them all."""
     overhead: Overhead = UNKNOWN
     """What of it had been measured before on this type of device, whatever the model."""
+    process: int = 0
+    """Bytes of `host` that are the process's, or all ranks', whatever the model: measured before, or assumed."""
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -120,24 +122,16 @@ class Estimate:
         return self.source not in ("static", "weights")
 
 
-def exact(
-    said: contract.Estimated,
-    preset: Preset,
-    *,
-    forked: bool = False,
-    layers: tuple[int, ...] = (),
-    overhead: Overhead = UNKNOWN,
-) -> Estimate:
-    """What `worker estimate` said, with the preset's `reserved-memory` on top; of a worker that will be `forked`
-    without what it will share with its nursery, as far as the estimating process was forked and could tell. `overhead`:
-    what it was told of that."""
+def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
+    """What `worker estimate` said, with the preset's `reserved-memory` on top; on main memory of a worker that will be
+    `forked` without what it will share with its nursery, as far as the estimating process was forked and could tell.
+    `first`: the estimate before, whose layers it has, and of whose process it was told."""
     extra = preset.reserved_memory
     shared = int(INHERITED_SHARE * said.inherited) if forked else 0
-    on_shard = 0 if said.host else shared
-    runtime = tuple(max(0, each - on_shard) + extra for each in said.runtime)
-    host = max(0, said.host - shared)
+    runtime = tuple(max(0, each - shared) + extra for each in said.runtime)
     segments = tuple(said.weights), tuple(said.context), tuple(said.compute), runtime
-    return Estimate(*segments, host, "exact", extra, layers=layers, overhead=overhead)
+    found = Estimate(*segments, said.host, "exact", extra)
+    return replace(found, layers=first.layers, overhead=first.overhead, process=first.process) if first else found
 
 
 def learned(about: Estimate, shards: tuple[int, ...], host: int) -> Estimate:
@@ -165,7 +159,10 @@ def kept(known: Estimate, first: Estimate) -> Estimate:
     """An estimate from before, of a worker for which now the `first` one would be this: with its layers, and what is
     known by now of a process without a model on its device."""
     known = replace(known, layers=first.layers, overhead=first.overhead)
-    return replace(known, runtime=first.runtime) if known.source == "exact" and first.host else known
+    if known.source != "exact" or not first.host:
+        return known
+    host = known.host - known.process + first.process if known.process else known.host
+    return replace(known, runtime=first.runtime, host=host, process=first.process)
 
 
 def _minus(wholes: tuple[int, ...], *parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -194,7 +191,8 @@ def estimate(
     libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset) + picture_bytes(facts, preset)
     libraries += LIBRARY_BYTES.get(facts.quantization or preset.quantization, 0)
     runtime = overhead.on_host(forked=forked) + libraries if on_host else overhead.on_device
-    beside = 0 if on_host else overhead.beside_device(forked=forked) + libraries + _staged_bytes(facts, preset)
+    process = 0 if on_host else overhead.beside_device(forked=forked)
+    beside = 0 if on_host else process + libraries + _staged_bytes(facts, preset)
     extra = preset.reserved_memory
     shards = len(layers) or 1
     required = required_shards(preset, shards=shards, on_host=on_host)
@@ -219,6 +217,7 @@ def estimate(
             reserved=extra,
             layers=layers,
             overhead=overhead,
+            process=process,
         )
     source: Source = "static"
     note = ""
@@ -246,6 +245,7 @@ def estimate(
         reserved=extra,
         note=note,
         overhead=overhead,
+        process=process,
     )
 
 

@@ -22,7 +22,7 @@ from router.facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx, 
 from router.launchers import environment
 from router.launchers.devices import Devices
 from router.ledger import HOST, DeviceId, Reading
-from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN, Overhead
+from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN
 from router.presets import Loaded, Preset
 from router.settings import Settings
 from router.snapshots import Snapshots
@@ -143,9 +143,7 @@ def forecast(
         for choice in split.choices(facts, preset, places, costs.in_order(preset, readings, places), room):
             found = cost(preset, facts, choice, readings, known, nursery=settings.nursery)
             if exact and found.source != "preset":
-                found = _exactly(
-                    preset, facts, str(folder), environ, choice=choice, forked=forked, overhead=found.overhead
-                )
+                found = _exactly(preset, facts, str(folder), environ, choice=choice, forked=forked, first=found)
             if split.fits(choice, found.shards, bounds):
                 break
     needs = dict.fromkeys(choice.devices, found.shards[0])
@@ -275,10 +273,10 @@ def _exactly(
     *,
     choice: split.Choice,
     forked: bool,
-    overhead: Overhead,
+    first: Estimate,
 ) -> Estimate:
     """What `worker estimate` says, in a process with the environment that a worker gets; of a worker that is `forked`
-    without what it will share with its nursery."""
+    without what it will share with its nursery. `first`: the figure that can be had without asking."""
     on_host = all(place.index == HOST for place in choice.devices)
     command = commands.model_options(
         contract.Estimate,
@@ -288,13 +286,14 @@ def _exactly(
         on_host=on_host,
         layers=choice.layers,
         ranks=choice.ranks,
-        overhead=overhead.device,
+        overhead=first.overhead.device,
+        host_overhead=0 if on_host else first.overhead.beside_device(forked=forked),
     )
     threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
     said = _ask(preset, contract.Estimated, command, environ, threads=threads)
     if forked:  # the process that says so was not
         said = replace(said, inherited=int(SPARED / estimates.INHERITED_SHARE))
-    return estimates.exact(said, preset, forked=forked, layers=choice.layers, overhead=overhead)
+    return estimates.exact(said, preset, forked=forked, first=first)
 
 
 Said = TypeVar("Said", contract.Downloaded, contract.Estimated)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from router import estimate as estimates
-from router.commands import options, program_of
+from router.commands import program_of, question
 from router.conversions import can_be_converted
 from router.costs import weigh
 from router.errors import RouterError
@@ -224,8 +224,9 @@ class Preparation:
         costs = worker.costs
         if costs is None or costs.estimate.source not in ("static", "weights"):
             return False
-        said = await fleet.launcher.estimate(program_of(preset, str(worker)), options(worker, contract.Estimate))
-        fleet.calibration.store_exact(costs.key, estimates.exact(said, preset, forked=costs.forked))
+        said = await fleet.launcher.estimate(program_of(preset, str(worker)), question(worker))
+        exact = estimates.exact(said, preset, forked=costs.forked, first=costs.estimate)
+        fleet.calibration.store_exact(costs.key, exact)
         return True
 
     def _too_little_memory(self, needs: int) -> str:

@@ -132,6 +132,9 @@ class ModelOptions:
 class Estimate(ModelOptions):
     """Say what `serve` with the same options would occupy, without reading weights."""
 
+    host_overhead: int = 0
+    """Bytes of main memory that a process, or each of several ranks, takes beside its accelerators whatever its model,
+    as one has measured; 0: none has yet, and a constant stands for it. On the CPU the estimating one is measured."""
     leashed: bool = False
     spawner: int = 0
 
@@ -384,8 +387,8 @@ class Converted:
 class Estimated:
     """Bytes by shard, in the order of `ModelOptions.devices`; `host`: bytes of host memory beside the shards.
 
-    `inherited`: of what the process takes of main memory (`host`, or `runtime` where that is the shard), bytes that it
-    has in common with the nursery that forked it; 0 for one that was executed.
+    `inherited`: of `runtime` where the shard is main memory, bytes that the process that was measured has in common
+    with the nursery that forked it; 0 for one that was executed, and for accelerators.
     """
 
     weights: list[int]

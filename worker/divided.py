@@ -43,13 +43,14 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
     memory.keep_small()
     config = loader.load_config(options)
     ranks = slices.wanted(options, config)
+    bare = memory.resident()
     tokenizer = loader.load_tokenizer(options)
+    grown = max(0, memory.resident() - bare)
     device = torch.device(options.devices[0])
     dtype = estimate.dtype_of(options, config, estimate.stored_tensors(options), device)
-    runtime = estimate.resident_bytes(dtype)
-    inherited = ranks * memory.inheritance.bytes()
     grammars = grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
-    del tokenizer  # alive until here: its memory is part of the runtime's, of followers too, who have none
+    runtime = estimate.resident_bytes(dtype) if device.type == "cpu" else estimate.host_overhead(options)
+    del tokenizer  # alive until here: on the CPU its memory is part of the runtime's, of followers too, who have none
     weights, context, compute, loading = trace(options, config, dtype, ranks)
     if device.type == "cpu":
         kept = estimate.HEAP_FACTOR * compute + options.threads * estimate.ATTENTION_TILE_BYTES
@@ -58,18 +59,17 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
             context=[ranks * context],
             compute=[ranks * max(kept, loading - context)],
             runtime=[ranks * (runtime + estimate.KERNEL_BYTES + GLOO_BYTES) + grammars],
-            inherited=inherited,
+            inherited=ranks * memory.inheritance.bytes(),
         )
     repeated = estimate.repeated_bytes(config, engine.context_size(options, architectures.positions(config)), dtype)
     step = compute + repeated // ranks + estimate.CUBLAS_WORKSPACE_BYTES
-    host = runtime + estimate.CUDA_HOST_BYTES + staging.RING_BYTES + loading
+    host = runtime + staging.RING_BYTES + loading
     return contract.Estimated(
         weights=[weights] * ranks,
         context=[context] * ranks,
         compute=[step] * ranks,
         runtime=[(options.overhead or ASSUMED_BYTES) + lockstep.NCCL_BYTES] * ranks,
-        host=ranks * host + grammars,
-        inherited=inherited,
+        host=ranks * host + grown + grammars,
     )
 
 

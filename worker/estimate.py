@@ -2,7 +2,8 @@
 
 The model is built without memory, in the types it will have; the cache is the very one that the engine makes; then
 come the largest steps that the engine can take, of which `worker.live_bytes` tells the most that is alive at once.
-What a process takes beside that is measured on this one, which has imported and loaded what a serving one does.
+What a process takes beside that is measured on this one, which has imported and loaded what a serving one does. One
+with accelerators is none like it: of that it is told what another has measured.
 """
 
 import itertools
@@ -46,7 +47,7 @@ from worker.engine import (
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Table
-from worker.engine.overhead import ASSUMED_BYTES
+from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
@@ -71,8 +72,6 @@ ATTENTION_TILE_BYTES = 2 * MIB
 """Of each thread, in torch's attention on the CPU, which takes them from no allocator that we see. Measured."""
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """cuBLAS documentation, CUBLAS_WORKSPACE_CONFIG: the default on Hopper, less on older cards."""
-CUDA_HOST_BYTES = 1024 * MIB
-"""Main memory that CUDA's libraries take beside the imports. A guess: not measured on any card yet."""
 KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 COSTLIEST = Sampling(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
@@ -100,8 +99,8 @@ class Traced:
     mapped files hold beside the model."""
     images: int
     """Main memory for images on their way to the model."""
-    converts: bool
-    """Weights have another type in memory than in the files."""
+    staged: int
+    """Main memory for weights on their way to an accelerator that are converted or packed first."""
     generates: bool
     """It goes on with a text, rather than turn it into numbers."""
 
@@ -114,21 +113,22 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     torch.set_num_threads(options.threads)
     memory.keep_small()
     config = loader.load_config(options)
+    device, bare = _device(options), memory.resident()
     packing.bring_library(packing.method(options, config))  # it refuses what could not be loaded
     tokenizer = loader.load_tokenizer(options)
-    device = _device(options)
-    runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
-    inherited = memory.inheritance.bytes()
+    if device.type == "cpu":
+        runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
+    else:
+        runtime = host_overhead(options) + max(0, memory.resident() - bare)
     if options.layers or len(options.devices) > 1:
-        shards, converts = trace_split(options, config)
+        shards, staged = trace_split(options, config)
         runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
         return contract.Estimated(
             weights=[shard.weights for shard in shards],
             context=[shard.context for shard in shards],
             compute=[shard.compute + shard.on_device + CUBLAS_WORKSPACE_BYTES for shard in shards],
             runtime=[options.overhead or ASSUMED_BYTES] * len(shards),
-            host=runtime + CUDA_HOST_BYTES + (sum(shard.weights for shard in shards) if converts else 0),
-            inherited=inherited,
+            host=runtime + staging.RING_BYTES + staged,
         )
     traced = trace(options, config)
     if traced.generates:
@@ -143,13 +143,16 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             context,
             compute,
             runtime + KERNEL_BYTES + traced.kernels + traced.images,
-            host=0,
-            inherited=inherited,
+            inherited=memory.inheritance.bytes(),
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
-    host = runtime + CUDA_HOST_BYTES + staging.RING_BYTES + traced.images + (weights if traced.converts else 0)
-    beside = options.overhead or ASSUMED_BYTES
-    return _one_shard(weights, context, compute, beside, host=host, inherited=inherited)
+    host = runtime + staging.RING_BYTES + traced.images + traced.staged
+    return _one_shard(weights, context, compute, options.overhead or ASSUMED_BYTES, host=host)
+
+
+def host_overhead(options: contract.Estimate) -> int:
+    """Main memory that a process takes beside its accelerators, whatever its model."""
+    return options.host_overhead or ASSUMED_HOST_BYTES
 
 
 def trace(options: contract.ModelOptions, config: Any) -> Traced:
@@ -211,8 +214,9 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
+    staged = weights if converts else 0
     if packing.is_quantized(options, config) and not packing.stated(config):
-        loading = sum(count for _, count in stored) * dtype.itemsize  # all of it, until the last is packed
+        loading = staged = sum(count for _, count in stored) * dtype.itemsize  # all of it, until the last is packed
     loading = max(loading, arranging)
     return Traced(
         weights,
@@ -222,7 +226,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
         kernels,
         loading,
         pictures,
-        converts,
+        staged,
         generates=not (embeds or scores),
     )
 
@@ -238,8 +242,9 @@ class Shard:
     """As in `Traced`."""
 
 
-def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard], bool]:
-    """As `trace`, of a model whose layers are split over devices: each of them, and whether weights are converted.
+def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard], int]:
+    """As `trace`, of a model whose layers are split over devices: each of them, and main memory for weights that are
+    converted on their way there.
 
     A tensor that is not where an operator wants it is an error here as it would be there: fake tensors have devices
     though there are none. Raises StartError for what cannot be served so.
@@ -269,7 +274,8 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
     shards = [
         Shard(weights[device], pool, peaks[device], repeated) for device, pool in zip(devices, context, strict=True)
     ]
-    return shards, any(each != dtype for each, _ in stored if each.is_floating_point)
+    converts = any(each != dtype for each, _ in stored if each.is_floating_point)
+    return shards, sum(shard.weights for shard in shards) if converts else 0
 
 
 def _shorten_parts(model: Any, parts: split.Split) -> None:
@@ -325,7 +331,7 @@ def repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
 
 
 def _one_shard(
-    weights: int, context: int, compute: int, runtime: int, *, host: int, inherited: int
+    weights: int, context: int, compute: int, runtime: int, *, host: int = 0, inherited: int = 0
 ) -> contract.Estimated:
     return contract.Estimated(
         weights=[weights], context=[context], compute=[compute], runtime=[runtime], host=host, inherited=inherited

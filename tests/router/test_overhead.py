@@ -17,7 +17,7 @@ from router.overhead import (
 from router.presets import Preset
 from tests.schedules.worlds import LLAMA
 from worker import contract
-from worker.engine.overhead import ASSUMED_BYTES
+from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 
 MIB = 1 << 20
 CARD = "NVIDIA Fake A"
@@ -29,7 +29,7 @@ def test_until_somebody_has_measured_constants_stand_for_it_and_both_sides_have_
     assert RUNTIME_DEVICE == ASSUMED_BYTES
     assert UNKNOWN.on_device == RUNTIME_DEVICE
     assert (UNKNOWN.on_host(forked=False), UNKNOWN.on_host(forked=True)) == (RUNTIME_HOST, RUNTIME_FORKED)
-    assert UNKNOWN.beside_device(forked=False) == RUNTIME_DEVICE_HOST
+    assert UNKNOWN.beside_device(forked=False) == RUNTIME_DEVICE_HOST == ASSUMED_HOST_BYTES
 
 
 def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
@@ -48,16 +48,40 @@ def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
 def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
     found = divided.estimate(LLAMA, PRESET, 2, on_host=False, overhead=MEASURED)
     assert found.runtime == (300 * MIB + divided.NCCL_BYTES,) * 2
+    guessed = divided.estimate(LLAMA, PRESET, 2, on_host=False)
+    assert guessed.host - found.host == 2 * (RUNTIME_DEVICE_HOST - (900 * MIB + SERVING_HOST))
 
 
 def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
-    said = contract.Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=5 * MIB)
-    exact = estimate.exact(said, PRESET)
+    own = 5 * MIB
+    said = contract.Estimated(
+        weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=ASSUMED_HOST_BYTES + own
+    )
+    exact = estimate.exact(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
     first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     assert estimate.kept(exact, first).runtime == (300 * MIB,)
     assert estimate.kept(exact, first).weights == (9,)
-    measured = estimate.learned(first, (10 * MIB,), 5 * MIB)
+    assert estimate.kept(exact, first).host == 900 * MIB + SERVING_HOST + own
+    assert estimate.kept(estimate.kept(exact, first), first) == estimate.kept(exact, first)
+    measured = estimate.learned(first, (10 * MIB,), own)
     assert estimate.kept(measured, first).shards == (10 * MIB,), "which was measured as a whole"
+    assert estimate.kept(measured, first).host == own, "likewise"
+
+
+def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "estimates.json"
+    guessed, first = (estimate.estimate(LLAMA, PRESET, on_host=False, overhead=each) for each in (UNKNOWN, MEASURED))
+    said = contract.Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=guessed.process + 5)
+    Calibration(file).store_exact("a", estimate.exact(said, PRESET, first=guessed))
+    again = Calibration(file).exact("a")
+    assert again is not None
+    assert estimate.kept(again, first).host == first.process + 5
+    body = json.loads(file.read_text())
+    del body["exact"]["a"]["process"]
+    file.write_text(json.dumps(body))
+    old = Calibration(file).exact("a")
+    assert old is not None
+    assert estimate.kept(old, first).host == said.host, "of one from before it was told apart nothing is taken off"
 
 
 def test_it_is_remembered_by_type_of_device_driver_and_birth(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.commands import options, serve_fields, threads
+from router.commands import options, question, serve_fields, threads
 from router.errors import LoadFailed
 from router.estimate import SAFETY_FACTOR, estimate
 from router.faces.llama_server import status
@@ -227,9 +227,9 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     found = worker.costs.estimate
     assert (found.source, found.runtime) == ("static", (300 * MIB,))
     assert found.host == first.estimate.host - RUNTIME_DEVICE_HOST + 700 * MIB + SERVING_HOST
-    for kind in (contract.Serve, contract.Estimate):
-        fields = {"listen": ""} if kind is contract.Serve else {}
-        assert options(worker, kind, **fields).overhead == 300 * MIB, "its cap is made of the same figure"
+    asked = question(worker)
+    assert asked.overhead == options(worker, contract.Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
+    assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"
     await world.stop()
 
 

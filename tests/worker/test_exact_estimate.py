@@ -18,10 +18,11 @@ from router.compute import compute_bytes
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests import tiny
-from worker import contract, estimate, packed
+from worker import contract, divided, estimate, packed
 from worker.contract import Exit
-from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader
+from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader, staging
 from worker.engine.graphs import shapes
+from worker.engine.overhead import ASSUMED_HOST_BYTES
 from worker.errors import StartError
 from worker.generation import Text
 from worker.live_bytes import LiveBytes, Step, peak_bytes
@@ -40,6 +41,7 @@ MEDIUM = {
 }
 """About 30 MB in float32."""
 CPU = estimate.CPU
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -272,6 +274,35 @@ def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
     assert (device.weights, device.context) == (host.weights, host.context)
     assert device.compute[0] > estimate.CUBLAS_WORKSPACE_BYTES
     assert device.host > 0 == host.host
+
+
+def test_of_a_process_on_accelerators_it_counts_with_what_another_one_has_measured(tmp_path: Path) -> None:
+    """This process has no such libraries, and may have been forked: what it takes itself says nothing of them."""
+    snapshot = tiny.make("llama", tmp_path / "m", num_hidden_layers=2)
+    one = options(snapshot, devices=("cuda:0",), ctx_size=64, host_overhead=700 * MIB)
+    several = dataclasses.replace(one, devices=("cuda:0", "cuda:1"))
+    said = {
+        1: (estimate.estimate(one), estimate.estimate(dataclasses.replace(several, layers=("1", "1")))),
+        2: (divided.divided_estimate(dataclasses.replace(several, tensor_parallel=2)),),
+    }
+    for ranks, found in ((ranks, found) for ranks, each in said.items() for found in each):
+        own = found.host - ranks * (700 * MIB + staging.RING_BYTES)
+        assert 0 < own <= 96 * MIB, "its tokenizer, and what grammars need"
+        assert found.inherited == 0
+    assert estimate.host_overhead(options(snapshot)) == ASSUMED_HOST_BYTES
+
+
+def test_what_is_packed_or_converted_on_the_way_to_an_accelerator_passes_through_main_memory(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+
+    def staged(**changes: str) -> int:
+        chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, **changes)
+        return estimate.trace(chosen, loader.load_config(chosen)).staged
+
+    elements = sum(count for _, count in estimate.stored_tensors(options(snapshot)))
+    assert staged() == 0
+    assert 0 <= staged(dtype="bfloat16") - 2 * elements < 1000, "with the buffers that a model makes itself"
+    assert staged(quantization="bnb-8bit") == 4 * elements, "all of it, until the last is packed"
 
 
 def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_path: Path) -> None:

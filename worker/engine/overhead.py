@@ -13,6 +13,8 @@ from worker.engine.driver import Driver, Nvml
 
 ASSUMED_BYTES = 512 << 20
 """Of an accelerator, where nobody has measured yet: published figures are 100 to 600 MiB by card and driver."""
+ASSUMED_HOST_BYTES = 1536 << 20
+"""Of main memory beside accelerators, likewise: imports with CUDA's libraries. A guess, not measured on any card."""
 LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30
 """What is less or more is not this process's overhead, but somebody else's coming or going."""
 
