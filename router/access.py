@@ -27,6 +27,8 @@ MOST_HOSTS = 256
 """Host headers that are remembered: clients have few, and who sends many wants to fill memory."""
 UNCOUNTED = nullcontext()
 """For a request whose key has no limit."""
+EXPOSED = "X-Request-Id, X-Router-Model, X-Ignored-Fields, X-Should-Retry, Retry-After, Server-Timing"
+"""What pages of other origins may read of an answer's head, beside what browsers let all of them read."""
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
@@ -180,6 +182,8 @@ class Access:
                 asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"
             )
             headers["Access-Control-Max-Age"] = "600"
+        else:
+            headers["Access-Control-Expose-Headers"] = EXPOSED
         return headers
 
 

@@ -404,13 +404,18 @@ COMPONENTS: Mapping[str, Schema] = {
     ),
     "ResponseEvent": {
         "anyOf": [
-            shape({**_EVENT, "response": ref("Response")}),
+            shape(
+                {**_EVENT, "response": ref("Response")},
+                {"prompt_progress": _PROMPT_PROGRESS, "timings": ref("Timings")},
+            ),
             shape({**_EVENT, "output_index": COUNT, "item": ref("ResponseItem")}),
             shape({**_EVENT, "output_index": COUNT, "item": ANY_OBJECT}),
             shape({**_ABOUT_ITEM, "content_index": COUNT, "part": {"anyOf": [_OUTPUT_TEXT, _THOUGHT]}}),
-            shape({**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT}, {"logprobs": _TOKENS}),
+            shape(
+                {**_ABOUT_ITEM, "content_index": COUNT, "delta": TEXT}, {"logprobs": _TOKENS, "timings": ref("Timings")}
+            ),
             shape({**_ABOUT_ITEM, "content_index": COUNT, "text": TEXT}, {"logprobs": _TOKENS}),
-            shape({**_ABOUT_ITEM, "delta": TEXT}),
+            shape({**_ABOUT_ITEM, "delta": TEXT}, {"timings": ref("Timings")}),
             shape({**_ABOUT_ITEM, "name": TEXT, "arguments": TEXT}),
         ]
     },

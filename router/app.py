@@ -44,16 +44,17 @@ from router.site import Site, flag
 from worker.routes import (
     FACES,
     FLAGS,
-    IGNORED_FIELDS_HEADER,
     ROUTES,
     Face,
     Loads,
     Plane,
     Route,
     error_body,
+    ignored_fields,
     query,
     refusal,
     stream,
+    unknown_fields,
 )  # fmt: skip
 
 log = logging.getLogger("router.app")
@@ -75,6 +76,8 @@ _ROUTE = web.RequestKey("route", Route)
 PHASE = web.RequestKey("phase", str)
 """How far a request had come when its client left: queued, starting, streaming; events."""
 _BUFFERED = web.RequestKey("buffered", int)
+_IGNORED = web.RequestKey("ignored", dict[str, str])
+"""The header that names fields of the body which nobody knows, if there are any."""
 _MODEL = web.RequestKey("model", str)
 _STATUS = web.RequestKey("status", int)
 """How it really ended, where that is not what the status line says."""
@@ -271,6 +274,7 @@ class App:
         response.headers["Server"] = SERVER
         if _ID in request:
             response.headers.update(_own_headers(request[_ID]))
+            response.headers.update(request.get(_IGNORED, {}))
         response.headers.update(self._site.access.cors_headers(request))
 
     def _tell(
@@ -339,6 +343,7 @@ class App:
         except orjson.JSONDecodeError as bad:
             raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
         assert isinstance(found, dict)
+        request[_IGNORED] = ignored_fields(unknown_fields(request[_ROUTE], found))
         return found
 
     # Work for workers
@@ -787,10 +792,9 @@ def _asked(request: web.Request) -> Mapping[str, str]:
     return {name: request.query[name] for name in known if name in request.query}
 
 
-def _ignored(request: web.Request) -> dict[str, str] | None:
+def _ignored(request: web.Request) -> dict[str, str]:
     """The header that says which parameters made no difference."""
-    said = [name for name in lmi.NO_EFFECT if name in request.query]
-    return {IGNORED_FIELDS_HEADER: ",".join(said)} if said else None
+    return ignored_fields(name for name in lmi.NO_EFFECT if name in request.query)
 
 
 def _changes_state(request: web.Request) -> bool:

@@ -214,6 +214,7 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
     headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
     if route.worker:
         headers["X-Router-Model"] = {"schema": TEXT, "description": "The model's id.", "required": True}
+    if body_schema(route) is not None:
         headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields that made no difference."}
     return {"200": {"description": answer.about, "headers": headers, "content": content}}
 

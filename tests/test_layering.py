@@ -104,7 +104,7 @@ WORKER = [
 TABLES = [
     "worker.schemas", "worker.bodies", "worker.bodies.anthropic", "worker.bodies.common", "worker.bodies.llama_server",
     "worker.bodies.ollama", "worker.bodies.openai", "worker.bodies.own", "worker.bodies.responses",
-    "worker.bodies.seeds",
+    "worker.bodies.seeds", "worker.unknown",
 ]  # fmt: skip
 BORDER = {"worker.contract", "worker.routes", *TABLES}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -273,16 +273,39 @@ def _message(where: str, message: Any, fields: Fields, blind: str) -> Json:
     calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     if calls:
         plain["tool_calls"] = calls
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = message.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InvalidValue(f"{where}.{name} must be a string", param=f"{where}.{name}")
-        if value is not None:
-            plain[name] = value
+    plain |= _texts(where, message, ("name", "tool_call_id", "reasoning_content"))
+    if role == "assistant":
+        plain = _of_assistant(where, plain, _texts(where, message, ("refusal", "reasoning")), fields)
     if plain["content"] is None:
         if not calls and "reasoning_content" not in plain:
             raise InvalidValue(f"{where}.content is missing", param=f"{where}.content")
         plain["content"] = ""  # a template that adds contents up fails on null
+    return plain
+
+
+def _texts(where: str, message: Json, names: Iterable[str]) -> dict[str, str]:
+    """The members of a message with these names, as far as there are any."""
+    stated = {name: message[name] for name in names if message.get(name) is not None}
+    for name, value in stated.items():
+        if not isinstance(value, str):
+            raise InvalidValue(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    return stated
+
+
+def _of_assistant(where: str, plain: Json, said: Mapping[str, str], fields: Fields) -> Json:
+    """A message with what some servers say of an answer in other words: a `refusal` is content where there is no other,
+    `reasoning` is `reasoning_content`."""
+    refusal, thoughts = said.get("refusal"), said.get("reasoning")
+    if refusal is not None:
+        if plain["content"] is None:
+            plain["content"] = refusal
+        elif refusal:
+            fields.mark_unused("messages[].refusal")
+    if thoughts is not None and plain.setdefault("reasoning_content", thoughts) != thoughts:
+        raise InvalidValue(
+            f"{where}.reasoning and {where}.reasoning_content mean the same but differ; state one",
+            param=f"{where}.reasoning",
+        )
     return plain
 
 

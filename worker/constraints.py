@@ -55,14 +55,23 @@ def _response_format(fields: Fields, name: str) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        schema, value = within.take("schema"), within.take("value")
-        if schema is not None and value is not None:
-            raise InvalidValue(f"{name}.schema and {name}.value mean the same; state one", param=f"{name}.value")
-        return of_schema(_or(_or(schema, value), {"type": "object"}), name)
+        return of_schema(_or(_one_schema((within, "schema"), (within, "value")), {"type": "object"}), name)
     described = within.within("json_schema", DESCRIBED)
     strict = described.flag("strict") or False
+    if described.take("description") is not None:
+        fields.mark_unused(f"{described.path}description")
     # what no grammar can say is an error where it was promised, and passed over where it was only wished for
-    return of_schema(_or(described.take("schema"), within.take("schema")), f"{name}.json_schema", lenient=not strict)
+    schema = _one_schema((described, "schema"), (within, "schema"), (within, "value"))
+    return of_schema(schema, f"{name}.json_schema", lenient=not strict)
+
+
+def _one_schema(*places: tuple[Fields, str]) -> Any:
+    """The schema that stands in one of `places`; None if there is none."""
+    stated = {each.path + name: value for each, name in places if (value := each.take(name)) is not None}
+    if len(stated) > 1:
+        first, second, *_ = stated
+        raise InvalidValue(f"{first} and {second} mean the same; state one", param=second)
+    return next(iter(stated.values()), None)
 
 
 def _schema(fields: Fields, name: str) -> Grammar | None:

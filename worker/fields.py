@@ -11,6 +11,7 @@ import orjson
 from worker.bodies.common import NEUTRAL, NO_OPS
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.schemas import Body, Schema, allows, bounds, kinds
+from worker.unknown import unknown
 
 Json = dict[str, Any]
 
@@ -54,10 +55,16 @@ class Fields:
         self.known: set[str] = set()
         """Names that somebody has asked for."""
         self._unused: list[str] = []
+        self._settled: set[str] = set()
+        """Objects whose own fields have been settled."""
+        self._above: tuple[Fields, str] | None = None
+        """What this is an object of, and by what name."""
 
     def within(self, name: str, table: Body) -> "Fields":
         """The fields of the object that field `name` holds; of an empty one if it holds none."""
-        return Fields(self.mapping(name) or {}, table, path=f"{self.path}{name}.")
+        found = Fields(self.mapping(name) or {}, table, path=f"{self.path}{name}.")
+        found._above = self, name
+        return found
 
     def take(self, *names: str) -> Any:
         """The value of the first of `names` that is neither absent nor null; all of them count as known."""
@@ -166,28 +173,34 @@ class Fields:
         self._unused.append(name)
 
     def settle(self, *, strict: bool) -> tuple[str, ...]:
-        """The names to report as ignored; to be called once all has been read.
+        """The names to report as ignored, those inside of objects with their paths; to be called once all has been
+        read.
 
         Raises UnsupportedField for a field that means something nobody here can do, and, if `strict`, UnknownField for
         one that nobody knows.
         """
         left = () if self._table is None else self._table.keys() - self.known
         assert not left, f"{sorted(left)} are in the table of this call's fields, and nobody reads them"
-        unknown = []
+        if self._above is not None:
+            above, name = self._above
+            above._settled.add(name)
+        strange = []
         for name, value in self._body.items():
             if value is None or name in self.known or name in NO_OPS:
                 continue
             neutral = NEUTRAL.get(name)
             if neutral is None:
-                unknown.append(name)
+                strange.append(name)
             elif not allows(neutral, value):
                 raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
-        if strict and unknown:
+        if self._table is not None:
+            strange += unknown(self._table, self._body, but=self._settled)
+        if strict and strange:
             raise UnknownField(
                 "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
-                param=unknown[0][:128],
+                param=strange[0][:128],
             )
-        return (*self._unused, *unknown)
+        return (*self._unused, *strange)
 
 
 def to_integer(value: Any) -> int | None:

@@ -5,11 +5,12 @@ handlers). Law: standard library only; both sides import this module.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
+from urllib.parse import quote
 
 from worker.bodies.anthropic import ANTHROPIC, COUNT_TOKENS
 from worker.bodies.common import NEUTRAL, NO_OPS
@@ -28,6 +29,7 @@ from worker.bodies.seeds import (
     INVOCATIONS,
 )
 from worker.schemas import Body, described
+from worker.unknown import unknown
 
 
 class Face(Enum):
@@ -563,6 +565,25 @@ ADAPTERS_PATH = "/internal/adapters"
 """PUT `{adapters: [AdapterSource], default}`: which may be named from now on; `{problems: {name: why}}` of those that
 cannot be used. Between router and worker only."""
 IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
+MOST_REPORTED = 32
+"""Names in that header."""
+
+
+def ignored_fields(names: Iterable[str]) -> dict[str, str]:
+    """The header that names ignored fields, each once, in characters that a header may have; none if there are
+    none."""
+    every = list(dict.fromkeys(names))  # one face may have read what another has read before
+    told = [quote(name[:64], safe="[]") for name in every[:MOST_REPORTED]]
+    return {IGNORED_FIELDS_HEADER: ",".join(told + ["..."] * (len(every) > MOST_REPORTED))} if every else {}
+
+
+def unknown_fields(route: Route, body: Mapping[str, Any]) -> list[str]:
+    """What stands in `body` and in no table of `route`, which has just one: names, and paths of what is inside."""
+    (table,) = BODIES[route.name]
+    beside = [name for name, value in body.items() if value is not None and name not in table]
+    return [*beside, *unknown(table, body)]
+
+
 REQUEST_HEADERS = (
     "Content-Type",
     "Accept",

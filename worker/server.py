@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import orjson
 from aiohttp import web
@@ -70,7 +70,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ID = web.RequestKey("id", str)
 _FACE = web.RequestKey("face", routes.Face)
 _RETRIED = (429, 503)
-_MAX_REPORTED = 32
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
@@ -633,20 +632,12 @@ def _frame(exchange: _Exchange, error: RequestError) -> bytes:
 def _json(
     body: Any, ignored: Sequence[str] = (), *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    every = {**(headers or {}), **_report(ignored)}
+    every = {**(headers or {}), **routes.ignored_fields(ignored)}
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=every)
 
 
 def _headers(exchange: _Exchange, ignored: Sequence[str] = ()) -> dict[str, str]:
-    return {routes.REQUEST_ID_HEADER: exchange.id, **_report(ignored)}
-
-
-def _report(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that names ignored fields, in characters that a header may have."""
-    if not ignored:
-        return {}
-    names = [quote(name[:64], safe="") for name in ignored[:_MAX_REPORTED]]
-    return {routes.IGNORED_FIELDS_HEADER: ",".join(names + ["..."] * (len(ignored) > _MAX_REPORTED))}
+    return {routes.REQUEST_ID_HEADER: exchange.id, **routes.ignored_fields(ignored)}
 
 
 def _is_loopback(host: str) -> bool:

@@ -236,6 +236,19 @@ async def test_request_ids_are_kept_if_they_are_fit(shared: Router) -> None:
 
 
 @MODULE
+async def test_what_nobody_knows_in_a_call_of_the_routers_own_is_reported(shared: Router) -> None:
+    body = {"model": "manual", "wait": True, "odd": None}
+    for path in ("/models/unload", "/api/show", "/router/pin"):
+        answer = await shared.client.post(path, json={**body, "pinned": False} if "pin" in path else body)
+        assert answer.headers["x-ignored-fields"] == "wait", path
+    prompts = {"prompts": [{"model": "manual", "max_token": 4}]}
+    answer = await shared.client.post("/api/v1/token_check", json=prompts)
+    assert answer.headers["x-ignored-fields"] == "prompts[].max_token"
+    answer = await shared.client.post("/api/show", json={"model": "manual"})
+    assert "x-ignored-fields" not in answer.headers
+
+
+@MODULE
 async def test_a_model_that_cannot_fit_is_507_at_once_with_the_arithmetic(shared: Router) -> None:
     response = await shared.client.post("/v1/chat/completions", json=chat("huge"))
     assert error_of(response) == (507, "does_not_fit")

@@ -146,6 +146,14 @@ def test_a_preflight_repeats_only_names_of_headers() -> None:
         assert (allowed == asked) is answered
 
 
+def test_a_page_that_is_let_in_may_read_what_the_head_of_an_answer_says() -> None:
+    access = Access((), cors_origins=("localhost",))
+    asked = {"Origin": "http://localhost:3000"}
+    readable = access.cors_headers(request(asked, "POST"))["Access-Control-Expose-Headers"].split(", ")
+    assert {"X-Request-Id", "X-Router-Model", "X-Ignored-Fields", "Retry-After"} <= set(readable)
+    assert "Access-Control-Expose-Headers" not in access.cors_headers(request(asked, "OPTIONS"))
+
+
 def test_cors_headers_never_allow_credentials() -> None:
     access = Access((), cors_origins=("*",))
     headers = access.cors_headers(request({"Origin": "https://any.example"}, "OPTIONS"))

@@ -38,7 +38,10 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["a", "b"], "n_predict": 3},
         {"prompt": "a", "n_probs": 2, "post_sampling_probs": True},
     ],
-    "/v1/responses": [{"input": "hi", "tools": [{"type": "function", **FUNCTION}], "top_logprobs": 2}],
+    "/v1/responses": [
+        {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "top_logprobs": 2},
+        {"input": "hi", "return_progress": True, "timings_per_token": True},
+    ],
     "/v1/messages": [{"messages": HI, "tools": [{"name": "weather", "input_schema": SCHEMA}]}],
     "/api/chat": [{"messages": HI, "tools": [TOLD], "logprobs": True, "top_logprobs": 1}, {}],
     "/api/generate": [{"prompt": "hi"}, {"prompt": "hi", "raw": True}, {}],

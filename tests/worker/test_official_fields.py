@@ -1,9 +1,11 @@
 """What the official clients can state is known here: honoured, without effect, or refused by name."""
 
-from collections.abc import Iterable
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
+import typing_extensions as typed
 from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -13,6 +15,7 @@ from openai.types.shared.reasoning_effort import ReasoningEffort
 from worker.bodies import anthropic as messages
 from worker.bodies import common, openai, responses
 from worker.schemas import Body
+from worker.unknown import unknown
 
 REPORTED = {
     "max_tool_calls",
@@ -26,6 +29,41 @@ REPORTED = {
     "image",
 }
 """What means something only where tools or machines are theirs: named in X-Ignored-Fields, as all that nobody knows."""
+
+
+TAKEN = {
+    "function", "text", "refusal", "image_url", "json_object", "json_schema", "message", "function_call",
+    "function_call_output", "reasoning", "input_text", "output_text", "input_image", "reasoning_text", "summary_text",
+    "tool_use", "tool_result", "thinking", "redacted_thinking", "image", "base64", "auto", "any", "tool", "none",
+    "enabled", "disabled", "adaptive",
+}  # fmt: skip
+"""Values of `type` for which there is something here; objects of another type are refused."""
+OF_ANSWERS = {"tool_use", "thinking", "redacted_thinking"}
+"""Anthropic's types do not say that these are the assistant's."""
+REFUSED_INSIDE = {"messages[].content[].content[].source"}
+"""Images beside which nothing else may stand."""
+REPORTED_INSIDE = {
+    "messages[].content[].transformations",
+    "messages[].content[].toolset_name",
+    "messages[].content[].content[].transformations",
+    "thinking.display",
+    "tools[].allowed_callers",
+    "tools[].defer_loading",
+    "tools[].eager_input_streaming",
+    "tools[].input_examples",
+    "tools[].output_schema",
+    "tools[].async",
+    "input[].encrypted_content",
+    "input[].async",
+    "input[].caller",
+    "input[].name",
+    "input[].namespace",
+    "input[].content[].file_id",
+    "input[].output[].file_id",
+    "reasoning.context",
+    "reasoning.mode",
+}
+"""Likewise, inside of objects."""
 
 
 def fields(*kinds: Any) -> Iterable[str]:
@@ -47,6 +85,62 @@ def fields(*kinds: Any) -> Iterable[str]:
 def test_every_field_of_an_official_client_is_known(stated: Iterable[str], known: Body) -> None:
     assert len(set(stated)) > 4
     assert set(stated) - known.keys() - common.NO_OPS.keys() - common.NEUTRAL.keys() <= REPORTED
+
+
+def samples(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Values that a client's type describes, with all members that its objects may have."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(kind, typed.TypeAliasType):
+        yield from samples(kind.__value__, taken, within)
+    elif typed.is_typeddict(kind):
+        yield from objects(kind, taken, within)
+    elif origin in (Union, UnionType):
+        for each in inner:
+            yield from samples(each, taken, within)
+    elif origin in (typed.Required, typed.NotRequired, typed.Annotated):
+        yield from samples(inner[0], taken, within)
+    elif origin is typed.Literal:
+        yield from inner
+    elif origin is not None and issubclass(origin, Iterable) and origin is not dict:
+        yield from ([value] for value in samples(inner[0], taken, within))
+    else:
+        yield True
+
+
+def objects(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterator[dict[str, Any]]:
+    if kind in within:
+        return
+    hints = typed.get_type_hints(kind, include_extras=True)
+    members = {name: list(samples(hint, taken, (*within, kind))) for name, hint in hints.items()}
+    types = [value for value in members.get("type", ()) if isinstance(value, str) and value in taken]
+    if "type" in members and not types:
+        return
+    first = {name: values[0] for name, values in members.items() if values} | ({"type": types[0]} if types else {})
+    for name, values in members.items():
+        for value in types if name == "type" else values:
+            yield {**first, name: value}
+
+
+@pytest.mark.parametrize(
+    ("client", "known", "taken"),
+    [
+        (chat_create_params.CompletionCreateParamsBase, openai.CHAT, TAKEN),
+        (response_create_params.ResponseCreateParamsBase, responses.RESPONSES, TAKEN),
+        (message_create_params.MessageCreateParamsBase, messages.ANTHROPIC, {*TAKEN, "custom"}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_every_member_inside_a_field_of_an_official_client_is_known(client: Any, known: Body, taken: set[str]) -> None:
+    found: set[str] = set()
+    stated = list(objects(client, taken))
+    assert len(stated) > 60
+    for body in stated:
+        for said in body["messages"] if known is messages.ANTHROPIC else ():
+            parts = said["content"] if isinstance(said["content"], list) else []
+            answers = any(isinstance(part, dict) and part["type"] in OF_ANSWERS for part in parts)
+            said["role"] = "assistant" if answers else "user"
+        found |= set(unknown(known, body))
+    assert found <= REPORTED_INSIDE | REFUSED_INSIDE
 
 
 def test_every_effort_of_the_official_client_is_one_here() -> None:

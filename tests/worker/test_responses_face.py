@@ -117,6 +117,30 @@ async def test_a_stream_builds_the_same_response(said: str) -> None:
         assert texts == whole.output_text
 
 
+async def test_a_stream_tells_how_far_its_prompt_is_and_how_long_tokens_take_if_asked() -> None:
+    asked = {"return_progress": True, "timings_per_token": True}
+    long: Any = {"model": "m", "input": " prefill "}
+    async with serving(Speaking(SAID), chat_template=THINKING) as world, asking(world) as client:
+        world.engine.gate.set()
+        events: list[Any] = [
+            event.to_dict()
+            async for event in await client.responses.create(**long, tools=[WEATHER], stream=True, extra_body=asked)
+        ]
+        kinds = [event["type"] for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert len(progress) == kinds.count("response.in_progress") > 1
+        assert progress[-1]["processed"] == progress[-1]["total"] == len(world.engine.requests[0].prompt)
+        timed = [event["type"] for event in events if "timings" in event]
+        assert timed == [kind for kind in kinds if kind.endswith((".delta", ".completed"))]
+        counts = [event["timings"]["predicted_n"] for event in events if "timings" in event]
+        assert 0 < counts[0] < counts[-1] == events[-1]["response"]["usage"]["output_tokens"]
+        plainly: list[Any] = [event.to_dict() async for event in await client.responses.create(**HI, stream=True)]
+        assert not any({"timings", "prompt_progress"} & event.keys() for event in plainly)
+        status, headers, _ = await world.post("/v1/responses", {"input": "hi", **asked})
+        assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress,timings_per_token")
+
+
 async def test_thoughts_text_and_calls_are_items() -> None:
     def ask(client: openai.OpenAI) -> Any:
         return client.responses.create(**HI, tools=[WEATHER])

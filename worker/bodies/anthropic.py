@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from worker.bodies.common import MAX_STOPS, MAX_TOOLS, TUNING, WORD
-from worker.bodies.openai import BASE64, MODEL, PARTS, PING, SEEING, unread
+from worker.bodies.common import MAX_STOPS, MAX_TOOLS, PASSED, TUNING, WORD
+from worker.bodies.openai import BASE64, MODEL, PING, SEEING, unread
 from worker.schemas import (
     ANYTHING,
     Body,
@@ -20,7 +20,11 @@ from worker.schemas import (
     text,
 )
 
-_BLOCK_TEXT: Schema = PARTS[0]
+_OF_BLOCKS: Body = {"cache_control": PASSED}
+_BLOCK_TEXT: Schema = {
+    **described({"type": {"const": "text"}, "text": required(text()), "citations": PASSED, **_OF_BLOCKS}),
+    "required": ["type", "text"],
+}
 _BLOCK_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK_TEXT}]}
 _BLOCK_IMAGE: Schema = {
     **described(
@@ -32,6 +36,7 @@ _BLOCK_IMAGE: Schema = {
                 ),
                 "required": ["type", "media_type", "data"],
             },
+            **_OF_BLOCKS,
         }
     ),
     "required": ["type", "source"],
@@ -47,6 +52,7 @@ _BLOCKS: tuple[Schema, ...] = (
                 "tool_use_id": required(text()),
                 "content": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"enum": [None, False, 0, {}]}]},
                 "is_error": ANYTHING,
+                **_OF_BLOCKS,
             }
         ),
         "required": ["type", "tool_use_id"],
@@ -62,15 +68,20 @@ _ANSWER_BLOCKS: tuple[Schema, ...] = (
                 "id": required(text()),
                 "name": required(text()),
                 "input": {"type": "object"},
+                "caller": PASSED,
+                **_OF_BLOCKS,
             }
         ),
         "required": ["type", "id", "name", "input"],
     },
     {
-        **described({"type": {"const": "thinking"}, "thinking": required(text())}),
+        **described({"type": {"const": "thinking"}, "thinking": required(text()), "signature": PASSED}),
         "required": ["type", "thinking"],
     },
-    {**described({"type": {"const": "redacted_thinking"}}), "required": ["type"]},
+    {
+        **described({"type": {"const": "redacted_thinking"}, "data": {"description": "Nobody here can read it."}}),
+        "required": ["type"],
+    },
 )
 
 
@@ -119,6 +130,7 @@ PROMPT_OF_MESSAGES: Body = {
                 "input_schema": {"type": "object"},
                 "description": ANYTHING,
                 "strict": ANYTHING,
+                **_OF_BLOCKS,
             }
         ),
         most=MAX_TOOLS,

@@ -35,15 +35,17 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 FORMATS = ("text", "json_object", "json_schema")
 
-NO_OPS: Body = {
-    name: {"description": "Makes no difference here."}
-    for name in (
+PASSED: Schema = {"description": "Makes no difference here."}
+"""What clients send along, and send back of answers, that nothing here depends on."""
+NO_OPS: Body = dict.fromkeys(
+    (
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention",
         "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling",
         "guided_decoding_backend", "spaces_between_special_tokens",
-    )
-}  # fmt: skip
+    ),
+    PASSED,
+)  # fmt: skip
 """Nothing here depends on them, so any value is as good as none."""
 
 _OFF = "Not supported: only the value that makes no difference is taken."
@@ -176,14 +178,19 @@ _SCHEMA: Schema = {
     "description": "A JSON schema, or one as a string.",
 }
 _CHOICES: Schema = array(WORD, least=1, most=MAX_GUIDED_CHOICES)
-DESCRIBED: Body = {"strict": flag(), "schema": _SCHEMA}
+DESCRIBED: Body = {
+    "strict": flag(),
+    "schema": _SCHEMA,
+    "name": PASSED,
+    "description": {"description": "Reported as ignored: no model is shown it."},
+}
 RESPONSE_FORMAT: Body = {
     "type": required(choice(FORMATS)),
     "schema": _SCHEMA,
     "value": _SCHEMA,
     "json_schema": record(DESCRIBED),
 }
-"""`schema`, `value` (TGI's word for it) and `json_schema` are read only for the types that have one."""
+"""`schema`, `value` (TGI's word for it) and `json_schema` mean the same, for the types that have one."""
 STRUCTURED: Body = {
     "json": _SCHEMA,
     "json_object": flag(),
@@ -194,12 +201,15 @@ STRUCTURED: Body = {
     "disable_any_whitespace": one_of([False]),
     "disable_additional_properties": one_of([False]),
 }
+FREE_FORMATS: tuple[Schema, ...] = (
+    {**described({"type": {"const": "text"}}), "required": ["type"]},
+    {**described({"type": {"const": "json_object"}, "schema": _SCHEMA, "value": _SCHEMA}), "required": ["type"]},
+)
 GRAMMAR: Body = {
     "response_format": or_null(
         {
             "anyOf": [
-                {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
-                described({"type": {"const": "json_object"}, "schema": _SCHEMA, "value": _SCHEMA}),
+                *FREE_FORMATS,
                 {
                     **described({k: v for k, v in RESPONSE_FORMAT.items() if k != "type"}),
                     "properties": {**RESPONSE_FORMAT, "type": {"const": "json_schema"}},

@@ -1,6 +1,17 @@
 """Bodies of OpenAI's calls, and of reranking, as vLLM and llama-server take them."""
 
-from worker.bodies.common import EFFORTS, GRAMMAR, MAX_CHOICES, MAX_TEXTS, MAX_TOOLS, ROLES, SAMPLING, VERBOSITIES, WORD
+from worker.bodies.common import (
+    EFFORTS,
+    GRAMMAR,
+    MAX_CHOICES,
+    MAX_TEXTS,
+    MAX_TOOLS,
+    PASSED,
+    ROLES,
+    SAMPLING,
+    VERBOSITIES,
+    WORD,
+)
 from worker.schemas import (
     ANYTHING,
     Body,
@@ -20,6 +31,7 @@ from worker.schemas import (
 STREAM_OPTIONS: Body = {
     "include_usage": flag(),
     "continuous_usage_stats": flag("With include_usage: every chunk has the usage so far."),
+    "include_obfuscation": flag("Reported as ignored if true: nothing is added to chunks."),
 }
 PING: Schema = {
     "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 86400}, {"const": -1}, {"type": "null"}],
@@ -119,9 +131,14 @@ TOOL_CHOICE: Schema = {
         },
     ]
 }
+CACHED: Body = {"cache_control": PASSED, "prompt_cache_breakpoint": PASSED}
+"""What clients say of the parts of a prompt that are to be cached: what prompts share is found without being told."""
 PARTS: tuple[Schema, ...] = (
-    {**described({"type": {"const": "text"}, "text": required(text())}), "required": ["type", "text"]},
-    {**described({"type": {"const": "refusal"}, "refusal": required(text())}), "required": ["type", "refusal"]},
+    {**described({"type": {"const": "text"}, "text": required(text()), **CACHED}), "required": ["type", "text"]},
+    {
+        **described({"type": {"const": "refusal"}, "refusal": required(text()), **CACHED}),
+        "required": ["type", "refusal"],
+    },
 )
 """What the content of a message may be made of."""
 DETAILS = ("auto", "low", "high", "original")
@@ -137,6 +154,7 @@ _IMAGE_PART: Schema = {
         {
             "type": {"const": "image_url"},
             "image_url": described({"url": DATA_URL, "detail": choice(DETAILS, "Reported as ignored.")}),
+            **CACHED,
         }
     ),
     "required": ["type", "image_url"],
@@ -151,6 +169,7 @@ CALL: Schema = described(
     {
         "id": ANYTHING,
         "type": ANYTHING,
+        "index": PASSED,
         "function": described(
             {
                 "name": required(text()),
@@ -168,6 +187,14 @@ _MESSAGE: Body = {
     "audio": one_of([]),
     "function_call": one_of([]),
 }
+_OF_ASSISTANT: Body = {
+    **_MESSAGE,
+    "role": {"const": "assistant"},
+    "refusal": text("Its content, where it has no other."),
+    "reasoning": text("The same as reasoning_content."),
+    "annotations": PASSED,
+    "tool_calls": array(CALL),
+}
 MESSAGE: Schema = {
     "anyOf": [
         {**described({**_MESSAGE, "content": CONTENT}), "required": ["role", "content"]},
@@ -176,9 +203,13 @@ MESSAGE: Schema = {
             "required": ["role", "reasoning_content"],
         },
         {
-            **described({**_MESSAGE, "role": {"const": "assistant"}, "tool_calls": required(array(CALL, least=1))}),
+            **described({**_OF_ASSISTANT, "tool_calls": required(array(CALL, least=1))}),
             "required": ["role", "tool_calls"],
         },
+        *(
+            {**described({**_OF_ASSISTANT, name: required(text())}), "required": ["role", name]}
+            for name in ("refusal", "reasoning")
+        ),
     ],
 }
 MESSAGES: Schema = required(array(MESSAGE, least=1))

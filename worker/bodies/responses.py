@@ -1,7 +1,30 @@
 """The body of OpenAI's Responses."""
 
-from worker.bodies.common import EFFORTS, GRAMMAR, MAX_TOOLS, ROLES, SAMPLING, TUNING, VERBOSITIES
-from worker.bodies.openai import ADAPTERS, COMMON, CONVERSATION, DATA_URL, DETAILS, MODEL, PARTS, PING, SEEING
+from worker.bodies.common import (
+    DESCRIBED,
+    EFFORTS,
+    FREE_FORMATS,
+    GRAMMAR,
+    MAX_TOOLS,
+    PASSED,
+    ROLES,
+    SAMPLING,
+    TUNING,
+    VERBOSITIES,
+)
+from worker.bodies.openai import (
+    ADAPTERS,
+    CACHED,
+    COMMON,
+    CONVERSATION,
+    DATA_URL,
+    DETAILS,
+    MODEL,
+    PARTS,
+    PING,
+    SEEING,
+)
+from worker.bodies.openai import STREAM_OPTIONS as OF_CHATS
 from worker.schemas import (
     ANYTHING,
     Body,
@@ -28,7 +51,15 @@ _RESPONSE_TEXT: Schema = {
             "items": {
                 "anyOf": [
                     {
-                        **described({"type": {"enum": list(_TEXT_KINDS)}, "text": required(text())}),
+                        **described(
+                            {
+                                "type": {"enum": list(_TEXT_KINDS)},
+                                "text": required(text()),
+                                "annotations": PASSED,
+                                "logprobs": PASSED,
+                                **CACHED,
+                            }
+                        ),
                         "required": ["type", "text"],
                     },
                     PARTS[1],
@@ -38,6 +69,7 @@ _RESPONSE_TEXT: Schema = {
                                 "type": {"const": "input_image"},
                                 "image_url": DATA_URL,
                                 "detail": choice(DETAILS, "Reported as ignored."),
+                                **CACHED,
                             }
                         ),
                         "required": ["type", "image_url"],
@@ -48,11 +80,19 @@ _RESPONSE_TEXT: Schema = {
         },
     ]
 }
+_THOUGHTS: Schema = {"anyOf": [*_RESPONSE_TEXT["anyOf"], ANYTHING]}
+_OF_ITEMS: Body = {"id": PASSED, "status": PASSED, "phase": PASSED}
+"""What an answer's items have that makes no difference when they come back."""
 _ITEM: Schema = {
     "anyOf": [
         {
             **described(
-                {"type": {"enum": ["message", "", None]}, "role": required(choice(ROLES)), "content": _RESPONSE_TEXT}
+                {
+                    "type": {"enum": ["message", "", None]},
+                    "role": required(choice(ROLES)),
+                    "content": _RESPONSE_TEXT,
+                    **_OF_ITEMS,
+                }
             ),
             "required": ["role", "content"],
         },
@@ -63,27 +103,48 @@ _ITEM: Schema = {
                     "call_id": required(text()),
                     "name": required(text()),
                     "arguments": required(text()),
+                    **_OF_ITEMS,
                 }
             ),
             "required": ["type", "call_id", "name", "arguments"],
         },
         {
-            **described({"type": {"const": "function_call_output"}, "call_id": text(), "output": _RESPONSE_TEXT}),
+            **described(
+                {
+                    "type": {"const": "function_call_output"},
+                    "call_id": text(),
+                    "output": _RESPONSE_TEXT,
+                    **_OF_ITEMS,
+                }
+            ),
             "required": ["type", "output"],
         },
         {
-            **described({"type": {"const": "reasoning"}}),
+            **described(
+                {
+                    "type": {"const": "reasoning"},
+                    "content": _THOUGHTS,
+                    "summary": _THOUGHTS,
+                    **_OF_ITEMS,
+                }
+            ),
             "required": ["type"],
         },
     ]
 }
+STREAM_OPTIONS: Body = {"include_obfuscation": OF_CHATS["include_obfuscation"]}
 REASONING: Body = {"effort": choice(EFFORTS), "summary": ANYTHING, "generate_summary": ANYTHING}
-RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": or_null({"type": "object"})}
+_FORMAT: Schema = {
+    "anyOf": [*FREE_FORMATS, {**described({"type": {"const": "json_schema"}, **DESCRIBED}), "required": ["type"]}]
+}
+RESPONSE_TEXT: Body = {"verbosity": choice(VERBOSITIES), "format": or_null(_FORMAT)}
 FURTHER: Body = {
     **{name: schema for name, schema in SAMPLING.items() if name not in ("temperature", "top_p")},
     **GRAMMAR,
     "chat_template_kwargs": CONVERSATION["chat_template_kwargs"],
     "cache_salt": COMMON["cache_salt"],
+    "return_progress": flag("In streams: response.in_progress comes again and tells how far the prompt is."),
+    "timings_per_token": flag("In streams: every delta has timings, and the last event."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
 }
@@ -100,7 +161,15 @@ RESPONSES: Body = {
     "top_p": TUNING["top_p"],
     "tools": array(
         {
-            **described({"type": {"const": "function"}, "name": required(text())}),
+            **described(
+                {
+                    "type": {"const": "function"},
+                    "name": required(text()),
+                    "description": ANYTHING,
+                    "parameters": ANYTHING,
+                    "strict": ANYTHING,
+                }
+            ),
             "required": ["type", "name"],
         },
         most=MAX_TOOLS,
@@ -118,7 +187,7 @@ RESPONSES: Body = {
     "text": record(RESPONSE_TEXT),
     "reasoning": record(REASONING),
     "stream": flag(),
-    "stream_options": or_null({"type": "object"}),
+    "stream_options": record(STREAM_OPTIONS),
     "sse_ping_interval": PING,
     "include": array({"enum": list(INCLUDED)}),
     "top_logprobs": integer(

@@ -314,6 +314,8 @@ def _chunks(fields: Fields, stream: bool) -> Chunks:
     if fields.mapping("stream_options") and not stream:
         raise InvalidValue("stream_options may be stated with stream: true only", param="stream_options")
     options = fields.within("stream_options", STREAM_OPTIONS)
+    if options.flag("include_obfuscation"):
+        fields.mark_unused(f"{options.path}include_obfuscation")
     has_usage = options.flag("include_usage") or False
     return Chunks(
         has_usage=has_usage,

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES
+from worker.bodies.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES, STREAM_OPTIONS
 from worker.chat import detailed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
@@ -15,7 +15,7 @@ from worker.faces.openai import Chat, count, understand
 from worker.fields import Fields, Json
 from worker.generation import Delta, TokenLogprob
 from worker.parts import Part, Reading, ToolCall
-from worker.replies import Totals, logprobs_of
+from worker.replies import Totals, logprobs_of, progress_of
 
 _STATELESS = "nothing is kept between requests here; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -83,7 +83,9 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     for name in ("summary", "generate_summary"):
         if reasoning.take(name) is not None:
             fields.mark_unused(reasoning.path + name)  # thoughts come as they are
-    fields.mapping("stream_options")  # obfuscation, of which there is none
+    options = fields.within("stream_options", STREAM_OPTIONS)
+    if options.flag("include_obfuscation"):
+        fields.mark_unused(f"{options.path}include_obfuscation")
     text = fields.within("text", RESPONSE_TEXT)
     asked["verbosity"] = text.choice("verbosity")
     form = text.mapping("format")
@@ -92,6 +94,8 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
         if asked["response_format"] is not None:
             raise InvalidValue("text.format and response_format mean the same; state one", param="response_format")
         asked["response_format"] = _format(form)
+        if form.get("description") is not None:
+            fields.mark_unused(f"{text.path}format.description")
     echoed = {
         "instructions": instructions,
         "max_output_tokens": asked["max_tokens"],
@@ -224,8 +228,8 @@ def _tool_choice(fields: Fields) -> Any:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def _format(form: Json | None) -> Json | None:
-    if form is None or form.get("type") != "json_schema":
+def _format(form: Json) -> Json:
+    if form.get("type") != "json_schema":
         return form
     described = {name: form.get(name) for name in ("name", "schema", "strict")}
     return {"type": "json_schema", "json_schema": described}
@@ -272,19 +276,26 @@ class ResponseReply:
         return self._response(ended)
 
     def frames(self, number: int, delta: Delta) -> bytes:
-        if delta.progress is not None:
+        shape = self._chat.common.shape
+        if delta.progress is not None and not shape.has_progress:
             return b""
-        events: list[Json] = []
-        if not self._has_begun:
-            self._has_begun = True
-            begun = self._response(None)
-            events += [{"type": "response.created", "response": begun}]
-            events += [{"type": "response.in_progress", "response": begun}]
-        events += self._add(number, delta)
+        events, grown = self._opening(delta), self._add(number, delta)
+        timings = self._totals.so_far() if shape.has_timings else {}
+        events += [{**event, **timings} if "delta" in event else event for event in grown]
         if delta.finish is not None:
             response = self._response(delta)
-            events.append({"type": f"response.{response['status']}", "response": response})
+            events.append({"type": f"response.{response['status']}", "response": response, **timings})
         return b"".join(self._frame(event) for event in events)
+
+    def _opening(self, delta: Delta) -> list[Json]:
+        """That the response has begun, and, each time it is known, how far its prompt is."""
+        if self._has_begun and delta.progress is None:
+            return []
+        begun = self._response(None)
+        created = [] if self._has_begun else [{"type": "response.created", "response": begun}]
+        self._has_begun = True
+        progress = {} if delta.progress is None else progress_of(delta.progress)
+        return [*created, {"type": "response.in_progress", "response": begun, **progress}]
 
     def closing(self) -> bytes:
         return b""  # the last event says how it ended
