@@ -18,7 +18,7 @@ from tests import tiny
 from tests.worker.loaded import generated, load, reference, say, serving
 from tests.worker.test_engine_equality import FAMILIES
 from worker.engine import linears, weights
-from worker.engine.linears import PLAIN, REORDERED, Linears, pieces
+from worker.engine.linears import PLAIN, REORDERED, Few, Linears, pieces, quickest
 from worker.live_bytes import peak_bytes
 
 torch.set_num_threads(1)
@@ -82,6 +82,42 @@ def test_the_costliest_numbers_of_rows_leave_out_none_that_costs_more() -> None:
         assert most in found
         assert max(map(cost, range(1, most + 1))) == max(map(cost, found))
         assert all(extra == 4 * mine.beside(rows) for rows, extra in found.items())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes"),
+    [
+        ({1: 33.0, 2: 36.0, 4: 41.0}, {1: 1, 2: 2, 3: 4}),
+        ({1: 194.0, 2: 190.0, 4: 147.0}, {1: 4, 2: 4, 3: 4}),
+        ({1: 3.0, 2: 2.0, 4: 2.5}, {1: 2, 2: 2, 3: 4}),
+        ({1: 1.0, 2: 1.0, 4: 1.0}, {1: 1, 2: 2, 3: 4}),
+    ],
+)
+def test_few_rows_are_padded_to_the_size_that_was_the_quickest(
+    seconds: dict[int, float], sizes: dict[int, int]
+) -> None:
+    assert quickest(seconds) == sizes
+
+
+def test_how_few_rows_are_computed_is_measured_once_all_weights_are_reordered() -> None:
+    layer = made(nn.Linear(72, 200))
+    weight, bias = layer.weight.clone(), layer.bias.clone()
+    ours = Linears(Pair(layer), least_bytes=0)
+    (mine,) = ours._all
+    assert not mine.few.measure([mine]), "nothing is reordered yet"
+    mine.few = ours._few = Few()
+    turns = 0
+    ours.reorder(0.0)
+    while mine.few.measure([mine]):
+        turns += 1
+    assert turns == 3 * Few.TURNS
+    assert mine.few.sizes == quickest(mine.few._seconds)
+    x = torch.randn(3, 72)
+    for rows in (1, 2, 3):
+        for size in (size for size in (1, 2, 4) if size >= rows):
+            mine.few.sizes[rows] = size
+            with torch.inference_mode():
+                torch.testing.assert_close(layer(x[:rows]), x[:rows] @ weight.t() + bias)
 
 
 class Pair(nn.Module):

@@ -11,6 +11,9 @@ x 2048, that come from memory (Zen 4, 2 threads; scripts/bench_engine shows what
 | 16 | 760 | 483 | 283 | 317 | 164 |
 | 64 | 1775 | 1180 | 947 | 658 | 494 |
 
+Which size is the quickest for one row or two differs between processors (Zen 3, 550 MB of weights: one row 34 ms,
+padded to four 42), so that it is measured, once all weights are reordered.
+
 Weights are reordered while sequences decode, some between one step and the next: loading copies nothing. A reordered
 matrix takes the place of the mapped one, whose pages are let go; other weights are freed.
 
@@ -23,20 +26,20 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
 _SIZES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 REORDERED = {size: max(147.0, 80.0 + 13.6 * size) for size in _SIZES if size >= 4}
 """Rows that are computed at once, and the microseconds that it takes where the weights come from memory: fitted to
-float32, 768 x 2048, 2 threads; only ratios matter. Fewer than 4 take longer than 4."""
+float32, 768 x 2048, 2 threads; only ratios matter. Fewer than 4 are measured (`Few`)."""
 PLAIN = {size: 176.0 if size == 1 else 260.0 + 14.0 * size for size in _SIZES}
 """The same of weights as they lie."""
 SLICE_BYTES = 64 << 20
@@ -49,6 +52,10 @@ _CODE_BYTES = 600 << 10
 _CODES_KEPT = 64
 """worker/__main__.py tells oneDNN so."""
 _ROWS_TO_EXPECT = 16
+_FEW = 4
+"""So many rows, and less, take about as long: what counts is how fast the weights are read."""
+_NARROW = 16
+"""Fewer rows are padded by so little that it may stay behind what came of them."""
 _ALIGNMENT = 64
 """Rows of a slice: a multiple of every width of oneDNN's blocks."""
 
@@ -64,6 +71,50 @@ def pieces(rows: int, is_reordered: bool) -> tuple[int, ...]:
     padded = min(size for size in costs if size >= rows)
     ways = [(padded,), *((size, *pieces(rows - size, is_reordered)) for size in costs if size < rows)]
     return min(ways, key=lambda way: sum(costs[size] for size in way))
+
+
+def quickest(seconds: Mapping[int, float]) -> dict[int, int]:
+    """For each number of rows below _FEW the size that takes it in the shortest time; `seconds` by size, with that of
+    _FEW among them."""
+    return {
+        rows: min((size for size in seconds if size >= rows), key=lambda size: (seconds[size], size))
+        for rows in range(1, _FEW)
+    }
+
+
+class Few:
+    """How few rows are computed with weights that are reordered: padded to _FEW until it is known better.
+
+    It is measured on matrices that are more together than the processor's cache holds, a size at a time, so that no
+    step waits for long.
+    """
+
+    TURNS = 3
+    """The shortest of them counts: others may have had the processor."""
+    BYTES = 96 << 20
+
+    def __init__(self) -> None:
+        self.sizes = dict.fromkeys(range(1, _FEW), _FEW)
+        self._turns = [size for _ in range(self.TURNS) for size in _SIZES if size <= _FEW]
+        self._seconds: dict[int, float] = {}
+
+    def measure(self, layers: Iterable["_Linear"]) -> bool:
+        """Have one size take its turn with some of `layers`; false once none is left to do so."""
+        if not self._turns:
+            return False
+        size, taken = self._turns.pop(), 0
+        begun = time.perf_counter()
+        for layer in layers:
+            if taken < self.BYTES and layer.is_whole:
+                taken += layer.compute(size)
+        if not taken:
+            self._turns.clear()
+            return False
+        seconds = time.perf_counter() - begun
+        self._seconds[size] = min(seconds, self._seconds.get(size, seconds))
+        if not self._turns:
+            self.sizes = quickest(self._seconds)
+        return True
 
 
 def is_supported(dtype: torch.dtype) -> bool:
@@ -88,6 +139,12 @@ class _Linear:
     """First output and weights of each part that is reordered; what is behind the last of them is not."""
     begin: int = 0
     """The first output that is not reordered."""
+    few: Few = field(default_factory=Few)
+
+    @property
+    def is_whole(self) -> bool:
+        """Reordered, in one piece."""
+        return len(self.slices) == 1 and self.begin == len(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.weight.dtype:
@@ -96,7 +153,7 @@ class _Linear:
         rows = x.reshape(-1, x.shape[-1])
         if not self.slices:
             return self._apply(rows, self.weight, self.bias, is_reordered=False).view(shape)
-        if self.begin == len(self.weight) and len(self.slices) == 1:
+        if self.is_whole:
             return self._apply(rows, self.slices[0][1], self.bias, is_reordered=True).view(shape)
         parts = [
             self._apply(rows, weight, self._bias(first, first + len(weight)), is_reordered=True)
@@ -115,9 +172,11 @@ class _Linear:
     ) -> torch.Tensor:
         """`[rows, outputs of the weight]`."""
         count = len(rows)
-        way = pieces(count, is_reordered) if count else ()
+        way = self._pieces(count, is_reordered) if count else ()
         if len(way) == 1 and way[0] == count:
             return _multiply(rows, weight, bias)
+        if len(way) == 1 and count < _NARROW:
+            return _multiply(pad(rows, (0, 0, 0, way[0] - count)), weight, bias)[:count]
         out = rows.new_empty(count, len(weight))
         first = 0
         for size in way:
@@ -128,13 +187,23 @@ class _Linear:
             first += size
         return out
 
+    def _pieces(self, rows: int, is_reordered: bool) -> tuple[int, ...]:
+        return (self.few.sizes[rows],) if is_reordered and rows < _FEW else pieces(rows, is_reordered)
+
+    def compute(self, size: int) -> int:
+        """Take so many rows, for the time that it takes; the bytes of the weights, which are reordered."""
+        _multiply(torch.ones(size, self.weight.shape[1], dtype=self.weight.dtype), self.slices[0][1], self.bias)
+        return self.weight.nbytes
+
     def beside(self, rows: int) -> int:
         """Elements that are alive at once beside `rows` and what becomes of them: rows that are padded, and what comes
         of some at a time, until it stands with the rest."""
         outputs, inputs = self.weight.shape
-        way = pieces(rows, bool(self.slices))
+        way = self._pieces(rows, bool(self.slices))
         if way == (rows,):
             return 0
+        if len(way) == 1 and rows < _NARROW:
+            return way[0] * inputs + (way[0] - rows) * outputs
         padded = way[-1] * inputs if sum(way) > rows else 0
         return max(max(way) * outputs, way[-1] * outputs + padded)
 
@@ -196,10 +265,12 @@ class Linears:
         self._let_go, self._slice_bytes = let_go, slice_bytes
         self._all: list[_Linear] = []
         self._left: list[_Linear] = []
+        self._few = Few()
         users = Counter(_addresses(model))
         for module, weight in _candidates(model, least_bytes):
             lies_across = type(module) is Conv1D  # [inputs, outputs]
             mine = _Linear(module, weight.t() if lies_across else weight, cast(torch.Tensor | None, module.bias))
+            mine.few = self._few
             module.forward = mine
             self._all.append(mine)
             if users[_address(weight)] == 1 and not (lies_across and weight.nbytes > slice_bytes):
@@ -212,13 +283,15 @@ class Linears:
         return not self._left
 
     def reorder(self, seconds: float) -> None:
-        """Reorder slices for about so long; at least one, if any is left."""
+        """Reorder slices for about so long; at least one, if any is left. Then find out how few rows are computed."""
         deadline = time.monotonic() + seconds
         while self._left:
             if not self._left[-1].reorder_some(self._slice_bytes, self._let_go):
                 self._left.pop()
             if time.monotonic() >= deadline:
                 return
+        while self._few.measure(self._all) and time.monotonic() < deadline:
+            pass
 
     def pretend(self) -> None:
         """Compute as if all that will be reordered were so, by weights as they lie: for tensors without content, of
