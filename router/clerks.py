@@ -234,6 +234,12 @@ class Clerks:
         clerk.retired.set()
         clerk.stirred.set()
 
+    async def _replace(self, clerk: Worker, process: WorkerProcess) -> None:
+        """Once it lives and nobody reaches it."""
+        await process.unreachable()
+        self._retire(clerk, "unreachable")
+        clerk.ended.set()
+
     async def _room(self, clerk: Worker) -> None:
         """Returns once it is one of those that may be."""
         while sum(each.state >= State.STARTING for each in self._alive) >= self._most:
@@ -290,6 +296,7 @@ class Clerks:
     async def _until_over(self, clerk: Worker, process: WorkerProcess) -> None:
         """Returns once it is retired, or has idled for long, and nobody holds it. Raises WorkerLost."""
         lost = asyncio.ensure_future(process.lost())
+        unreachable = asyncio.ensure_future(self._replace(clerk, process))
         try:
             while not lost.done():
                 if not clerk.leases and (clerk.retired.is_set() or clerk.last_used + self._idle <= self.now()):
@@ -307,6 +314,7 @@ class Clerks:
             raise clerk.lost
         finally:
             lost.cancel()
+            unreachable.cancel()
             self._close_door(clerk)
             clerk.state = State.STOPPING
             clerk.ended.set()

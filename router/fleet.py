@@ -483,6 +483,11 @@ class Fleet:
             tell(worker, self.events, was=None, draining=True, active=len(worker.leases), reason=reason)
         self.changed()
 
+    def replace(self, worker: Worker) -> None:
+        log.warning("%s lives, and nobody listens at its socket; another one takes its place", worker)
+        self.retire(worker, "unreachable", drain=self.limits.drain_timeout)
+        worker.ended.set()
+
     # Explicit control
 
     def load(self, id: str) -> asyncio.Task[None]:

@@ -357,8 +357,12 @@ async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> N
     """Returns once the worker is retired and drained; raises WorkerLost as soon as it is lost."""
     lost = asyncio.ensure_future(process.lost())
     over = asyncio.ensure_future(_retired_and_drained(worker, world))
+    unreachable = asyncio.ensure_future(process.unreachable())
     try:
-        await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({lost, over, unreachable}, return_when=asyncio.FIRST_COMPLETED)
+        if not (lost.done() or over.done()):
+            world.replace(worker)
+            await asyncio.wait({lost, over}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             if worker.reason == "shutdown":
                 return  # in a hurry everybody is killed
@@ -367,7 +371,7 @@ async def _until_over(worker: Worker, world: World, process: WorkerProcess) -> N
             raise worker.lost
         over.result()
     finally:
-        for task in (lost, over):
+        for task in (lost, over, unreachable):
             task.cancel()
 
 

@@ -9,6 +9,7 @@ never used again: no byte of one answer can reach another's client.
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Mapping
 from typing import Literal, cast
@@ -32,6 +33,9 @@ PILE = 1 << 18
 """Bytes of an answer that wait for their reader before no more are read."""
 PIECE = 1 << 16
 """Bytes of a request's body that are written at once."""
+NOBODY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ECONNREFUSED})
+"""Why there is no connection to somebody who is not there: what stands at its address is gone, is something else, or is
+nobody's any more (unix(7))."""
 
 
 class WireError(Exception):
@@ -40,6 +44,10 @@ class WireError(Exception):
 
 class Broken(WireError):
     """There was no connection, it ended before the answer did, or the exchange was closed."""
+
+
+class Unreachable(Broken):
+    """Nobody takes connections at its address, where a worker that is ready does. Nothing was sent."""
 
 
 class NotHttp(WireError):
@@ -190,6 +198,8 @@ class Wire:
         self._exchanges: set[Exchange] = set()
         """Those without a connection yet."""
         self.closed = False
+        self.unreachable = asyncio.Event()
+        """Somebody has found that no new connection can be made; those that stand may go on."""
 
     def begin(self, method: str, target: str, headers: Mapping[str, str], body: bytes = b"") -> Exchange:
         """Send a request; the answer comes through the exchange, and so does whatever goes wrong.
@@ -244,7 +254,11 @@ class Wire:
             await connection.write_all(head, body)
         except (OSError, TimeoutError) as error:
             exchange.connecting = None
-            exchange.fail(Broken(str(error) or "no connection in time"))
+            if connection is None and error.errno in NOBODY:
+                self.unreachable.set()
+                exchange.fail(Unreachable(f"nobody listens at its socket ({error.strerror})"))
+            else:
+                exchange.fail(Broken(str(error) or "no connection in time"))
         finally:
             self._exchanges.discard(exchange)
             if connection is not None and connection.exchange is None:
@@ -494,4 +508,4 @@ def start_of_lone_chunk(data: bytes) -> int:
     return start if size > 0 and data.startswith(b"%x\r\n" % size) and data.endswith(b"\r\n") else 0
 
 
-__all__ = ["Broken", "Exchange", "NotHttp", "Wire", "WireError"]
+__all__ = ["Broken", "Exchange", "NotHttp", "Unreachable", "Wire", "WireError"]

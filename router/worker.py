@@ -150,7 +150,7 @@ class Worker:
         self.retired = asyncio.Event()
         self.stirred = asyncio.Event()
         self.ended = asyncio.Event()
-        """The process is known to be gone, or going: no answer can come from it any more."""
+        """The process is known to be gone, or going, or out of reach: no further request can be answered by it."""
         self.stopped = asyncio.Event()
         self.considered = asyncio.Event()
         """The planner has answered on a figure that it may refuse on."""

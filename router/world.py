@@ -80,6 +80,9 @@ class World(Protocol):
     def hopeless(self, worker: "Worker") -> bool:
         """Whether not even an empty machine has room for the weights alone."""
 
+    def replace(self, worker: "Worker") -> None:
+        """It is ready, and nobody reaches it: it takes no new leases, and ends with those that it has."""
+
     def turn(self, preset: Preset) -> float:
         """Seconds that a fresh worker of `preset` keeps its place while it is in use."""
 

@@ -186,6 +186,7 @@ class FakeWorker:
         self.token = f"token-of-{program.worker}"
         self.stopped = False
         self.settle_seconds = 0.0
+        self.is_unreachable = asyncio.Event()
         self._lost: asyncio.Future[WorkerLost] = asyncio.get_running_loop().create_future()
 
     @property
@@ -198,6 +199,9 @@ class FakeWorker:
 
     async def lost(self) -> WorkerLost:
         return await asyncio.shield(self._lost)
+
+    async def unreachable(self) -> None:
+        await self.is_unreachable.wait()
 
     def lose(self, error: WorkerLost) -> None:
         if not self._lost.done():

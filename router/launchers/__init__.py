@@ -124,6 +124,10 @@ class WorkerProcess(Protocol):
     async def lost(self) -> WorkerLost:
         """Returns once the process has ended by itself, fell silent or stalled. Cancelling stops nothing."""
 
+    async def unreachable(self) -> None:
+        """Returns once it lives and takes no connections any more, as somebody has found who tried: its socket's file
+        was deleted, say. Answers that have begun go on. Cancelling stops nothing."""
+
 
 class Standby(Protocol):
     """A worker process without weights and device, which has prepared itself or is about to."""

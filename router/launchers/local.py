@@ -46,6 +46,8 @@ Answer = TypeVar("Answer", contract.Downloaded, contract.Converted, contract.Est
 PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
 """How a worker is started: `-P` keeps the current folder out of its imports."""
 HEALTH_TIMEOUT = 30.0
+DYING = 0.2
+"""Seconds in which word comes of the end of a process whose socket nobody has any more."""
 CLOSE_TIMEOUT = 5.0
 CONVERT_SILENCE = 600.0
 """Seconds in which a conversion that goes on writes another quarter of a gigabyte, however busy the machine is."""
@@ -547,6 +549,13 @@ class LocalWorker:
         """As `WorkerProcess.lost`; returns also when the process has ended because it was told to."""
         return await asyncio.shield(self._lost)
 
+    async def unreachable(self) -> None:
+        """As `WorkerProcess.unreachable`."""
+        await self.wire.unreachable.wait()
+        await asyncio.wait({self._lost}, timeout=DYING)
+        if self._lost.done():  # which is another matter, and told by `lost`
+            await asyncio.Event().wait()
+
     async def start(self) -> None:
         """Returns once it is ready and answers on its socket. Raises WorkerLost."""
         await self._unless_lost(asyncio.shield(self._ready))
@@ -600,7 +609,7 @@ class LocalWorker:
         finally:
             exchange.close()
         if problem:
-            await asyncio.wait({self._lost}, timeout=0.2)  # if it has died, then that is the reason to tell
+            await asyncio.wait({self._lost}, timeout=DYING)  # if it has died, then that is the reason to tell
             raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
 
     def _hear(self, event: contract.Event) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
 from router.launchers.environment import Verb
-from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker, device_names
+from router.launchers.local import DYING, LocalLauncher, LocalStandby, LocalWorker, device_names
 from router.launchers.losses import lost_by_exit
 from router.launchers.record import RunFolderError
 from router.ledger import Bytes
-from router.wire import Exchange, WireError
+from router.wire import Exchange, Unreachable, WireError
 from tests.fakes import (
     CPU,
     DEADLINE,
@@ -288,6 +288,32 @@ async def test_a_worker_that_is_killed_is_lost_and_gets_no_goodbye(launcher: Loc
         lost = await worker.lost()
         assert (lost.cause, lost.exit, lost.message) == ("crashed", -9, "m: the worker was killed by SIGKILL")
     assert "stopped" not in journal.lines
+
+
+async def test_a_worker_whose_socket_is_gone_answers_on_and_is_told_to_be_out_of_reach(launcher: LocalLauncher) -> None:
+    slowly = PROMPT | {"stream": True, "fake": {"delay": 0.1}}
+    async with (
+        asyncio.timeout(DEADLINE),
+        serve(launcher, fake_program("m")) as worker,
+        post(worker, slowly) as answer,
+    ):
+        os.unlink(worker._address.removeprefix("unix:"))
+        with pytest.raises(Unreachable):
+            async with post(worker, PROMPT):
+                pass
+        await worker.unreachable()
+        assert (await everything(answer)).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_worker_that_has_ended_is_lost_and_not_out_of_reach(launcher: LocalLauncher) -> None:
+    async with serve(launcher, fake_program("m")) as worker, asyncio.timeout(DEADLINE):
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wire.unreachable.set()
+        out = asyncio.ensure_future(worker.unreachable())
+        assert (await worker.lost()).exit == -9
+        await asyncio.wait({out}, timeout=2 * DYING)
+        assert not out.done()
+        out.cancel()
 
 
 async def test_its_death_breaks_the_answer_that_it_was_giving(launcher: LocalLauncher) -> None:

@@ -131,6 +131,24 @@ async def test_a_load_that_somebody_kills_is_begun_once_more_and_its_client_hear
 
 
 @pytest.mark.slow
+async def test_a_worker_whose_socket_somebody_deletes_is_replaced_for_the_request_that_finds_it(tmp_path: Path) -> None:
+    """What it answers already is answered to the end."""
+    go, journal = tmp_path / "go", tmp_path / "journal"
+    file = presets(tmp_path, {"a": {"_journal": str(journal)}})
+    async with lines_written(journal) as lines, router("--models-preset", str(file), *MARGIN) as up:
+        first = asyncio.create_task(up.client.post(PATH, json=chat("a", fake={"hold": str(go)})))
+        await until(lines, "request")
+        before = await up.workers()
+        for name in up.run.glob("*.sock"):
+            name.unlink()
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        assert (await up.workers())["a"] != before["a"]
+        go.touch()
+        assert (await first).status_code == 200
+        await up.says(r"a#1 ready→stopping reason=unreachable")
+
+
+@pytest.mark.slow
 async def test_a_download_ends_with_the_router_and_with_an_unload(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     behaviour = json.dumps({"journal": str(journal), "hold_load": str(tmp_path / "never")})

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from router.wire import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, Wire, WireError
+from router.wire import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, Unreachable, Wire
 from tests.processes.asking import everything
 from tests.processes.upstreams import until
 
@@ -277,10 +278,15 @@ async def test_a_closed_wire_ends_everything_and_begins_nothing(tmp_path: Path) 
 
 
 async def test_nobody_there_is_broken_at_once(tmp_path: Path) -> None:
-    for address in (f"unix:{tmp_path / 'nobody'}", "tcp:127.0.0.1:1"):
+    (tmp_path / "file").touch()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "left"))
+    nowhere = [f"unix:{tmp_path / name}" for name in ("nobody", "file", "left", "file/s")]
+    for address in (*nowhere, "tcp:127.0.0.1:1"):
         wire = Wire(address)
-        with pytest.raises(WireError):
+        with pytest.raises(Unreachable):
             await whole(ask(wire))
+        assert wire.unreachable.is_set()
         wire.close()
 
 

@@ -87,6 +87,9 @@ class SocketWorker:
     async def lost(self) -> WorkerLost:
         return await self._worker.lost()
 
+    async def unreachable(self) -> None:
+        await self.wire.unreachable.wait()
+
 
 class SocketLauncher(FakeLauncher):
     """A machine without programs, whose workers all answer on one socket."""

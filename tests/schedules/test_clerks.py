@@ -61,6 +61,20 @@ async def test_a_model_that_may_not_be_loaded_is_counted_for_by_a_clerk_which_id
 
 
 @virtual
+async def test_a_clerk_that_nobody_reaches_is_replaced_and_ends_with_its_last_answer() -> None:
+    world = World("a")
+    with world.clerks.lease("a", autoload=None) as lease:
+        await lease.ready()
+        next(iter(world.launcher.running.values())).is_unreachable.set()
+        await lease.worker.ended.wait()
+        assert (await world.count()).worker is not lease.worker
+        assert world.told() == [("a", "ready"), ("a", "ready")]
+    await asyncio.sleep(1.0)
+    assert world.told() == [("a", "ready")]
+    await world.end()
+
+
+@virtual
 async def test_a_model_that_is_loaded_or_may_be_is_counted_for_by_its_worker() -> None:
     world = World("a", "b", keys={"b": {"autoload": True}})
     assert (await world.count("b")).worker in world.fleet.workers()
