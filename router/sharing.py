@@ -9,6 +9,7 @@ import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from router.keys import KEYS
@@ -58,13 +59,16 @@ _EQUAL = tuple(
     field.name for field in dataclasses.fields(Preset) if field.name not in _OWN | {"id", "source", "origins"}
 )
 """Fields that presets have in common which share a worker."""
+_TABLES = [name for name in _EQUAL if isinstance(DEFAULTS[name], Mapping)]
+_rest = attrgetter(*(name for name in _EQUAL if name not in _TABLES))
 
 
 def share(presets: Mapping[str, Preset]) -> list[Group]:
     """All ids, those that share a worker together, each group where its first is listed."""
     groups: dict[Hashable, list[str]] = {}
     for id, preset in presets.items():
-        groups.setdefault(tuple(_still(getattr(preset, name)) for name in _EQUAL), []).append(id)
+        tables = tuple(tuple(sorted(getattr(preset, name).items())) for name in _TABLES)
+        groups.setdefault((_rest(preset), tables), []).append(id)
     return [tuple(group) for group in groups.values()]
 
 
@@ -104,14 +108,6 @@ def profile(preset: Preset) -> Profile | None:
         default_adapter=preset.default_lora if preset.adapter_slots else "",
     )
     return found if found != Profile(name=preset.id) else None
-
-
-def _still(value: Any) -> Hashable:
-    """The same for equal values, and hashable."""
-    if isinstance(value, Mapping):
-        return tuple(sorted(value.items()))
-    assert isinstance(value, Hashable)
-    return value
 
 
 __all__ = ["BETWEEN", "USES", "Group", "Use", "id_of", "member", "members", "names_in", "profile", "share"]
