@@ -42,7 +42,6 @@ from router.requests import Record, Requests
 from router.settings import Key
 from router.site import Site, flag
 from worker.routes import (
-    FACES,
     FLAGS,
     ROUTES,
     Face,
@@ -50,6 +49,7 @@ from worker.routes import (
     Plane,
     Route,
     error_body,
+    face_of,
     ignored_fields,
     query,
     refusal,
@@ -251,7 +251,7 @@ class App:
         """Headers and body of an error, which is counted."""
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
-        face = route.face if route is not None else FACES.get(path.removeprefix(self._prefix), Face.OPENAI)
+        face = route.face if route is not None else face_of(path.removeprefix(self._prefix))
         body = error_body(
             face,
             status=error.status,
@@ -343,7 +343,14 @@ class App:
         except orjson.JSONDecodeError as bad:
             raise BadRequest(f"the body is not a JSON object: {bad.msg[:200]}", reason="invalid_json") from None
         assert isinstance(found, dict)
-        request[_IGNORED] = ignored_fields(unknown_fields(request[_ROUTE], found))
+        strange = unknown_fields(request[_ROUTE], found)
+        if strange and self._site.settings.strict_fields:
+            raise BadRequest(
+                "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
+                reason="unknown_parameter",
+                param=strange[0][:128],
+            )
+        request[_IGNORED] = ignored_fields(strange)
         return found
 
     # Work for workers

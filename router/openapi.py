@@ -269,6 +269,7 @@ _IN_PATH: Mapping[str, str] = {
     "id": "Id or alias of a model; its slashes and colons may be percent-encoded.",
     "request": "X-Request-Id of a request.",
     "slot": "Number of a slot.",
+    "digest": "sha256: and the digest of a file.",
     "adapter": "Name of an adapter.",
 }
 

@@ -220,6 +220,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/streams", _L, "streams_lookup", False),
     *(Route(method, path, _L, "disabled", False) for path in ("/tools", "/cors-proxy") for method in ("GET", "POST")),
     *_not_offered("POST", "/api/push /api/create /api/copy", _PRESETS, Plane.ADMIN, _OLLAMA),
+    *_not_offered("GET POST", "/api/blobs/{digest}", _PRESETS, Plane.ADMIN, _OLLAMA),
     *_not_offered("POST", "/props", _PRESETS),
     *_not_offered("POST", "/slots/{slot}", "prefix-caching: what prompts have in common is kept by itself"),
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
@@ -329,6 +330,17 @@ def body_schema(route: Route) -> Mapping[str, Any] | None:
 
 FACES: Mapping[str, Face] = {route.path: route.face for route in ROUTES}
 """By path: for errors about a path whose method is wrong, say."""
+_BELOW = (
+    ("/api/", Face.OLLAMA),
+    ("/v1/messages/", Face.ANTHROPIC),
+    ("/lmi/", Face.LMI),
+    ("/predictions/", Face.LMI),
+)
+
+
+def face_of(path: str) -> Face:
+    """Whose words an error about `path` is told in, which may be no path of this server."""
+    return FACES.get(path) or next((face for prefix, face in _BELOW if path.startswith(prefix)), Face.OPENAI)
 
 
 @dataclass(frozen=True, slots=True)

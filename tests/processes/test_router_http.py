@@ -111,7 +111,7 @@ async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) ->
     routes = [route for route in ROUTES if route.instead]
     assert len(routes) >= 10
     for route in routes:
-        path = route.path.replace("{slot}", "0")
+        path = route.path.replace("{slot}", "0").replace("{digest}", "sha256:0")
         response = await shared.client.request(route.method, path, json={"model": "huge"})
         if route.face is Face.OLLAMA:
             assert response.status_code == 501
@@ -124,6 +124,16 @@ async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) ->
     assert (await shared.client.post("/v1/streams/lookup", json={})).json() == []
     assert (await shared.client.get("/v1/streams", params={"conversation_id": "x"})).json() == []
     assert error_of(await shared.client.get("/v1/stream")) == (404, "not_found")
+
+
+@MODULE
+async def test_a_path_that_is_none_is_told_in_the_words_of_its_neighbours(shared: Router) -> None:
+    for path, member in (("/api/wibble", "error"), ("/v1/messages/batches", "request_id"), ("/lmi/wibble", "message")):
+        response = await shared.client.post(path, json={})
+        assert response.status_code == 404
+        told = response.json()[member]
+        assert isinstance(told, str)
+        assert told == response.headers["x-request-id"] or told.startswith("File Not Found")
 
 
 @MODULE
