@@ -16,6 +16,8 @@ from worker.families import Family, Written
 from worker.fields import Fields, Json
 from worker.generation import Grammar
 
+_JSON_BEGINS = '{["-0123456789tfn \t\r\n'
+
 
 @dataclass(frozen=True, slots=True)
 class Tooling:
@@ -62,10 +64,19 @@ def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
     return Tooling(tools, called, is_required, 1 if is_one else None)
 
 
-def grammar(tooling: Tooling, written: Written, special: Mapping[str, int]) -> Grammar:
+def can_tell(written: Written, special: Mapping[str, int]) -> bool:
+    """Whether what a call begins with can never begin JSON, so that an answer may be one or the other."""
+    first = written.begin + written.each[0]
+    return bool(first) and (first[0] not in _JSON_BEGINS or any(first.startswith(mark) for mark in special if mark))
+
+
+def grammar(
+    tooling: Tooling, written: Written, special: Mapping[str, int], *, otherwise: Grammar | None = None
+) -> Grammar:
     """One call of a tool, or several, and nothing else; arguments satisfy the tool's parameters.
 
-    `special`: the tokenizer's special tokens by text; they are written as tokens, not letter by letter.
+    `special`: the tokenizer's special tokens by text; they are written as tokens, not letter by letter. `otherwise`:
+    of a JSON schema, which the answer may satisfy instead of being calls.
     """
     rules = []
     for index, tool in enumerate(tooling.callable):
@@ -77,11 +88,15 @@ def grammar(tooling: Tooling, written: Written, special: Mapping[str, int]) -> G
     further = f" ({spelt(written.between, special)} call)*" if written.between is not None and tooling.most != 1 else ""
     first, last = (spelt(mark, special) for mark in written.each)
     rules = [
-        f"start: {spelt(written.begin, special)} call{further} {spelt(written.end, special)}",
+        f"calls: {spelt(written.begin, special)} call{further} {spelt(written.end, special)}",
         f"call: {first} ({alternatives}) {last}",
         *rules,
     ]
-    return Grammar("lark", "\n".join(rules), "tools")
+    if otherwise is None:
+        return Grammar("lark", "\n".join(["start: calls", *rules]), "tools")
+    compiler = {"lenient": otherwise.lenient, "whitespace_pattern": WHITESPACE}
+    answer = _json({**orjson.loads(otherwise.text), "x-guidance": compiler})
+    return Grammar("lark", "\n".join(["start: calls | answer", f"answer: %json {answer}", *rules]), otherwise.field)
 
 
 def preamble(family: Family | None, *, is_begun: bool, special: Mapping[str, int]) -> str:

@@ -234,6 +234,21 @@ async def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
         assert headers["X-Ignored-Fields"] == "thinking.budget_tokens,thinking"
 
 
+async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    async with serving() as world:
+        for further, field in (
+            ({"output_config": {"format": form}}, "output_config.format"),
+            ({"output_format": form}, "output_format"),
+        ):
+            await world.post("/v1/messages", {**HI, **further})
+            held = world.engine.requests[-1].grammar
+            assert held is not None
+            assert held.field == field
+        _, headers, _ = await world.post("/v1/messages", {**HI, "output_config": {"effort": "low", "odd": 1}})
+        assert headers["X-Ignored-Fields"] == "output_config.odd,output_config.effort"
+
+
 async def test_what_may_be_left_out_of_a_conversation_is_reported_as_ignored() -> None:
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     async with serving() as world:

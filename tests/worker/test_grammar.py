@@ -369,6 +369,17 @@ def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: b
     for token in tokens:
         matcher.take(token)
     assert matcher.failure == ""
+    either = tools.grammar(
+        tools.Tooling([tool], [tool]),
+        family.written,
+        made.special,
+        otherwise=Grammar("json_schema", '{"const": 1}', "f"),
+    )
+    for said in (answer, "Hm.</think> 1"):
+        matcher = grammars.matcher(replace(either, preamble=before))
+        for token in tokenizer.encode(said, add_special_tokens=False):
+            matcher.take(token)
+        assert matcher.failure == "", said
     grammars.close()
 
 

@@ -140,6 +140,19 @@ async def test_an_answer_is_held_to_its_format() -> None:
         assert grammars[3] is None
 
 
+async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() -> None:
+    async with serving() as world:
+        asked = {"messages": HI, "stream": False, "think": "high", "format": "json"}
+        _, headers, _ = await world.post("/api/chat", asked)
+        assert headers["X-Ignored-Fields"] == "think"
+        held = world.engine.requests[-1].grammar
+        assert held is not None
+        assert held.field == "format"
+        raw = {"prompt": "hi", "raw": True, "system": "S", "think": "high", "stream": False}
+        _, headers, _ = await world.post("/api/generate", raw)
+        assert headers["X-Ignored-Fields"] == "system,think"
+
+
 async def test_the_context_may_be_asked_smaller_and_not_larger() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.generate("m", "hi", raw=True, options={"num_ctx": 6})

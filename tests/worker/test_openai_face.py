@@ -340,13 +340,41 @@ async def test_a_function_that_is_not_among_the_tools_cannot_be_named() -> None:
     assert caught.value.param == "tool_choice"
 
 
-async def test_tools_that_may_be_called_and_an_answer_that_must_be_json_exclude_each_other() -> None:
-    body = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+@pytest.mark.parametrize(
+    ("held", "template"),
+    [
+        ({"grammar": 'root ::= "x"'}, TAKES_TOOLS),
+        ({"guided_regex": "x"}, TAKES_TOOLS),
+        ({"response_format": {"type": "json_object"}}, "{{ tools }} its calls are JSON themselves"),
+    ],
+)
+async def test_tools_that_may_be_called_and_an_answer_that_cannot_be_told_from_calls_exclude_each_other(
+    held: dict[str, Any], template: str
+) -> None:
+    made = model(chat_template=template)
     with pytest.raises(InvalidValue, match="tool_choice") as caught:
-        await only(body, model(chat_template=TAKES_TOOLS))
-    assert caught.value.param == "response_format"
-    none = await only({**body, "tool_choice": "none"}, model(chat_template=TAKES_TOOLS))
+        await only({"tools": [TOOL], **held}, made)
+    assert caught.value.param == next(iter(held))
+    none = await only({"tools": [TOOL], **held, "tool_choice": "none"}, made)
     assert none.grammar is not None
+
+
+async def test_an_answer_is_calls_or_else_the_json_that_was_asked_for() -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+    body = {"tools": [TOOL], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    either = (await only(body, model(chat_template=TAKES_TOOLS))).grammar
+    assert either is not None
+    assert (either.kind, either.field) == ("lark", "response_format.json_schema")
+    assert either.text.startswith("start: calls | answer\n")
+    assert '"answer"' in either.text
+    assert "<tool_call>" in either.text
+
+
+async def test_a_format_beside_calls_that_must_be_made_is_reported_as_ignored() -> None:
+    body = {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    async with serving.serving(chat_template=TAKES_TOOLS) as world:
+        status, headers, _ = await world.post("/v1/chat/completions", {**serving.chat("hi"), **body})
+        assert (status, headers["X-Ignored-Fields"]) == (200, "response_format")
 
 
 async def test_a_model_that_thinks_may_do_so_before_it_is_held_to_anything() -> None:

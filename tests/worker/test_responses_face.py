@@ -195,6 +195,26 @@ async def test_an_answer_is_held_to_its_format_and_parsed() -> None:
         assert third is None
 
 
+async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() -> None:
+    form = {"type": "json_schema", "schema": SCHEMA, "description": "?"}
+    async with serving() as world:
+        asked = {"input": "hi", "text": {"format": form, "verbosity": "low"}, "reasoning": {"effort": "low"}}
+        _, headers, _ = await world.post("/v1/responses", asked)
+        assert headers["X-Ignored-Fields"] == "text.format.description,reasoning.effort,text.verbosity"
+        held = world.engine.requests[-1].grammar
+        assert held is not None
+        assert held.field == "text.format"
+        await world.post("/v1/responses", {"input": "hi", "response_format": {"type": "json_object"}})
+        held = world.engine.requests[-1].grammar
+        assert held is not None
+        assert held.field == "response_format"
+        _, _, told = await world.post("/v1/responses", {"input": "hi", "text": {"format": {"type": "odd"}}})
+        assert told["error"]["param"] == "text.format.type"
+        assert told["error"]["message"].startswith("text.format.type must be one of")
+        _, _, told = await world.post("/v1/responses", {"input": "word " * 3000})
+        assert (told["error"]["param"], told["error"]["reason"]) == ("input", "context_length_exceeded")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> None:
     engine = Speaking("fine")

@@ -202,6 +202,29 @@ async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folde
             assert set(checked(choice.message.tool_calls)) == {"Clock"}
 
 
+async def test_an_answer_is_a_call_or_else_of_the_format_that_was_asked_for(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    class Reply(pydantic.BaseModel):
+        mood: Literal["good", "bad"]
+
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+
+        async def ask(first: str) -> Any:
+            """`first`: the letter that decides which of the two it is."""
+            answer = await client.chat.completions.parse(
+                model="tiny", messages=HELLO, tools=TOOLS, response_format=Reply, seed=3, max_tokens=600,
+                parallel_tool_calls=False, temperature=0.5, extra_body={"logit_bias": {first: 50}},
+            )  # fmt: skip
+            return answer.choices[0].message
+
+        called, replied = await ask("<"), await ask("{")
+        assert len(checked(called.tool_calls)) == 1
+        assert called.parsed is None
+        assert not replied.tool_calls
+        assert isinstance(replied.parsed, Reply)
+
+
 async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
     engine: TransformersEngine, folder: Path
 ) -> None:

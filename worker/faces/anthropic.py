@@ -1,7 +1,7 @@
 """Anthropic's messages: a body becomes that of a chat completion, and what is read of the answer becomes blocks."""
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -34,7 +34,7 @@ async def messages(body: Json, model: Model) -> Call:
     asked["stop"] = _stops(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"msg_{uuid.uuid4().hex[:24]}"
-    chat = await understand(asked, model, id=id)
+    chat = await understand(asked, model, id=id, names=_names(fields))
     return Call(
         generations=chat.generations,
         reply=MessageReply(id, chat),
@@ -55,6 +55,12 @@ async def count_tokens(body: Json, model: Model) -> Result:
 
 
 # Bodies
+
+
+def _names(fields: Fields) -> Mapping[str, str]:
+    """What fields of a chat completion are called in this request."""
+    form = "output_config.format" if fields.take("output_format") is None else "output_format"
+    return {"response_format.json_schema": form, "response_format": form, "reasoning_effort": "output_config.effort"}
 
 
 def _read(fields: Fields, model: Model) -> Json:

@@ -4,7 +4,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,13 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ns|us|µs|ms|s|m|h)")
 _IMPOSSIBLE = -9999.0
 """The logprob of a token that cannot be, for clients that want a number."""
 _THINKING = ("low", "medium", "high")
+_NAMES: Mapping[str, str] = {
+    "response_format.json_schema": "format",
+    "response_format": "format",
+    "reasoning_effort": "think",
+    "max_tokens": "options.num_predict",
+}
+"""What fields of a chat completion are called here."""
 
 
 async def chat(body: Json, model: Model) -> Call | Result:
@@ -46,7 +53,7 @@ async def chat(body: Json, model: Model) -> Call | Result:
     if messages:
         asked |= _logprobs(fields)
         ignored = fields.settle(strict=model.options.strict_fields)
-        understood = await understand(asked, model, id=f"chat-{uuid.uuid4().hex}")
+        understood = await understand(asked, model, id=f"chat-{uuid.uuid4().hex}", names=_NAMES)
         return _call(understood, room, keep_alive, ignored, is_chat=True)
     read_tools(fields)
     return _loaded(fields, model, asked, keep_alive, {"message": {"role": "assistant", "content": ""}})
@@ -65,6 +72,10 @@ async def generate(body: Json, model: Model) -> Call | Result:
     if not prompt:
         return _loaded(fields, model, asked, keep_alive, {"response": ""})
     logprobs = _logprobs(fields)
+    if raw and system:
+        fields.mark_unused("system")  # a raw prompt is all that the model gets
+    if (raw or suffix) and fields.take("think") is not None:
+        fields.mark_unused("think")
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"text-{uuid.uuid4().hex}"
     if images and (raw or suffix):
@@ -80,7 +91,7 @@ async def generate(body: Json, model: Model) -> Call | Result:
     else:
         before = [{"role": "system", "content": system}] if system else []
         asked["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
-        understood = await understand({**asked, **logprobs}, model, id=id)
+        understood = await understand({**asked, **logprobs}, model, id=id, names=_NAMES)
     return _call(understood, room, keep_alive, ignored, is_chat=False)
 
 

@@ -2,19 +2,21 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from worker import adapting, constraints, sampling, telling, tools
 from worker import chat as chats
 from worker.bodies.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
-from worker.errors import InvalidValue, UnsupportedField
+from worker.errors import InvalidValue, RequestError, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family
 from worker.fields import Fields, Json, to_integer
 from worker.generation import Generation, Grammar, Pictures, Sampling
 from worker.parts import Manner, Reading, shown, written
 from worker.replies import ChatReply, Chunks, TextReply
+
+_OWN_NAMES: Mapping[str, str] = {}
 
 
 async def chat(body: Json, model: Model) -> Call:
@@ -48,8 +50,28 @@ class Chat:
     ignored: tuple[str, ...]
 
 
-async def understand(body: Json, model: Model, *, id: str) -> Chat:
-    """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError."""
+async def understand(body: Json, model: Model, *, id: str, names: Mapping[str, str] = _OWN_NAMES) -> Chat:
+    """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError.
+
+    `names`: what its fields are called in the body that the client wrote, the longer before the shorter.
+    """
+
+    def theirs(field: str) -> str:
+        within = next((ours for ours in names if field == ours or field.startswith(f"{ours}.")), "")
+        return names[within] + field.removeprefix(within) if within else field
+
+    try:
+        read = await _understand(body, model, id=id, theirs=theirs)
+    except RequestError as error:
+        if error.param is not None:
+            if error.message.startswith(error.param):
+                error.message = theirs(error.param) + error.message.removeprefix(error.param)
+            error.param = theirs(error.param)
+        raise
+    return replace(read, ignored=tuple(map(theirs, read.ignored))) if names else read
+
+
+async def _understand(body: Json, model: Model, *, id: str, theirs: Callable[[str], str]) -> Chat:
     model.require("completion")
     fields = Fields(body, CHAT)
     conversation = chats.read(fields, model.template, blind=model.engine.blind)
@@ -80,6 +102,10 @@ async def understand(body: Json, model: Model, *, id: str) -> Chat:
         most_calls=tooling.most,
         separates=separates,
     )
+    if common.grammar is not None:
+        common = replace(common, grammar=replace(common.grammar, field=theirs(common.grammar.field)))
+    if common.grammar is not None and tooling.is_required:
+        ignored = (*ignored, common.grammar.field)  # there is no answer but calls
     common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
     generations = common.generations(
         id, [tokens], shown=shown(model.family, model.special), pictures=pictures, adapters=adapters
@@ -400,15 +426,19 @@ def _begun(family: Family | None, prompt: str, conversation: chats.Conversation)
 
 
 def _held(grammar: Grammar | None, tooling: tools.Tooling, manner: Manner, model: Model) -> Grammar | None:
-    """What the answer is held to, after the thoughts of a model that thinks. Calls that must be made are all of it."""
+    """What the answer is held to, after the thoughts of a model that thinks. Calls that must be made are all of it;
+    where they may be made, the answer is either calls or JSON."""
+    calls = written(model.family)
     if tooling.is_required:
-        grammar = tools.grammar(tooling, written(model.family), model.special)
+        grammar = tools.grammar(tooling, calls, model.special)
     elif grammar is not None and tooling.shown:
-        raise InvalidValue(
-            f'{grammar.field} would keep the model from calling tools; send tool_choice "none" or "required" with it,'
-            " or leave one of them out",
-            param=grammar.field,
-        )
+        if grammar.kind != "json_schema" or not tools.can_tell(calls, model.special):
+            raise InvalidValue(
+                f'{grammar.field} would keep the model from calling tools; send tool_choice "none" or "required" with'
+                " it, or leave one of them out",
+                param=grammar.field,
+            )
+        grammar = tools.grammar(tooling, calls, model.special, otherwise=grammar)
     if grammar is None:
         return None
     is_thinking = Reading(replace(manner, separates=True)).is_thinking

@@ -28,7 +28,7 @@ async def responses(body: Json, model: Model) -> Call:
     asked, echoed = _read(fields, model)
     ignored = fields.settle(strict=model.options.strict_fields)
     id = f"resp_{uuid.uuid4().hex}"
-    chat = await understand(asked, model, id=id)
+    chat = await understand(asked, model, id=id, names=_names(fields))
     return Call(
         generations=chat.generations,
         reply=ResponseReply(id, chat, echoed),
@@ -49,6 +49,21 @@ async def input_tokens(body: Json, model: Model) -> Result:
 
 
 # Bodies
+
+_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+}
+"""What fields of a chat completion are called here."""
+
+
+def _names(fields: Fields) -> Mapping[str, str]:
+    """The same for one request: what its answer is held to may stand in either of two places."""
+    if fields.take("response_format") is not None:
+        return _NAMES
+    return {"response_format.json_schema": "text.format", "response_format": "text.format", **_NAMES}
 
 
 def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
