@@ -370,6 +370,17 @@ async def test_an_answer_is_calls_or_else_the_json_that_was_asked_for() -> None:
     assert "<tool_call>" in either.text
 
 
+async def test_strict_arguments_are_reported_as_ignored_where_calls_are_free() -> None:
+    function = {"name": "f", "parameters": {}, "strict": True}
+    async with serving.serving(chat_template=TAKES_TOOLS) as world:
+        for choice, told in (("auto", "tools[].function.strict"), ("required", None), ("none", None)):
+            body = {**serving.chat("hi"), "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+            _, headers, _ = await world.post("/v1/chat/completions", body)
+            assert headers.get("X-Ignored-Fields") == told
+        _, headers, _ = await world.post("/v1/responses", {"input": "hi", "tools": [{"type": "function", **function}]})
+        assert headers["X-Ignored-Fields"] == "tools[].strict"
+
+
 async def test_a_format_beside_calls_that_must_be_made_is_reported_as_ignored() -> None:
     body = {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}
     async with serving.serving(chat_template=TAKES_TOOLS) as world:

@@ -115,7 +115,9 @@ _FUNCTION: Schema = described(
         "name": required(text()),
         "description": ANYTHING,
         "parameters": {"description": "A JSON schema, an object; read where calls are held to it."},
-        "strict": ANYTHING,
+        "strict": {
+            "description": "true: arguments satisfy the parameters, where calls are held to them; else reported."
+        },
     }
 )
 TOOLS: Schema = array(

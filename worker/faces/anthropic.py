@@ -60,7 +60,12 @@ async def count_tokens(body: Json, model: Model) -> Result:
 def _names(fields: Fields) -> Mapping[str, str]:
     """What fields of a chat completion are called in this request."""
     form = "output_config.format" if fields.take("output_format") is None else "output_format"
-    return {"response_format.json_schema": form, "response_format": form, "reasoning_effort": "output_config.effort"}
+    return {
+        "response_format.json_schema": form,
+        "response_format": form,
+        "reasoning_effort": "output_config.effort",
+        "tools[].function": "tools[]",
+    }
 
 
 def _read(fields: Fields, model: Model) -> Json:

@@ -107,6 +107,8 @@ async def _understand(body: Json, model: Model, *, id: str, theirs: Callable[[st
     if common.grammar is not None and tooling.is_required:
         ignored = (*ignored, common.grammar.field)  # there is no answer but calls
     common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
+    if common.grammar is None and any(tool["function"].get("strict") is True for tool in tooling.callable):
+        ignored = (*ignored, "tools[].function.strict")  # a call that may be made is read as it comes
     generations = common.generations(
         id, [tokens], shown=shown(model.family, model.special), pictures=pictures, adapters=adapters
     )

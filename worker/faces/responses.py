@@ -55,6 +55,7 @@ _NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
+    "tools[].function": "tools[]",
 }
 """What fields of a chat completion are called here."""
 
