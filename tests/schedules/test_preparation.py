@@ -101,6 +101,18 @@ async def test_what_was_fetched_is_prepared_before_anybody_asks_and_its_exact_fo
 
 
 @virtual
+async def test_what_lies_there_torn_is_deleted_before_it_is_made_anew() -> None:
+    world = world_of("a", missing=("a",), models={"a": FakeModel(shards=(GIB,), convert_seconds=1000.0)})
+    await asyncio.sleep(1.0)
+    before = world.conversions.sweeps
+    world.schedule.fleet.fetch("a")
+    await asyncio.sleep(30.0)
+    assert world.schedule.journal == ["download a", "convert a"]
+    assert world.conversions.sweeps == before + 1
+    await world.stop()
+
+
+@virtual
 async def test_nobody_waits_for_a_preparation() -> None:
     """Who is asked for while it runs is loaded as it came."""
     world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_seconds=1000.0)}, missing=("a",))
