@@ -119,7 +119,7 @@ def read(folder: Path, *, override: str = "", needs_weights: bool = True) -> Che
     size = sum(file.stat().st_size for file in files)
     try:
         return _assemble(folder, config, tensors, file_bytes=size, identity=identity.hexdigest())
-    except (TypeError, ValueError, AttributeError) as error:  # any key may hold anything
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # any key may hold anything
         raise UnknownCheckpoint(f"{folder / 'config.json'} describes no model ({error}); fetch it again") from None
 
 
@@ -250,6 +250,8 @@ def _no_weights(folder: Path) -> str:
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         return f"{folder} has only pickled weights ({pickled[0]}), which are never opened; convert them to safetensors"
+    if packed := sorted(file.name for file in folder.glob("*.gguf")):
+        return f"{folder} has only GGUF weights ({packed[0]}), which this version does not load; take safetensors ones"
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
     if parts:
         return f"{folder} has {parts[0]}, but no model.safetensors and no index that names parts; fetch it again"

@@ -502,7 +502,7 @@ def _who_stays(found: Forecast) -> str:
 
 
 def _context_words(found: Forecast) -> str:
-    facts, tokens = found.facts, found.tokens * found.preset.parallel
+    facts, tokens = found.facts, found.preset.kv_tokens or found.tokens * found.preset.parallel
     if not found.tokens:
         return "no cache"
     if found.estimate.source == "weights":
@@ -546,12 +546,14 @@ def _runtime_words(found: Forecast) -> str:
     """What the process itself takes where it runs."""
     type = next((room.name for room in found.rooms if room.is_main), "") or "such a device"
     source = f"measured on {type}" if _is_measured(found) else f"assumed until a worker has run on {type}"
+    extra = found.estimate.reserved
+    reserved = f"; reserved-memory, {_size(extra)}" if extra else ""
     if not _is_on_host(found):
-        return f"device context and libraries, {source}"
+        return f"device context and libraries, {source}{reserved}"
     grammars = ", and tables for grammars" if found.tokens else ""
     # of a forked one nearly all is shared, and the rest is no matter of the machine
     kind = "forked, without what it shares" if found.forked else f"libraries ({source})"
-    return f"the process: {kind}, its tokenizer{grammars}"
+    return f"the process: {kind}, its tokenizer{grammars}{reserved}"
 
 
 def _count(number: int, noun: str) -> str:

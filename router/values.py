@@ -86,7 +86,8 @@ class Integer:
             return self.words[word]
         value = int(word) if _WHOLE.fullmatch(word) else None
         if value is None or not self.low <= value <= self.high:
-            raise ValueError(f"{shown(text)} is not a whole number {_between(self.low, self.high, 1 << 31)}")
+            endless = 1 << 31 if value is None or value < self.low else math.inf
+            raise ValueError(f"{shown(text)} is not a whole number {_between(self.low, self.high, endless)}")
         return value
 
     def write(self, value: int) -> str:
@@ -251,11 +252,13 @@ class Memory:
         match = _SIZE.fullmatch(text.strip())
         if match is None or match[2].lower() not in _BYTES:
             raise ValueError(f"{shown(text)} is not a size; write MiB, or 9GiB, 512MB")
-        value = int(float(match[1]) * _BYTES[match[2].lower()])
-        if not self.low <= value < 1 << 60:
+        size = float(match[1]) * _BYTES[match[2].lower()]
+        if size >= 1 << 60:
+            raise ValueError(f"{shown(text)} is more than any device has; write MiB, or 9GiB, 512MB")
+        if int(size) < self.low:
             least = self.write(self.low)
             raise ValueError(f"{shown(text)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
-        return value
+        return int(size)
 
     def write(self, value: int) -> str:
         return str(value // MIB) if value % MIB == 0 else f"{value}B"

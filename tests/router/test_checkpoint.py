@@ -507,6 +507,9 @@ def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UnknownCheckpoint, match="convert them to safetensors"):
         read(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    with pytest.raises(UnknownCheckpoint, match="only GGUF weights"):
+        read(folder)
 
 
 def test_a_large_snapshot_is_read_in_milliseconds(tmp_path: Path) -> None:

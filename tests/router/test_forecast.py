@@ -123,6 +123,17 @@ def test_a_cache_in_other_numbers_is_weighed_and_explained_as_such(
     assert "2 layers x 2 KV heads x 36 B of int8 x 512 tokens" in capsys.readouterr().out
 
 
+def test_what_was_asked_for_is_in_the_words_as_it_is_in_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--kv-tokens", "4096", "--reserved-memory", "300"]
+    assert estimate(capsys, *words)[1]["context"] == 2 * 2 * 2 * 16 * 2 * 4096
+    main(["estimate", *words])
+    said = capsys.readouterr().out
+    assert "2 KV heads x 32 elements x 2 B x 4096 tokens" in said
+    assert "and tables for grammars; reserved-memory, 300.0 MiB" in said
+
+
 def test_a_converted_snapshot_is_weighed_where_loads_take_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
