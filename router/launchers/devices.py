@@ -172,14 +172,15 @@ class Devices:
                 device.handle = _find(device.uuid)
             total, used = _memory(device.handle)
             device.unified = False
-        except pynvml.NVMLError_NotSupported:
+        except pynvml.NVMLError as error:
+            has_none = isinstance(error, pynvml.NVMLError_NotSupported)
+            if not has_none or (device.last is not None and device.last.pool is None):  # it had some of its own before
+                self._suspect = True
+                device.handle = None
+                self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
+                return device.last
             total, used = host.total, host.used
             device.unified = True
-        except pynvml.NVMLError as error:
-            self._suspect = True
-            device.handle = None
-            self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
-            return device.last
         self._problems.pop(device.id, None)
         device.last = Reading(device.id, total, used, device.name, device.uuid, self.pool(device.id))
         return device.last

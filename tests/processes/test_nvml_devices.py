@@ -212,6 +212,19 @@ async def test_a_card_without_memory_of_its_own_is_main_memory(driver: Driver) -
     assert said["problems"] == {}
 
 
+async def test_a_card_that_had_memory_of_its_own_never_passes_for_one_that_has_none(driver: Driver) -> None:
+    async with probing(driver) as probe:
+        healthy = await probe.read()
+        driver.show([A, Card(uuid=B.uuid, total=0, error=fake_nvml.NOT_SUPPORTED), C])
+        said = await probe.read()
+        driver.show([A, B, C])
+        again = await probe.read()
+    assert said["readings"]["cuda:1"] == healthy["readings"]["cuda:1"] == again["readings"]["cuda:1"]
+    assert list(said["problems"]) == ["cuda:1"]
+    assert said["pools"]["cuda:1"] == "cuda:1"
+    assert again["problems"] == {}
+
+
 async def test_memory_of_a_killed_process_comes_back_late(driver: Driver) -> None:
     driver.show([Card(uuid=A.uuid, total=80 * GIB, used=GIB, late=2)])
     async with probing(driver) as router:
