@@ -102,10 +102,10 @@ def test_a_long_prompt_makes_no_stream_stutter_though_its_tokens_get_dearer() ->
     """Three times the gap of before is what streams may see; machines are unsteady."""
     gaps, parts = prefill(Pace(), 4096, **MEASURED)
     assert max(gaps[5:]) < 2.75 * MEASURED["alone"]
-    assert len(parts) < 400, "nor does the prompt trickle"
+    assert len(parts) < 450, "nor does the prompt trickle"
     gaps, parts = prefill(Pace(), 4096, **MEASURED, unsteady=0.1)
     assert sorted(gaps)[int(0.99 * len(gaps))] < 3.0 * MEASURED["alone"]
-    assert len(parts) < 400
+    assert len(parts) < 450
 
 
 def test_steps_are_as_long_behind_a_context_as_without_one() -> None:

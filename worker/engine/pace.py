@@ -158,16 +158,17 @@ class Pace:
 
     While nobody decodes a step may take PROMPT_SECONDS, so that a cancel is soon heard (more only of a model that is so
     large that few tokens take longer); while streams run prompts may lengthen a step by STRETCH times what it takes
-    without them. Steps of two and a half times the length leave a fifth for the unsteadiness of real machines until it
-    is three times (engine.md section 6: the 99th percentile of the gaps while a long prompt comes in, over the median
-    before).
+    without them. Steps of 2.4 times the length leave a quarter for the unsteadiness of real machines until it is three
+    times (engine.md section 6: the 99th percentile of the gaps while a long prompt comes in, over the median before).
+    With 1.5 in place of 1.4 that percentile was 2.7 to 3.0 times the median; with 1.0 no less, as far back in a prompt
+    it is the reading that takes long, and the prompt took half as long again.
 
     Behind a long context most of a step would go into reading it once more for a few tokens. So no fewer are taken than
     those that take as long themselves: a prompt may lose half of its speed to those who stream, but no more.
     """
 
     PROMPT_SECONDS = 1.0
-    STRETCH = 1.5
+    STRETCH = 1.4
     FEWEST = 4
     """However dear they are."""
     FEWEST_APART = 64
