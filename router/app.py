@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -264,7 +265,7 @@ class App:
         )
         headers = {**error.headers, "X-Should-Retry": "true" if error.should_retry else "false", **JSON}
         if error.retry_after is not None:
-            headers["Retry-After"] = str(min(LATEST, max(1, round(error.retry_after))))
+            headers["Retry-After"] = str(min(LATEST, whole_seconds(error.retry_after)))
         data = orjson.dumps(body)
         if route is not None and route.always_streams:
             headers["Content-Type"], data = refusal(route.path, data)
@@ -426,6 +427,9 @@ class App:
             record.status = answer.failed or answer.status
         except ApiError as error:
             record.status = error.status
+            if error.reason == "key_concurrency":  # what else is refused, the fleet tells
+                fleet, about = self._site.fleet, {"key": key.name, "limit": key.max_concurrent}
+                fleet.refusals.tell(id, error, fleet.now(), **about)
             raise
         finally:
             self._requests.ended(record)
@@ -754,6 +758,11 @@ class Errand:
     def phase(self) -> str:
         """See PHASE."""
         return self.answer.phase if self.answer is not None else "queued"
+
+
+def whole_seconds(seconds: float) -> int:
+    """As Retry-After says them, 1 at least: who comes back then must not be too early."""
+    return max(1, math.ceil(round(seconds, 3)))
 
 
 CLOSE = {"Connection": "close"}

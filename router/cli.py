@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -223,7 +224,8 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
     except client.Unreachable as failed:
         click.echo(f"router ps: {failed}", err=True)
         return FAULTS
-    click.echo(json.dumps(models, indent=1) if as_json else client.processes(models, everything=everything))
+    table = client.processes(models, now=time.time(), everything=everything)
+    click.echo(json.dumps(models, indent=1) if as_json else table)
     return OK
 
 

@@ -32,19 +32,26 @@ def get(url: str, path: str, key: str = "") -> Any:
         raise Unreachable(f"no router answers at {url} ({why}); give --url, or set ROUTER_URL") from None
 
 
-def processes(models: Sequence[Mapping[str, Any]], *, everything: bool = False) -> str:
-    """Lines of `router ps`: of the answer to GET /models those that are more than listed, and clerks; with `everything`
-    all."""
+def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bool = False) -> str:
+    """Lines of `router ps`: of the answer to GET /models those that are more than listed, those that failed, and
+    clerks; with `everything` all. Below them, why models failed. `now` is in seconds since 1970."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for model in models:
         status = model["status"]
-        if everything or status["value"] != "unloaded":
+        if everything or status["value"] != "unloaded" or "error" in status:
             rows.append(_row(model["id"], status))
         if "clerk" in status:
             rows.append(_counting(model["id"], status["clerk"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{model['id']}: {_why_not(model['status'], now)}" for model in models if "error" in model["status"]]
     return "\n".join(lines)
+
+
+def _why_not(status: Mapping[str, Any], now: float) -> str:
+    """Why a model failed, and when it is begun again."""
+    left, why = status["retry_at"] - now, " ".join(status["error"].split())
+    return f"{why} (next attempt {f'in {left:.0f} s' if left > 0 else 'with its next request'})"
 
 
 def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
@@ -54,7 +61,7 @@ def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
     load = sum(seconds for stage, seconds in spent.items() if stage not in ("standby", "first_token"))
     return (
         id,
-        status["value"] + (" (draining)" if status.get("draining") else ""),
+        ("failed" if status.get("failed") else status["value"]) + (" (draining)" if status.get("draining") else ""),
         ",".join(memory) or _with(status.get("shares", ())) or "-",
         ",".join(sizes) or "-",
         str(status.get("in_flight", 0)),

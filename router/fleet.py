@@ -47,6 +47,7 @@ from router.limits import Limits
 from router.model import COPY_PAUSE, Model
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
+from router.refusals import Refusals
 from router.worker import Worker, tell
 from router.world import Files
 from worker.contract import Exit
@@ -83,6 +84,7 @@ class Fleet:
         self.launcher = launcher
         self.calibration = calibration
         self.events = events
+        self.refusals = Refusals(events)
         self.files = files
         self.limits = limits
         self.models: dict[str, Model] = {}
@@ -112,7 +114,8 @@ class Fleet:
         self._errands: dict[int, Errand] = {}
         """All that are not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loads: set[asyncio.Task[None]] = set()
+        self._loads: dict[asyncio.Task[None], Lease] = {}
+        """What holds a lease and asks nothing: no request, so it takes nobody's place in a queue."""
         self._said: dict[int, str] = {}
         for preset in presets.values():
             self.models[preset.id] = Model(preset, int(time.time()))
@@ -171,10 +174,10 @@ class Fleet:
             raise Draining("the router is shutting down", retry_after=5)
         if not autoload and not model.sleeps and (worker is None or worker.state is State.DOWNLOADING):
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
-        if model.preset.max_concurrent and model.leases >= model.preset.max_concurrent:
-            raise QueueFull(
-                f"{id} already has {model.leases} requests at once (max-concurrent)", retry_after=self.turnover(id)
-            )
+        if (error := self._too_many(model)) is not None:
+            running, limit = self._requests(model), model.preset.max_concurrent
+            self.refusals.tell(id, error, self.now(), running=running, limit=limit)
+            raise error
         if worker is None or worker.state is not State.READY:
             self._admit(model)
         if worker is None:
@@ -309,20 +312,49 @@ class Fleet:
         lease.worker = worker
         worker.leases.add(lease)
 
+    def _requests(self, model: Model) -> int:
+        """Those that hold any of its workers."""
+        return model.leases - sum(lease.model is model for lease in self._loads.values())
+
+    def _too_many(self, model: Model) -> QueueFull | None:
+        """What one more request hears that may not run beside the others."""
+        limit = model.preset.max_concurrent
+        if not limit or (running := self._requests(model)) < limit:
+            return None
+        id = model.preset.id
+        return QueueFull(f"{id} already has {running} requests at once (max-concurrent)", retry_after=self.turnover(id))
+
+    def _waiting(self, model: Model) -> tuple[int, int]:
+        """Requests that wait for a model, and for any."""
+        mine = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
+        all_ = sum(len(worker.leases) for worker in self.workers() if worker.state < State.READY)
+        loads = [lease for lease in self._loads.values() if lease.worker.state < State.READY]
+        return mine - sum(lease.model is model for lease in loads), all_ - len(loads)
+
+    def _full(self, model: Model, waiting: tuple[int, int]) -> QueueFull | None:
+        """What one more request hears that may not wait."""
+        mine, all_ = waiting
+        if mine >= model.preset.queue_size:
+            return QueueFull(
+                f"{mine} requests already wait for {model.preset.id} (queue-size)", retry_after=self.eta(model)
+            )
+        if all_ >= self.limits.queue_size:
+            return QueueFull(f"{all_} requests already wait (--queue-size)", retry_after=self.eta(model))
+        return None
+
     def _admit(self, model: Model) -> None:
         """Raises QueueFull if one more may not wait."""
-        waiting = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
-        if waiting >= model.preset.queue_size:
-            raise QueueFull(
-                f"{waiting} requests already wait for {model.preset.id} (queue-size)", retry_after=self.eta(model)
-            )
-        everybody = sum(len(worker.leases) for worker in self.workers() if worker.state < State.READY)
-        if everybody >= self.limits.queue_size:
-            raise QueueFull(f"{everybody} requests already wait (--queue-size)", retry_after=self.eta(model))
+        waiting = self._waiting(model)
+        if (error := self._full(model, waiting)) is not None:
+            mine, all_ = waiting
+            limits = {"limit": model.preset.queue_size, "limit_of_all": self.limits.queue_size}
+            self.refusals.tell(model.preset.id, error, self.now(), waiting=mine, waiting_of_all=all_, **limits)
+            raise error
 
     def _refuse_failed(self, model: Model) -> None:
         """Raises LoadBackoff, LoadFailed."""
         if (refusal := self._refusal(model)) is not None:
+            self.refusals.tell(model.preset.id, refusal, self.now())
             raise refusal
         if model.failure is not None and self.now() < model.failure.until:
             model.failure = None  # its files have changed
@@ -347,7 +379,8 @@ class Fleet:
         by the rate so far."""
         worker, now = model.open, self.now()
         if worker is not None and worker.state >= State.STARTING:
-            return max(1.0, model.expected_load() - (now - worker.since))
+            rest = model.expected_load() - (now - worker.since)
+            return rest if rest > 1.0 else max(1.0, worker.stages.left or 0.0)  # slower than ever: by its rate so far
         if worker is not None and worker.state is State.DOWNLOADING:
             return max(1.0, (worker.stages.left or 0.0) + model.expected_load())
         queued = [w for w in self.workers() if w.state is State.QUEUED and not w.luxury and w is not worker]
@@ -373,10 +406,13 @@ class Fleet:
             if device.id in worker.devices and device.foreign >= MIB
         )
         held = f"; other programs hold {others}" if others and worker.waits_for == "memory" else ""
-        return QueueTimeout(
-            f"{worker.preset.id} waited {self.limits.queue_timeout:.0f} s for room{waits}{held}; try again later",
+        error = QueueTimeout(
+            f"{worker.preset.id} waited {self.limits.queue_timeout:g} s for room{waits}{held}; try again later",
             retry_after=self.eta(self.models.get(worker.preset.id) or Model(worker.preset, 0)),
         )
+        facts = {"cause": worker.waits_for, "position": worker.ahead + 1, "limit_seconds": self.limits.queue_timeout}
+        self.refusals.tell(worker.preset.id, error, self.now(), **facts)
+        return error
 
     # Lives
 
@@ -441,6 +477,7 @@ class Fleet:
                 model.failure = None
         elif not model.cut_short:
             model.failure = self._failure(model, lost, served=served)
+            self._tell_pause(model.failure, worker)
         if not served and (worker.refused is not None or (lost is not None and not model.cut_short)):
             self._let_go(model, "load_failed")  # it cannot be woken
 
@@ -455,6 +492,22 @@ class Fleet:
             pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)
             files = None
         return Failure(lost.cause, lost.message, lost.exit, final, now, now + pause, files)
+
+    def _tell_pause(self, failure: Failure, worker: Worker) -> None:
+        """Why and until when no further life of the model begins by itself; nothing if one may begin at once."""
+        pause = failure.until - self.now()
+        if pause > 0:
+            self.events.append(
+                "back_off",
+                worker.preset.id,
+                worker=worker.id,
+                cause=failure.cause,
+                error=failure.message,
+                exit_code=failure.exit,
+                final=failure.final,
+                seconds=round(pause, 3),
+                until=round(time.time() + pause, 3),
+            )
 
     def retire(self, worker: Worker, reason: str, *, drain: float | None, made_room_for: str = "") -> None:
         """Take no new leases; running ones end, or are cut after `drain` seconds (None: never).
@@ -512,12 +565,12 @@ class Fleet:
             worker = self._begin(model)
         lease = self._take(model, worker)
         task = asyncio.get_running_loop().create_task(_hold(lease), name=f"load {id}")
-        self._loads.add(task)
+        self._loads[task] = lease
         task.add_done_callback(lambda done: self._load_over(done, lease))
         return task
 
     def _load_over(self, task: asyncio.Task[None], lease: Lease) -> None:
-        self._loads.discard(task)
+        del self._loads[task]
         self.give_back(lease)
         if not task.cancelled():
             task.exception()  # whoever asked has heard it, or did not care to
@@ -925,6 +978,11 @@ class Fleet:
         """What would become of a request for `id` now; changes nothing. Raises ApiError if its files are not usable."""
         model = self.model(id)
         worker = model.open
+        full = self._too_many(model)
+        if full is None and (worker is None or worker.state is not State.READY):
+            full = self._full(model, self._waiting(model))
+        if full is not None:
+            return refused(full)
         if worker is not None and worker.state >= State.STARTING:
             return {"decision": "none", "message": f"{id} is {worker.state.name.lower()} already"}
         if worker is None and (refusal := self._refusal(model)) is not None:

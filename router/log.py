@@ -80,6 +80,11 @@ def _tell(event: Event) -> None:
         case "state":
             level = logging.WARNING if "error" in data else logging.INFO
             log.log(level, "%s", state_line(event))
+        case "refused":
+            many = f"{data['count']} requests" if data["count"] > 1 else "a request"
+            log.info("%s: %s refused (%s): %s", event.model, many, data["reason"], data["message"])
+        case "back_off":
+            log.warning("%s", pause_line(event))
         case "plan" if data["decision"] != "start":
             log.info("%s", plan_line(event))
         case "estimate":
@@ -136,6 +141,15 @@ def state_line(event: Event) -> str:
         if value != "":
             fields.append(f"{name}={value}")
     return " ".join([f"{event.model}#{worker}", moved, *fields])
+
+
+def pause_line(event: Event) -> str:
+    """`demo-a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04`; the state before says why in full."""
+    data = event.data
+    until = time.strftime("%H:%M:%S", time.localtime(data["until"]))
+    sooner = " unless its preset or its files change" if data["final"] else ""
+    when = f"next attempt in {data['seconds']:.1f} s, at {until}{sooner}"
+    return f"{event.model}#{data['worker']} failed ({data['cause']}): {when}"
 
 
 def plan_line(event: Event) -> str:

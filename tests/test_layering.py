@@ -28,7 +28,7 @@ ROUTER = [
     "router.clerks",
     "router.fleet  router.access  router.launchers.orphans",
     "router.lease",
-    "router.explain  router.model  router.forecast  router.adapters",
+    "router.explain  router.model  router.forecast  router.adapters  router.refusals",
     "router.launchers.neighbours  router.launchers.losses",
     "router.life  router.launchers.devices  router.launchers.probe  router.launchers.record",
     "router.costs  router.learning",

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from router.access import Access
+from router.backoff import Failure
 from router.checkpoint import modalities, offered
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.events import Event
@@ -143,6 +144,8 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         if worker.costs is not None:
             estimate = worker.costs.estimate
             result["estimate"] = {"source": estimate.source} | ({"note": estimate.note} if estimate.note else {})
+        if model.open is None and model.failure is not None and fleet.now() < model.failure.until:
+            result |= why_not(fleet, model.failure)  # what is shown is an older one, which still drains
         return result
     if model.since is not None:
         result["since"] = wall_clock(fleet, model.since)
@@ -154,10 +157,14 @@ def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = N
         result["reason"] = model.reason
     failure = model.failure
     if failure is not None:
-        result |= {"failed": True, "error": failure.message}
+        result |= {"failed": True, **why_not(fleet, failure)}
         result["exit_code"] = failure.exit if failure.exit is not None else 1
-        result["retry_at"] = wall_clock(fleet, failure.until)
     return result
+
+
+def why_not(fleet: Fleet, failure: Failure) -> dict[str, Any]:
+    """Why a model failed, and until when no worker of it is begun by itself."""
+    return {"error": failure.message, "retry_at": wall_clock(fleet, failure.until)}
 
 
 def wall_clock(fleet: Fleet, at: float) -> float:

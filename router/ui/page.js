@@ -87,7 +87,10 @@ function memoryOf(status) {
 }
 
 function whyOf(status) {
-  if (status.error) return status.error;
+  if (status.error) {
+    const again = new Date(1000 * status.retry_at);
+    return again > Date.now() ? `${status.error} (next attempt at ${again.toLocaleTimeString()})` : status.error;
+  }
   if (status.waiting_for) return `waits for ${status.waiting_for}`;
   return [status.pinned ? "pinned" : "", status.draining ? "leaving" : "", status.reason ?? ""].filter(Boolean).join(", ");
 }

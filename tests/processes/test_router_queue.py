@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import AsyncGenerator
@@ -13,7 +14,11 @@ import httpx
 import pytest
 
 from router.model import SECONDS
+from router.proxy import Pace
+from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
+from tests.processes.upstreams import Upstream, until, world
+from worker.routes import ROUTES
 
 PATH = "/v1/chat/completions"
 PATIENCE, TIMEOUT = 10.0, 2.0
@@ -74,3 +79,55 @@ async def test_who_waits_hears_its_place_and_why_and_who_is_refused_when_to_come
         began = time.monotonic()
         assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
         assert time.monotonic() - began < seconds + 1, "no later than it was told"
+
+
+# In every dialect that streams
+
+COMMENT = rb": queued position=1 waiting_for=memory eta_s=[1-9]\d*\n\n"
+SAID: dict[str, bytes] = {
+    "/v1/chat/completions": COMMENT,
+    "/chat/completions": COMMENT,
+    "/v1/completions": COMMENT,
+    "/completion": COMMENT,
+    "/completions": COMMENT,
+    "/infill": COMMENT,
+    "/v1/responses": COMMENT,
+    "/responses": COMMENT,
+    "/v1/messages": COMMENT,
+    "/api/chat": rb'\{"model":"a",.*"done":false\}\n',
+    "/api/generate": rb'\{"model":"a",.*"done":false\}\n',
+    "/worker_generate_stream": rb'\{"error_code":0,"text":"",.*\}\0',
+    "/invocations": b"",
+    "/predictions/{id}": b"",
+    "/models/{id}/invoke": b"",
+}
+"""What a stream hears first that waits for room, in the words of its dialect. JSON lines know no comments: Ollama's get
+a line that adds nothing, FastChat's a text without anything in it, LMI's their status line and no more."""
+
+
+def test_it_is_known_of_every_stream_what_it_hears_while_it_waits() -> None:
+    assert {route.path for route in ROUTES if route.worker and route.streams} == SAID.keys()
+
+
+@pytest.mark.parametrize("path", SAID)
+async def test_a_stream_of_any_dialect_hears_its_place_and_why_as_far_as_it_has_words_for_it(
+    path: str, tmp_path: Path
+) -> None:
+    async def unasked(upstream: Upstream) -> None:
+        raise AssertionError
+
+    async with world(tmp_path, unasked, pace=Pace(commit=0.01, ping=0.01)) as up:
+        up.launcher.set_foreign(CPU, 8 * GIB - 1)
+        reader, writer = await up.connect()
+        body = json.dumps({"model": "a", "stream": True}).encode()
+        head = f"POST {path.replace('{id}', 'a')} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        if SAID[path]:
+            for _ in range(2):
+                size = int(await reader.readline(), 16)
+                told_ = await reader.readexactly(size)
+                assert re.fullmatch(SAID[path], told_), told_
+                await reader.readline()
+        writer.close()
+        await until(lambda: not any(worker.leases for worker in up.fleet.workers()))

@@ -20,7 +20,8 @@ def test_models_are_shown_with_what_they_take_and_where_their_load_went() -> Non
             model("one", "loaded", memory=memory, spent=spent, in_flight=2, draining=True),
             model("two", "sleeping", memory=asleep),
             model("three", "unloaded"),
-        ]
+        ],
+        now=0.0,
     ).splitlines()
     assert [line.split() for line in lines] == [
         ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE", "IT", "WENT"],
@@ -28,7 +29,27 @@ def test_models_are_shown_with_what_they_take_and_where_their_load_went() -> Non
          "fork", "0.02", "standby", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
         ["two", "sleeping", "cpu", "70/-", "0", "0", "-", "-"],
     ]  # fmt: skip
-    assert processes([model("three", "unloaded")], everything=True).splitlines()[1].startswith("three  unloaded")
+    assert (
+        processes([model("three", "unloaded")], now=0.0, everything=True).splitlines()[1].startswith("three  unloaded")
+    )
+
+
+def test_models_that_failed_are_shown_with_why_and_when_they_are_tried_again() -> None:
+    lines = processes(
+        [
+            model("one", "unloaded", failed=True, error="out of host memory,\ntwice", retry_at=1012.2),
+            model("two", "unloaded", failed=True, error="no such device", retry_at=1000.0),
+            model("three", "loaded", draining=True, error="died", retry_at=1300.0),
+            model("four", "unloaded"),
+        ],
+        now=1000.0,
+    ).splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["one", "failed"], ["two", "failed"], ["three", "loaded"]]
+    assert lines[4:] == [
+        "one: out of host memory, twice (next attempt in 12 s)",
+        "two: no such device (next attempt with its next request)",
+        "three: died (next attempt in 300 s)",
+    ]
 
 
 def test_clerks_have_rows_of_their_own() -> None:
@@ -42,7 +63,8 @@ def test_clerks_have_rows_of_their_own() -> None:
             model("two", "loading", queued=1, clerk=clerk | {"draining": True}),
             model("three", "unloaded", clerk=begun),
             model("four", "unloaded"),
-        ]
+        ],
+        now=0.0,
     ).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["one", "clerk", "cpu", "-/84", "3", "0", "0.31", "s", "-"],

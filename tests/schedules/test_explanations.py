@@ -120,7 +120,7 @@ async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_h
 @virtual
 async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_have_come_and_it_is_loaded() -> None:
     models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
-    world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=1))
+    world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=2))
     assert "not here yet" in (await world.fleet.preview("a"))["message"]
     first = asyncio.create_task(world.ask("a"))
     await asyncio.sleep(20)
@@ -128,11 +128,13 @@ async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_hav
     assert worker is not None
     worker.stages.hear("download", 20, 100, world.now)
     assert "being fetched" in (await world.fleet.preview("a"))["message"]
+    second = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(0)
     with pytest.raises(QueueFull) as refused:
         await world.ask("a")
     assert refused.value.retry_after == 60.0, "as much as anybody is told"
     assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(80 + SECONDS)
-    await first
+    await asyncio.gather(first, second)
     await world.stop()
 
 

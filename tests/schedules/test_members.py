@@ -156,3 +156,22 @@ async def test_those_who_share_speak_of_a_model_by_the_name_that_was_asked_for()
     assert error.message == "a,b failed: a,b: it ended", "others are told the same one"
     assert by_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
     await world.schedule.stop()
+
+
+@virtual
+async def test_a_preset_that_is_renamed_serves_by_its_new_name_and_who_runs_by_the_old_one_is_not_disturbed() -> None:
+    world = World(a={})
+    first = await world.ask("a")
+    with world.members.lease("a") as running:
+        await running.ready()
+        assert world.reload(b={}) == {"added": ["b"], "changed": [], "restarted": [], "removed": ["a"]}
+        with pytest.raises(ModelNotFound):
+            world.members.lease("a")
+        assert await world.ask("b") != first
+        await asyncio.sleep(5)
+        assert running.aborted is None
+        assert world.removed() == []
+    await asyncio.sleep(5)
+    assert world.removed() == ["a"]
+    assert world.shared == ["b"]
+    await world.schedule.stop()

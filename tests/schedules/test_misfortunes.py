@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router import log
 from router.errors import (
     ApiError,
     DoesNotFit,
@@ -115,6 +116,52 @@ async def test_who_waited_is_told_the_real_pause() -> None:
         assert failure is not None
         assert told.value.retry_after == pytest.approx(min(60.0, max(1.0, failure.until - world.now)))
         await asyncio.sleep(failure.until - world.now + 0.01)
+    await world.stop()
+
+
+@virtual
+async def test_a_pause_is_told_with_why_and_until_when_by_events_lists_and_log() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
+    world.launcher.models["a"].start_fails = [crash("no such kernel"), unusable()]
+    for final, least, most in ((False, 1.6, 2.4), (True, 600.0, 600.0)):
+        with pytest.raises(ApiError):
+            await world.ask("a")
+        told = [event for event in world.events.since(0) or [] if event.kind == "back_off"][-1]
+        failure = world.fleet.models["a"].failure
+        assert failure is not None
+        assert (told.model, told.data["error"], told.data["final"]) == ("a", failure.message, final)
+        assert least <= told.data["seconds"] <= most
+        assert told.data["seconds"] == pytest.approx(failure.until - world.now, abs=0.1)
+        assert told.data["until"] == pytest.approx(told.time + told.data["seconds"], abs=0.1)
+        shown = status(world.fleet, world.fleet.models["a"], admin=False)
+        assert (shown["failed"], shown["error"]) == (True, failure.message)
+        assert f"next attempt in {told.data['seconds']:.1f} s" in log.pause_line(told)
+        await asyncio.sleep(3)
+    await world.stop()
+
+
+@virtual
+async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_failed() -> None:
+    world = Schedule({"a": GIB})
+    long = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    world.fleet.unload("a")
+    world.launcher.models["a"].start_fails = [crash("no such kernel")]
+    with pytest.raises(LoadBackoff):
+        await world.ask("a")
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    assert (shown["value"], shown["draining"], shown["error"]) == ("loaded", True, "no such kernel")
+    assert shown["retry_at"] > 0
+    await long
+    await world.stop()
+
+
+@virtual
+async def test_a_worker_that_had_served_and_died_pauses_nobody_and_tells_no_pause() -> None:
+    world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), dies_after=0.5)})
+    await world.ask("a", 1.0)
+    assert not [event for event in world.events.since(0) or [] if event.kind == "back_off"]
+    await world.ask("a", 0.1)
     await world.stop()
 
 
