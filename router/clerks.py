@@ -197,7 +197,8 @@ class Clerks:
         except WorkerLost as lost:
             clerk.lost, error = lost, self._after_loss(clerk, lost)
         except EstimateError as unknown:
-            error = LoadFailed(f"{clerk.preset.id} cannot be counted for: {unknown.message}")
+            if not self._fleet.files.forsake(clerk.snapshot):  # else it counts by the files as they came
+                error = LoadFailed(f"{clerk.preset.id} cannot be counted for: {unknown.message}")
         except ApiError as refused:
             error = refused
         except Exception:

@@ -66,7 +66,7 @@ class Conversions:
     def find(self, snapshot: str) -> str | None:
         """Folder of the converted snapshot, if there is a whole one and anything had to be converted."""
         target = self.target(snapshot)
-        manifest = self._manifest(target) if target is not None else None
+        manifest = self._manifest(target) if target is not None and target not in self._given_up else None
         return str(target) if manifest is not None and manifest.files else None
 
     def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:

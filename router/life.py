@@ -59,6 +59,9 @@ async def live(worker: Worker, world: World) -> None:
         worker.reason = "abandoned"
         error = Again()
     except EstimateError as unknown:
+        if _forsakes(worker, world, unknown.message):
+            worker.reason = "abandoned"
+            return end(worker, world, Again())
         worker.reason = "load_failed"
         worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=contract.Exit.UNUSABLE)
         error = LoadFailed(f"{worker.preset.id} cannot be loaded: {unknown.message}")
@@ -411,9 +414,14 @@ def _is_conversions_fault(worker: Worker, world: World, lost: WorkerLost) -> boo
     """Whether a worker could not use a converted snapshot: its model is loaded at once from the files as they came."""
     if worker.ready_at is not None or not (lost.final or lost.exit == contract.Exit.DAMAGED):
         return False
+    return _forsakes(worker, world, lost.message)
+
+
+def _forsakes(worker: Worker, world: World, why: str) -> bool:
+    """Whether what could not be used is a converted snapshot: it is not used again."""
     if not world.files.forsake(worker.snapshot):
         return False
-    log.warning("%s: its converted snapshot cannot be used (%s); it is loaded as it came", worker, lost.message)
+    log.warning("%s: its converted snapshot cannot be used (%s); it is loaded as it came", worker, why)
     return True
 
 

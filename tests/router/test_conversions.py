@@ -176,6 +176,14 @@ def test_what_somebody_is_making_is_left_to_them_and_what_nobody_is_making_goes(
     assert not left.exists()
 
 
+def test_one_that_is_given_up_is_not_found_though_it_could_not_be_deleted(ours: Conversions, snapshot: Path) -> None:
+    target = make(ours, snapshot)
+    text = (target / contract.MANIFEST).read_bytes()
+    ours.give_up(target)
+    (target / contract.MANIFEST).write_bytes(text)
+    assert ours.find(str(snapshot)) is None
+
+
 def test_one_that_is_given_up_is_neither_used_nor_made_again(ours: Conversions, snapshot: Path) -> None:
     target = make(ours, snapshot)
     ours.give_up(target)

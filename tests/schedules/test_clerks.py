@@ -75,6 +75,16 @@ async def test_a_clerk_that_nobody_reaches_is_replaced_and_ends_with_its_last_an
 
 
 @virtual
+async def test_a_converted_snapshot_of_which_nothing_can_be_read_keeps_nobody_from_being_counted_for() -> None:
+    world = World("a")
+    world.files.conversions["/snapshots/a"] = "/converted/a"
+    world.files.damaged.add("/converted/a")
+    await world.count()
+    assert world.told() == [("a", "ready")]
+    await world.end()
+
+
+@virtual
 async def test_a_model_that_is_loaded_or_may_be_is_counted_for_by_its_worker() -> None:
     world = World("a", "b", keys={"b": {"autoload": True}})
     assert (await world.count("b")).worker in world.fleet.workers()

@@ -160,6 +160,17 @@ async def test_a_converted_snapshot_that_cannot_be_loaded_is_forsaken_and_the_re
 
 
 @virtual
+async def test_a_converted_snapshot_of_which_nothing_can_be_read_is_forsaken_and_the_request_does_not_notice() -> None:
+    world = world_of("a")
+    world.conversions.finish("a")
+    world.schedule.files.damaged.add("/converted/a")
+    await world.schedule.ask("a")
+    assert world.schedule.files.conversions == {}
+    assert world.schedule.fleet.models["a"].failure is None
+    await world.stop()
+
+
+@virtual
 async def test_a_conversion_that_would_fail_the_same_way_again_is_told_and_not_tried_again() -> None:
     broken = WorkerLost("a: no such architecture", cause="crashed", exit=Exit.UNUSABLE)
     world = world_of("a", models={"a": FakeModel(shards=(GIB,), convert_fails=[broken])})

@@ -8,7 +8,7 @@ from typing import Any
 
 from router.calibration import Calibration
 from router.events import EventLog
-from router.facts import Checkpoint, Tally
+from router.facts import Checkpoint, Tally, UnknownCheckpoint
 from router.fleet import Fleet
 from router.ledger import DeviceId, Ledger
 from router.limits import Limits
@@ -44,6 +44,8 @@ class FakeFiles:
         """In each of them."""
         self.conversions: dict[str, str] = {}
         """Folders of converted snapshots, by those of what they were made of."""
+        self.damaged: set[str] = set()
+        """Folders of which nothing can be read."""
         self.is_on_hub = False
         """They may be fetched anew."""
         self.swept = 0
@@ -92,6 +94,8 @@ class FakeFiles:
 
     async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
         await asyncio.sleep(0)
+        if snapshot in self.damaged:
+            raise UnknownCheckpoint(f"{snapshot} has no valid header")
         return self.facts
 
     def can_mend(self, preset: Preset) -> bool:
