@@ -73,7 +73,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
                 self._count(leaf)
+        self._pass_by(_cast_bytes(func, args, kwargs))
         return result
+
+    def _pass_by(self, size: int) -> None:
+        """So many bytes of main memory were alive beside all others, and are not any more."""
+        if size:
+            self.peak = max(self.peak, self.now + size)
+            self.peaks[_CPU] = max(self.peaks.get(_CPU, 0), self._on.get(_CPU, 0) + size)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage, device = tensor.untyped_storage(), tensor.device
@@ -91,6 +98,35 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device, size = self._sizes.pop(key)
         self.now -= size
         self._on[device] -= size
+
+
+_CPU = torch.device("cpu")
+
+
+def _cast_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Of copies in another type that an operator makes for itself on the processor, and that nobody sees come or go: of
+    what is added up in a wider one, and of the narrower of two operands (seen in torch 2.13)."""
+    if func in _SUMS:
+        summed = args[0]
+        wide = kwargs.get("dtype") or (summed.dtype if summed.dtype.is_floating_point else torch.int64)
+        return _size_as(wide, summed)
+    operands = args[1:] if func is torch.ops.aten.where.self else args
+    if torch.Tag.pointwise not in func.tags or len(operands) != 2:
+        return 0
+    if not all(isinstance(each, torch.Tensor) for each in operands):
+        return 0
+    wide = torch.result_type(*operands)
+    return sum(_size_as(wide, each) for each in operands)
+
+
+def _size_as(dtype: torch.dtype, tensor: torch.Tensor) -> int:
+    """Bytes of a copy of that type; 0 if `tensor` has it."""
+    if tensor.dtype == dtype or tensor.device.type != "cpu":
+        return 0
+    return tensor.numel() * dtype.itemsize
+
+
+_SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.cumsum.default})
 
 
 def _worst(dtype: torch.dtype) -> bool | int | float:

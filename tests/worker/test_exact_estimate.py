@@ -1,6 +1,7 @@
 """The exact estimate against the real thing: the same model loaded, the same cache made, the same steps taken."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from router.weights import weight_bytes
 from tests import tiny
 from worker import contract, divided, estimate, packed
 from worker.contract import Exit
-from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader, staging
+from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader, sampler, staging
 from worker.engine.graphs import shapes
 from worker.engine.overhead import ASSUMED_HOST_BYTES
 from worker.errors import StartError
@@ -358,6 +359,46 @@ def test_a_storage_counts_once_and_only_while_it_lives() -> None:
         kept.add_(1)
         assert torch.nn.functional.linear(view.float(), torch.ones(3, 10)).shape == (5, 3)
     assert live.peak == 1100
+
+
+def allocated(step: Step) -> int:
+    """The most that torch's allocator held at once meanwhile, by its own word."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as recorded:
+        step()
+    profiler: Any = recorded.profiler
+    events = profiler.kineto_results.events()
+    blocks = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(int(size) for _, size in blocks))
+
+
+def test_copies_that_operators_make_for_themselves_count_as_the_allocator_counts_them() -> None:
+    wide, half = torch.randn(50, 1000), torch.randn(50, 1000).bfloat16()
+    mask = wide > 0
+    steps: dict[str, Step] = {
+        "sum": lambda: mask.sum(-1),
+        "cumsum": lambda: mask.cumsum(-1),
+        "wider sum": lambda: half.sum(-1, dtype=torch.float32),
+        "plain sum": lambda: wide.sum(-1),
+        "product in place": lambda: wide.mul_(mask),
+        "comparison": lambda: half >= wide,
+        "choice": lambda: torch.where(mask, wide, half),
+        "number": lambda: half * 2.0,
+    }
+    expected = {name: allocated(step) for name, step in steps.items()}
+    assert {name: peak_bytes(step) for name, step in steps.items()} == pytest.approx(expected, rel=0.01)
+    assert expected["sum"] >= 8 * mask.numel() > 4 * expected["plain sum"]
+
+
+def test_a_draw_that_costs_the_most_is_traced_as_the_allocator_sees_it() -> None:
+    rows, vocab = 20, 8000
+    picks = [sampler.Pick(estimate.COSTLIEST, uniform=0.5)] * rows
+    logits = torch.randn(rows, vocab)
+    expected = allocated(lambda: sampler.sample(logits, picks))
+    with FakeTensorMode():
+        fake = torch.empty(rows, vocab)
+        traced = peak_bytes(lambda: sampler.sample(fake, picks))
+    assert expected <= traced <= 1.01 * expected
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
