@@ -44,14 +44,14 @@ def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bo
             rows.append(_counting(model["id"], status["clerk"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"{model['id']}: {_why_not(model['status'], now)}" for model in models if "error" in model["status"]]
+    lines += [_why_not(model["id"], model["status"], now) for model in models if "error" in model["status"]]
     return "\n".join(lines)
 
 
-def _why_not(status: Mapping[str, Any], now: float) -> str:
+def _why_not(id: str, status: Mapping[str, Any], now: float) -> str:
     """Why a model failed, and when it is begun again."""
-    left, why = status["retry_at"] - now, " ".join(status["error"].split())
-    return f"{why} (next attempt {f'in {left:.0f} s' if left > 0 else 'with its next request'})"
+    left, why = status["retry_at"] - now, " ".join(status["error"].split()).removeprefix(f"{id}: ")
+    return f"{id}: {why} (next attempt {f'in {left:.0f} s' if left > 0 else 'with its next request'})"
 
 
 def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def test_models_that_failed_are_shown_with_why_and_when_they_are_tried_again() -
     lines = processes(
         [
             model("one", "unloaded", failed=True, error="out of host memory,\ntwice", retry_at=1012.2),
-            model("two", "unloaded", failed=True, error="no such device", retry_at=1000.0),
+            model("two", "unloaded", failed=True, error="two: no such device", retry_at=1000.0),
             model("three", "loaded", draining=True, error="died", retry_at=1300.0),
             model("four", "unloaded"),
         ],
