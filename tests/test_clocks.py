@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SHOWN = {
     "router/app.py": "when a request came, in the list of requests",
+    "router/cli.py": "how long it is until a failed model is tried again, for ps",
     "router/events.py": "when it happened, of an event; its order is its number",
     "router/faces/llama_server.py": "moments of the fleet's clock, as a time of day",
     "router/faces/lmi.py": "when a worker was ready",

@@ -50,6 +50,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
     dtype = estimate.dtype_of(options, config, estimate.stored_tensors(options), device)
     grammars = grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
     runtime = estimate.resident_bytes(dtype) if device.type == "cpu" else estimate.host_overhead(options)
+    inherited = ranks * memory.inheritance.bytes()  # now: what the trace writes to is shared no longer
     del tokenizer  # alive until here: on the CPU its memory is part of the runtime's, of followers too, who have none
     weights, context, compute, loading = trace(options, config, dtype, ranks)
     if device.type == "cpu":
@@ -59,7 +60,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
             context=[ranks * context],
             compute=[ranks * max(kept, loading - context)],
             runtime=[ranks * (runtime + estimate.KERNEL_BYTES + GLOO_BYTES) + grammars],
-            inherited=ranks * memory.inheritance.bytes(),
+            inherited=inherited,
         )
     repeated = estimate.repeated_bytes(config, engine.context_size(options, architectures.positions(config)), dtype)
     step = compute + repeated // ranks + estimate.CUBLAS_WORKSPACE_BYTES
