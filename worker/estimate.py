@@ -120,6 +120,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
     else:
         runtime = host_overhead(options) + max(0, memory.resident() - bare)
+    inherited = memory.inheritance.bytes()  # now: what the trace writes to is shared no longer
     if options.layers or len(options.devices) > 1:
         shards, staged = trace_split(options, config)
         runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
@@ -143,7 +144,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             context,
             compute,
             runtime + KERNEL_BYTES + traced.kernels + traced.images,
-            inherited=memory.inheritance.bytes(),
+            inherited=inherited,
         )
     compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
     host = runtime + staging.RING_BYTES + traced.images + traced.staged
