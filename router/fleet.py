@@ -537,6 +537,7 @@ class Fleet:
         self.changed()
 
     def replace(self, worker: Worker) -> None:
+        """See `World`."""
         log.warning("%s lives, and nobody listens at its socket; another one takes its place", worker)
         self.retire(worker, "unreachable", drain=self.limits.drain_timeout)
         worker.ended.set()

@@ -135,11 +135,12 @@ class _Linear:
     weight: torch.Tensor
     """`[outputs, inputs]`, as it lies."""
     bias: torch.Tensor | None
+    few: Few
+    """Shared by all layers of a model."""
     slices: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """First output and weights of each part that is reordered; what is behind the last of them is not."""
     begin: int = 0
     """The first output that is not reordered."""
-    few: Few = field(default_factory=Few)
 
     @property
     def is_whole(self) -> bool:
@@ -269,8 +270,8 @@ class Linears:
         users = Counter(_addresses(model))
         for module, weight in _candidates(model, least_bytes):
             lies_across = type(module) is Conv1D  # [inputs, outputs]
-            mine = _Linear(module, weight.t() if lies_across else weight, cast(torch.Tensor | None, module.bias))
-            mine.few = self._few
+            bias = cast(torch.Tensor | None, module.bias)
+            mine = _Linear(module, weight.t() if lies_across else weight, bias, self._few)
             module.forward = mine
             self._all.append(mine)
             if users[_address(weight)] == 1 and not (lies_across and weight.nbytes > slice_bytes):
