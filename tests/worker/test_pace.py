@@ -102,10 +102,10 @@ def test_a_long_prompt_makes_no_stream_stutter_though_its_tokens_get_dearer() ->
     """Three times the gap of before is what streams may see; machines are unsteady."""
     gaps, parts = prefill(Pace(), 4096, **MEASURED)
     assert max(gaps[5:]) < 2.75 * MEASURED["alone"]
-    assert len(parts) < 450, "nor does the prompt trickle"
+    assert len(parts) < 520, "nor does the prompt trickle"
     gaps, parts = prefill(Pace(), 4096, **MEASURED, unsteady=0.1)
     assert sorted(gaps)[int(0.99 * len(gaps))] < 3.0 * MEASURED["alone"]
-    assert len(parts) < 450
+    assert len(parts) < 520
 
 
 def test_steps_are_as_long_behind_a_context_as_without_one() -> None:
@@ -114,11 +114,20 @@ def test_steps_are_as_long_behind_a_context_as_without_one() -> None:
     assert parts[8] > 1.5 * parts[-2], "the first tokens are cheap, and many are taken"
 
 
-def test_a_prompt_with_a_very_long_context_keeps_half_of_its_speed() -> None:
+def test_no_stream_stutters_where_reading_back_takes_as_long_as_all_the_weights() -> None:
+    """As measured on a processor that reads weights fast: 26 ms for 4,096 tokens, of steps that take 23 without."""
+    fast = {"alone": 0.0227, "token": 0.00065, "read": 6.4e-6, "pair": 0.53e-6}
+    for unsteady in (0.0, 0.1):
+        gaps, parts = prefill(Pace(), 4096, **fast, unsteady=unsteady)
+        assert sorted(gaps)[int(0.99 * len(gaps))] < 3.0 * fast["alone"]
+        assert len(parts) < 600
+
+
+def test_a_prompt_with_a_very_long_context_keeps_a_third_of_its_speed() -> None:
     """Reading 20,000 tokens back takes 0.11 s, for however few tokens: as long as ten themselves."""
     _, parts = prefill(Pace(), 20_000, **MEASURED)
     read = MEASURED["read"] * 20_000
-    assert parts[-2] * (MEASURED["token"] + MEASURED["pair"] * 20_000) == pytest.approx(read, rel=0.2)
+    assert parts[-2] * (MEASURED["token"] + MEASURED["pair"] * 20_000) == pytest.approx(read / 2, rel=0.25)
 
 
 def test_what_a_step_costs_is_learned_from_steps_that_mix_prompts_with_decodes() -> None:

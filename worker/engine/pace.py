@@ -164,11 +164,15 @@ class Pace:
     it is the reading that takes long, and the prompt took half as long again.
 
     Behind a long context most of a step would go into reading it once more for a few tokens. So no fewer are taken than
-    those that take as long themselves: a prompt may lose half of its speed to those who stream, but no more.
+    those that take half as long themselves: a prompt may lose two thirds of its speed to those who stream, but no more.
+    (As many as take as long made steps of 3.3 times the length 4,000 tokens back, where reading these takes as long as
+    all weights and four decodes: 12 heads of 64 in float32, two cores of Zen 5.)
     """
 
     PROMPT_SECONDS = 1.0
     STRETCH = 1.4
+    LOOKING = 1.5
+    """Of what it takes to read a context back, a prompt's share of a step at least."""
     FEWEST = 4
     """However dear they are."""
     FEWEST_APART = 64
@@ -198,7 +202,7 @@ class Pace:
         if decoding:
             alone = self._cost.of(decoding, 0)
             allowed = min(allowed, self.STRETCH * alone * max(1.0, (prompts - 1) ** 2 / decoding))
-            allowed = max(allowed, 2.0 * reading)
+            allowed = max(allowed, self.LOOKING * reading)
         return min(chunk, max(self._fewest, int((allowed - reading) / each)))
 
     def learn(self, batch: Batch, seconds: float) -> None:
