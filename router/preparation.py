@@ -97,15 +97,16 @@ class Preparation:
         """Take note of models that were fetched or loaded, and of whoever wants anything."""
         if event.kind not in ("state", "request", "progress", "plan"):
             return
-        self._busy_at = self._fleet.now()
+        self._busy_at = self._fleet.now()  # that nothing can begin sooner wakes nobody
         if event.kind == "state" and event.model in self._fleet.models:
             has_come = event.data["state"] == "queued" and event.data.get("was") == "downloading"
             if has_come or event.data.get("reason") == FETCHED:
                 self._failures.pop(event.model, None)
                 self._wanted[event.model] = 0.0
+                self._stirred.set()
             elif event.data["state"] == "ready":
                 self._wanted.setdefault(event.model, 0.0)
-        self._stirred.set()
+                self._stirred.set()
 
     async def run(self) -> None:
         """Never returns; cancelling it ends the preparation that runs, of which nothing is left."""

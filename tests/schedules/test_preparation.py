@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from router.facts import Checkpoint
 from router.launchers import WorkerLost
 from router.limits import Limits
@@ -133,6 +135,30 @@ async def test_a_request_postpones_what_has_not_begun() -> None:
     ended = world.schedule.now
     await asyncio.sleep(60.0)
     assert min(world.when("convert a"), world.when("convert b")) >= ended
+    await world.stop()
+
+
+@virtual
+async def test_requests_that_come_and_go_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits until nobody wants anything looks at how it is then, and not at each of them."""
+    world = world_of("a")
+    await world.schedule.ask("a")
+    await asyncio.sleep(QUIET / 2)
+    loop, woken = asyncio.get_running_loop(), list[object]()
+    call_soon = loop.call_soon
+
+    def wake(*args: Any, **more: Any) -> asyncio.Handle:
+        woken.append(args)
+        return call_soon(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "call_soon", wake)
+        world.schedule.events.mention("request", "a")
+        world.schedule.events.append("plan", "a", worker=1, decision="wait")
+    assert woken == []
+    busy = world.schedule.now
+    await asyncio.sleep(60.0)
+    assert world.when("convert a") >= busy + QUIET
     await world.stop()
 
 
