@@ -14,6 +14,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from math import inf
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -32,6 +33,9 @@ LOG_BURST = 100
 LOG_RATE = 20.0
 """Lines of one child that are logged at once, and per second; others are only counted."""
 _READ_BYTES = 1 << 16
+ROUND = 0.005
+"""Seconds in which ended requests of one worker are heard of together, where one comes behind another: each by itself
+would wake this process once more than its answer does. A pipe has room for what a worker says in this time."""
 _READS_AT_ONCE = 32
 """A pipe holds 64 KiB, so all that was in it comes with one or two reads; more only if somebody goes on writing."""
 
@@ -202,9 +206,11 @@ class Pipes:
 class Child:
     """One process in a session and group of its own, from its birth to its reaping."""
 
-    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap):
+    def __init__(self, pid: int, pipes: Pipes, name: str, log: Log, reap: Reap, *, pause: float = ROUND):
         """Takes process `pid` over, with our ends of its pipes: it is running or a zombie. Must be called in the loop's
-        thread. Raises OSError if there is no descriptor left; then nothing was taken over."""
+        thread. `pause`: seconds, see ROUND. Raises OSError if there is no descriptor left; then nothing was taken
+        over."""
+        self._pause = pause
         self._pipes = pipes
         self._name = name
         self._log = log
@@ -221,6 +227,12 @@ class Child:
         self.failed: contract.Failed | None = None
         """The cause, if it gave one."""
         self._has_ended = False
+        self._one_ended = False
+        """What was heard last had the end of a request in it."""
+        self._ended_at = -inf
+        """When one was last heard of between rounds."""
+        self._has_rounds = False
+        """Nobody waits for events: they are asked for each round."""
         self._watch = os.pidfd_open(pid)
         orphans.known.add(pid)
         self._loop.add_reader(self._watch, self._on_exit)
@@ -238,9 +250,10 @@ class Child:
         log: Log,
         private: bool,
         pass_fds: Sequence[int] = (),
+        pause: float = ROUND,
     ) -> "Child":
         """A new process of `argv`. `name` is for messages; `private`: only its user may read the files that it makes;
-        `pass_fds`: descriptors that it is to have besides its pipes, under the same numbers.
+        `pass_fds`: descriptors that it is to have besides its pipes, under the same numbers; `pause`: see ROUND.
 
         Raises OSError if there is no such program, or no room for another process.
         """
@@ -269,7 +282,7 @@ class Child:
             tell(code)
 
         try:
-            return cls(process.pid, pipes, name, log, reap)
+            return cls(process.pid, pipes, name, log, reap, pause=pause)
         except OSError:
             process.kill()
             process.wait()
@@ -374,6 +387,18 @@ class Child:
                 return
             self._reads[pipe](data)
 
+    def _round(self) -> None:
+        """Read what was said since the last one; without any end of a request, events are waited for again."""
+        if self._events not in self._reads:
+            return
+        self._one_ended = False
+        self._read(self._events, 1)
+        if self._one_ended:
+            self._loop.call_later(self._pause, self._round)
+        elif self._events in self._reads:
+            self._has_rounds = False
+            self._loop.add_reader(self._events, self._read, self._events, 1)
+
     def _close(self, pipe: int) -> None:
         """No more comes from `pipe`; its descriptor stays ours until the end."""
         self._loop.remove_reader(pipe)
@@ -383,8 +408,15 @@ class Child:
             self._take(pipe, line)
 
     def _heard(self, data: bytes) -> None:
+        self._one_ended = False
         for line in self._lines.feed(data):
             self._take(self._events, line)
+        if self._one_ended and not self._has_rounds:
+            before, self._ended_at = self._ended_at, self._loop.time()
+            if self._ended_at - before < self._pause:
+                self._has_rounds = True
+                self._loop.remove_reader(self._events)
+                self._loop.call_later(self._pause, self._round)
 
     def _logged(self, data: bytes) -> None:
         for line in self._text.feed(data.replace(b"\r", b"\n")):  # a progress bar draws over itself
@@ -403,7 +435,9 @@ class Child:
             start = line[:200].decode(errors="replace")
             self._log.note(f"skipped a line on stdout that is no event: {start}", self._loop.time())
             return
-        if isinstance(event, contract.Failed):
+        if type(event) is contract.Request:
+            self._one_ended = True
+        elif isinstance(event, contract.Failed):
             self.failed = event
         self.on_event(event)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.launchers import orphans
-from router.launchers.process import LOG_BURST, Child, Lines, Log, Pipes, uncancelled
+from router.launchers.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
 from tests.fakes import DEADLINE
 from worker import contract
 
@@ -27,14 +27,14 @@ TAG = "0123456789ab"
 
 @asynccontextmanager
 async def running(
-    code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG
+    code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG, pause: float = ROUND
 ) -> AsyncIterator[tuple[Child, asyncio.Queue[contract.Event]]]:
     """A child that runs `code` and has its token; yields it and what it says."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
     said: asyncio.Queue[contract.Event] = asyncio.Queue()
     words = Log("m", "m#1", secrets=secrets)
     argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
-    child = Child.spawn(argv, env, name="m#1", log=words, private=True)
+    child = Child.spawn(argv, env, name="m#1", log=words, private=True, pause=pause)
     try:
         child.on_event = said.put_nowait
         child.send_token(TOKEN)
@@ -131,6 +131,44 @@ async def test_every_event_is_heard_whatever_may_be_left_out_of_it() -> None:
     async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, said):
         assert [await said.get() for _ in events] == events
         await child.exited
+        assert said.empty()
+
+
+ENDING = """
+import os, sys
+def end(*ids):
+    for id in ids: os.write(1, b'{"event":"request","id":"%d"}\\n' % id)
+sys.stdin.readline()
+"""
+"""Reads the token; `end` says that requests are over."""
+
+
+async def test_requests_that_end_one_behind_another_are_heard_of_together() -> None:
+    """The second tells that there are many; none is lost, be it that the worker ends before it is asked again."""
+    code = ENDING + (
+        "end(1); sys.stdin.readline(); end(2); sys.stdin.readline(); end(3); end(4); end(5)\n"
+        "print('said', file=sys.stderr, flush=True); sys.stdin.readline()"
+    )
+    async with running(code, pause=3600.0) as (child, said):
+        for id in ("1", "2"):
+            assert await said.get() == contract.Request(id=id)
+            child.send(b"go on\n")
+        while child.said != "said":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert said.empty()
+        child.send(b"go on\n")
+        assert await child.exited == 0
+        assert [said.get_nowait() for _ in range(said.qsize())] == [contract.Request(id=id) for id in ("3", "4", "5")]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
+async def test_every_end_of_a_request_is_heard_of_however_fast_they_come(pause: float) -> None:
+    code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
+    async with running(code, pause=pause) as (child, said):
+        for id in range(100):
+            assert [await said.get(), await said.get()] == [contract.Request(id=f"{sign * id}") for sign in (1, -1)]
+            child.send(b"go on\n")
+        assert await child.exited == 0
         assert said.empty()
 
 
