@@ -81,7 +81,7 @@ class Clerks:
         self._crashes: dict[str, Crashes] = {}
         self._cut_short: set[str] = set()
         """Models whose last clerk somebody killed before it was ready."""
-        self.events.fold(self._hear)
+        self.events.fold(self._hear, mentions=False)
 
     # Leases
 

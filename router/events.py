@@ -42,6 +42,8 @@ class EventLog:
         self._first = self._next = first
         self._changed: asyncio.Future[None] | None = None
         self._folds: list[Callable[[Event], None]] = []
+        self._also_mentioned: list[Callable[[Event], None]] = []
+        """Those of them that are shown what has no place in the ring, too."""
 
     @property
     def last_id(self) -> int:
@@ -53,7 +55,7 @@ class EventLog:
         event = Event(self._next, time.time(), kind, model, data)
         self._next += 1
         self._ring.append(event)
-        self._show(event)
+        self._show(event, self._folds)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
         self._changed = None
@@ -61,19 +63,22 @@ class EventLog:
 
     def mention(self, kind: str, model: str = "", /, **data: Any) -> None:
         """Show the folds something that is not worth a place in the ring; it has no id of its own."""
-        self._show(Event(self.last_id, time.time(), kind, model, data))
+        self._show(Event(self._next - 1, time.time(), kind, model, data), self._also_mentioned)
 
-    def _show(self, event: Event) -> None:
-        for fold in self._folds:
+    @staticmethod
+    def _show(event: Event, folds: list[Callable[[Event], None]]) -> None:
+        for fold in folds:
             try:
                 fold(event)
             except Exception:
                 log.exception("an event could not be rendered: %s %s", event.kind, event.model)
 
-    def fold(self, into: Callable[[Event], None]) -> None:
+    def fold(self, into: Callable[[Event], None], *, mentions: bool = True) -> None:
         """Call `into` with every event from now on, at once and in order; it must not block. What it raises is
-        logged."""
+        logged. `mentions`: with what is only mentioned, too, which comes with every request."""
         self._folds.append(into)
+        if mentions:
+            self._also_mentioned.append(into)
 
     def since(self, id: int) -> list[Event] | None:
         """Events after `id`, oldest first; None if some of them have left the ring (or never were)."""

@@ -81,6 +81,7 @@ class Fleet:
         limits: Limits,
         presets: Mapping[str, Preset],
     ):
+        self._loop = asyncio.get_running_loop()
         self.launcher = launcher
         self.calibration = calibration
         self.events = events
@@ -123,18 +124,17 @@ class Fleet:
     # What lives ask for (life.World)
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
     def changed(self) -> None:
         if self._arranging:
             return
         self._arranging = True
-        loop = asyncio.get_running_loop()
         pause = self._planned_at + PLAN_PAUSE * (self._planned_for - FEW_WAITING) - self.now()
         if pause > 0:
-            loop.call_later(pause, self._arrange_soon)
+            self._loop.call_later(pause, self._arrange_soon)
         else:
-            loop.call_soon(self._arrange_soon)
+            self._loop.call_soon(self._arrange_soon)
 
     def turn(self, preset: Preset) -> float:
         return preset.min_residency if preset.min_residency >= 0 else min(10.0, self.limits.patience)
@@ -187,17 +187,19 @@ class Fleet:
         return self._take(model, worker)
 
     def _take(self, model: Model, worker: Worker) -> Lease:
-        lease = Lease(self, model, worker, self.now())
+        now = self.now()
+        lease = Lease(self, model, worker, now)
         worker.leases.add(lease)
-        model.asked_at(lease.arrived)
-        model.promote()  # a companion is nobody's need before somebody asks for it
-        self._consider_copy(model)
+        model.asked_at(now)
+        if worker.luxury:
+            model.promote()  # a companion is nobody's need before somebody asks for it
+        self._consider_copy(model, now)
         return lease
 
-    def _consider_copy(self, model: Model) -> None:
+    def _consider_copy(self, model: Model, now: float) -> None:
         """Begin a further worker of a model that wants one, if there is room at once: a luxury, which nobody awaits."""
-        if not self.closing and self.models.get(model.preset.id) is model and model.wants_copy(self.now()):
-            wished = model.wished(self.now())
+        if not self.closing and model.wants_copy(now) and self.models.get(model.preset.id) is model:
+            wished = model.wished(now)
             self._begin(model, luxury=True).wished = wished
 
     def _companions(self, model: Model) -> list[Model]:
@@ -223,7 +225,7 @@ class Fleet:
         devices = self._ledger.observe(self.launcher.readings(), self._residents()) if sizes else []
         for files_ in standby.readable(sizes, devices, self._reading):
             assert isinstance(files_, tuple)
-            task = asyncio.get_running_loop().create_task(self._read(files_), name="read ahead")
+            task = self._loop.create_task(self._read(files_), name="read ahead")
             self._reads.add(task)
             task.add_done_callback(self._reads.discard)
 
@@ -277,25 +279,27 @@ class Fleet:
         worker = lease.worker
         worker.leases.discard(lease)
         worker.stirred.set()
+        model, now = lease.model, self.now()
         if worker.state is State.READY:
-            worker.last_used = self.now()
-            lease.model.took(self.now() - max(lease.arrived, worker.ready_at or 0.0))
-        if not lease.model.leases:
-            lease.model.left = self.now()
-        if not worker.leases:
-            self._fell_idle(lease.model, worker)
+            worker.last_used = now
+            model.took(now - max(lease.arrived, worker.ready_at or 0.0))
+        if worker.leases:
+            return
+        if not model.leases:
+            model.left = now
+        self._fell_idle(model, worker, now)
 
-    def _fell_idle(self, model: Model, worker: Worker) -> None:
+    def _fell_idle(self, model: Model, worker: Worker, now: float) -> None:
         """Plan, if that could change anything now: with nobody on the way and nobody to leave it is enough to see
         before long when its time is up, however many requests come and go until then."""
         at_once = worker.retired.is_set() or worker.keep_alive == 0 or model.preset.replicas[1] > 1
         if at_once or worker.state is not State.READY or any(w.state is not State.READY for w in self._alive.values()):
             self.changed()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(IDLE_LOOK, self.changed)
-        elif self._timer.when() > (soon := self.now() + IDLE_LOOK):
+            self._timer = self._loop.call_later(IDLE_LOOK, self.changed)
+        elif self._timer.when() > (soon := now + IDLE_LOOK):
             self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(soon, self.changed)
+            self._timer = self._loop.call_at(soon, self.changed)
 
     def move(self, lease: Lease) -> None:
         """Carry a lease over to the model's next life. Raises ApiError if there will be none."""
@@ -428,7 +432,7 @@ class Fleet:
         self._alive[worker.id] = worker
         self._homes[worker.id] = model
         tell(worker, self.events, was=None)
-        worker.task = asyncio.get_running_loop().create_task(live(worker, self), name=str(worker))
+        worker.task = self._loop.create_task(live(worker, self), name=str(worker))
         self._tasks.add(worker.task)
         worker.task.add_done_callback(lambda task: self._task_over(worker, task))
         return worker
@@ -565,7 +569,7 @@ class Fleet:
             model.failure = None
             worker = self._begin(model)
         lease = self._take(model, worker)
-        task = asyncio.get_running_loop().create_task(_hold(lease), name=f"load {id}")
+        task = self._loop.create_task(_hold(lease), name=f"load {id}")
         self._loads[task] = lease
         task.add_done_callback(lambda done: self._load_over(done, lease))
         return task
@@ -751,7 +755,7 @@ class Fleet:
             self._failed_plans += 1
             if self._failed_plans == MOST_FAILED_PLANS:
                 self.broken.set()
-            self._timer = asyncio.get_running_loop().call_later(PLAN_AGAIN, self.changed)
+            self._timer = self._loop.call_later(PLAN_AGAIN, self.changed)
 
     def _arrange(self) -> None:
         if self._timer is not None:
@@ -795,7 +799,7 @@ class Fleet:
             spare = standby.spare(plan, waiting + refining, residents, devices)
             self._put_to_sleep(spare - sum(decision.begin.values()))
         if plan.look_again is not None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
+            self._timer = self._loop.call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
     def _in_line(self) -> list[Worker]:
         """Those who wait for room, and whose costs are known."""
@@ -822,7 +826,7 @@ class Fleet:
                 self.changed()
 
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(look(), name="a look before a plan is carried out")
+            self._looking = self._loop.create_task(look(), name="a look before a plan is carried out")
 
     def _mark_surplus(self) -> None:
         """Say which copies end when they idle, and begin those that are wanted."""
@@ -832,7 +836,7 @@ class Fleet:
             surplus = model.surplus()
             for worker in model.workers:
                 worker.surplus = worker in surplus
-            self._consider_copy(model)
+            self._consider_copy(model, self.now())
 
     def _record(self, plan: Plan, by_id: Mapping[int, Worker], queued: Sequence[Worker]) -> None:
         for id, refusal in plan.refuse.items():
@@ -902,7 +906,7 @@ class Fleet:
         self._ids += 1
         model.holding = self._holdings[self._ids] = holding = Holding(self._ids, model.preset, wish)
         life = hold(holding, self.launcher, self.events, self.changed)
-        task = asyncio.get_running_loop().create_task(life, name=str(holding))
+        task = self._loop.create_task(life, name=str(holding))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._held(task, model, holding))
         self.changed()  # it counts from now on, and its own time to live may be over soon

@@ -59,10 +59,10 @@ def line(logger: logging.Logger, message: str) -> None:
     """As `logger.info(message)`, for what comes with every request: our own handlers need no record of it."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    now = time.time()
+    now, shown = time.time(), _shown(message)
     for handler in _root.handlers:
         if isinstance(handler, _OWN):
-            handler.take(now, logger.name, message)
+            handler.take(now, logger.name, shown)
         else:
             record = logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None)
             if record.levelno >= handler.level:
@@ -71,7 +71,7 @@ def line(logger: logging.Logger, message: str) -> None:
 
 def follow(events: EventLog) -> None:
     """Render every event that people want to see from now on."""
-    events.fold(_tell)
+    events.fold(_tell, mentions=False)
 
 
 def _tell(event: Event) -> None:
@@ -197,8 +197,9 @@ class Ring(logging.Handler):
         self._add(record.created, record.levelname.lower(), record.name, text)
 
     def take(self, now: float, name: str, message: str) -> None:
-        """A line of level info, that was said by the logger `name` at `now` in seconds since 1970."""
-        self._add(now, "info", name, _shown(message)[:LONGEST])
+        """A line of level info without control characters, that the logger `name` said at `now`, in seconds since
+        1970."""
+        self._add(now, "info", name, message[:LONGEST])
 
     def _add(self, now: float, level: str, name: str, text: str) -> None:
         self.lines.append(Line(next(self._ids), now, level, name, text))
@@ -227,7 +228,8 @@ class Spool(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        self._lines: list[str] = []
+        self._lines: list[str | tuple[float, str, str]] = []
+        """As text, or as `take` got them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -240,10 +242,10 @@ class Spool(logging.Handler):
             self.handleError(record)
 
     def take(self, now: float, name: str, message: str) -> None:
-        """A line of level info, that was said by the logger `name` at `now` in seconds since 1970."""
-        form = self.formatter
-        if isinstance(form, _Text | _Json):
-            self._lines.append(form.line(now, "INFO", name, message) + "\n")
+        """A line of level info without control characters, that the logger `name` said at `now`, in seconds since
+        1970. It is made into text with those that it is written with."""
+        self._lines.append((now, name, message))
+        if len(self._lines) == 1:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -258,8 +260,14 @@ class Spool(logging.Handler):
             lines, self._lines = self._lines, []
             if lines:
                 with suppress(ValueError, OSError):  # nobody reads any more
-                    self._stream.write("".join(lines))
+                    self._stream.write(
+                        "".join([line if isinstance(line, str) else self._text(*line) for line in lines])
+                    )
                     self._stream.flush()
+
+    def _text(self, now: float, name: str, message: str) -> str:
+        form = self.formatter
+        return form.line(now, "INFO", name, message) + "\n" if isinstance(form, _Text | _Json) else ""
 
 
 _OWN = Ring, Spool

@@ -84,9 +84,11 @@ class Members:
         """See `Fleet.lease`, and `Clerks.lease` for what only `counts`; `autoload` as the name's preset says, unless
         told."""
         listed, lessor = self.find(name), self._clerks if counts else self.fleet
-        with speaking_of(listed):
-            autoload = listed.preset.autoload if autoload is None else autoload
-            return lessor.lease(listed.model.preset.id, autoload=autoload)
+        id = listed.model.preset.id
+        try:
+            return lessor.lease(id, autoload=listed.preset.autoload if autoload is None else autoload)
+        except ApiError as error:
+            raise by_name(error, id, name) from None
 
     async def prepare(self, worker: Worker, name: str) -> Profile | None:
         """Returns once a worker that is ready may answer by this name: under which profile. Raises LoadFailed,

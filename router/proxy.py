@@ -298,8 +298,8 @@ class _Limit:
 
     __slots__ = ("_passed", "_task", "timer")
 
-    def __init__(self) -> None:
-        task = asyncio.current_task()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        task = asyncio.current_task(loop)
         assert task is not None
         self._task = task
         self._passed = False
@@ -321,6 +321,7 @@ class Proxy:
     """Forwards calls to the workers of one fleet, and to the clerks beside it."""
 
     def __init__(self, members: Members, pace: Pace):
+        self._loop = asyncio.get_running_loop()
         self._members = members
         self._fleet = members.fleet
         self._pace = pace
@@ -339,7 +340,7 @@ class Proxy:
         that is told otherwise, gives the lease back and closes the connection to the worker: that cancels its work.
         """
         call = answer.call
-        limit = _Limit()
+        limit = _Limit(self._loop)
         if call.timeout:
             self._watch(limit, max(0.0, call.arrived + call.timeout - time.monotonic()))
         late = False
@@ -362,21 +363,19 @@ class Proxy:
 
     def _watch(self, limit: "_Limit", left: float) -> None:
         """Have `limit` pass in `left` seconds, or where that is far, up to LOOK later."""
-        loop = asyncio.get_running_loop()
         if left < FAR:
-            limit.timer = loop.call_later(left, limit.passes)
+            limit.timer = self._loop.call_later(left, limit.passes)
             return
-        self._limits[limit] = loop.time() + left
+        self._limits[limit] = self._loop.time() + left
         if self._look is None:
-            self._look = loop.call_later(LOOK, self._look_at_limits)
+            self._look = self._loop.call_later(LOOK, self._look_at_limits)
 
     def _look_at_limits(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self._loop.time()
         for limit in [limit for limit, when in self._limits.items() if when <= now]:
             del self._limits[limit]
             limit.passes()
-        self._look = loop.call_later(LOOK, self._look_at_limits) if self._limits else None
+        self._look = self._loop.call_later(LOOK, self._look_at_limits) if self._limits else None
 
     async def _attempts(self, answer: Answer) -> None:
         """One resend on a new lease if a worker is lost before the client has anything of its answer, or its name came

@@ -254,7 +254,7 @@ async def _router(
             logs=logs,
             awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
-        events.fold(site.hear)
+        events.fold(site.hear, mentions=False)
         pace = Pace(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )

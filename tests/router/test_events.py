@@ -37,6 +37,14 @@ def test_a_fold_sees_everything_and_the_ring_only_what_is_appended() -> None:
     assert [event.kind for event in log.since(0) or []] == ["state"]
 
 
+def test_who_wants_no_mentions_sees_what_is_appended() -> None:
+    log, seen = EventLog(), list[Event]()
+    log.fold(seen.append, mentions=False)
+    log.mention("request", "a", tokens=3)
+    log.append("state", "a")
+    assert [event.kind for event in seen] == ["state"]
+
+
 async def test_followers_get_each_event_once_in_order() -> None:
     log = EventLog()
     log.append("state", "old")
