@@ -154,6 +154,11 @@ class Internal(ApiError):
 class LoadFailed(ApiError):
     status, type, reason = 500, "server_error", "load_failed"
 
+    @classmethod
+    def of(cls, name: str, why: str) -> "LoadFailed":
+        """The model `name` cannot be loaded; `why` may begin with its name."""
+        return cls(f"{name} cannot be loaded: {why.removeprefix(f'{name}: ')}")
+
 
 class PresetInvalid(ApiError):
     status, type, reason = 500, "server_error", "preset_invalid"

@@ -1002,7 +1002,7 @@ class Fleet:
             try:
                 await weigh(worker, self)
             except EstimateError as unknown:
-                raise LoadFailed(f"{id} cannot be loaded: {unknown.message}") from None
+                raise LoadFailed.of(id, unknown.message) from None
         demand = replace(worker.demand(), luxury=False)  # whoever is asked for is a need
         line = [demand, *(each.demand() for each in self._in_line() if each.id != worker.id)]
         residents = self._residents()

@@ -25,6 +25,7 @@ _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
 _ESCAPES = {'"': '"', "\\": "\\", "n": "\n", "t": "\t"}
 _VARIABLE = re.compile(r"\$\{env:([^}]*)(\}?)")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_UNCLOSED = "a [ without ]; sections are written [name]"
 _JSON = json.JSONDecoder(parse_constant=lambda word: _reject(f"{word} is no JSON"))
 
 
@@ -122,7 +123,8 @@ def parse(text: str, *, file: str = "", environ: Mapping[str, str] | None = None
                 if fault:
                     complain(number, entry.key, fault)
         else:
-            complain(number, "", "[ without ]" if line[0] == "[" else "neither [section] nor key = value")
+            is_open = line[0] == "["
+            complain(number, "", _UNCLOSED if is_open else "neither [section] nor key = value")
     if first_line:
         sections.append(Section(name, first_line, tuple(entries)))
     return Document(tuple(sections), tuple(problems))

@@ -64,7 +64,7 @@ async def live(worker: Worker, world: World) -> None:
             return end(worker, world, Again())
         worker.reason = "load_failed"
         worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=contract.Exit.UNUSABLE)
-        error = LoadFailed(f"{worker.preset.id} cannot be loaded: {unknown.message}")
+        error = LoadFailed.of(worker.preset.id, unknown.message)
     except ApiError as refused:
         worker.reason = worker.reason or refused.reason
         worker.refused = refused if isinstance(refused, LoadFailed) else None
@@ -441,7 +441,7 @@ def _after_loss(worker: Worker, world: World, lost: WorkerLost) -> ApiError | Ag
             retry_after=1,
         )
     if lost.final:
-        return LoadFailed(f"{name} cannot be loaded: {lost.message}")
+        return LoadFailed.of(name, lost.message)
     if lost.from_outside and worker.attempt == 0 and worker.ready_at is None:
         log.warning("%s: %s; those who wait for it get another one", worker, lost.message)
         return Again()

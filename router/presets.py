@@ -600,8 +600,8 @@ class _Loading:
             self._fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
             return None
         if _REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
-            self._fail(place, f"{shown(text)} is neither a folder ({path}) nor org/name" if path else
-                       f"{shown(text)} is not org/name")  # fmt: skip
+            where = f" ({path})" if path != text else ""
+            self._fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name")
             return None
         try:
             repo, revision = repository(text)

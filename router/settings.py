@@ -24,6 +24,7 @@ LATER = frozenset({
 })  # fmt: skip
 """Router options of the design that this version does not have: not to be mistaken for model keys."""
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
+_QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -279,6 +280,8 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
     public = [host for host in hosts if not is_local(host)]
     if not all(hosts):
         yield fault("host", "an address is empty; write one, or several with commas")
+    elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not _is_address(host))), None):
+        yield fault("host", f"{wrong} is no address; write four numbers up to 255, or a name")
     elif public and not has_keys and not settings.allow_unauthenticated:
         message = f"{public[0]} is open to other machines; give --api-key-file, or --allow-unauthenticated"
         yield fault("host", message)
@@ -302,6 +305,14 @@ def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[
                 f"{device}={limit // MIB} leaves nothing beside the margin of {settings.margin(device) // MIB} MiB;"
                 " raise it or lower --models-memory-margin",
             )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_local(host: str) -> bool:

@@ -72,7 +72,7 @@ def test_keys_keep_their_spelling_and_lines_their_number() -> None:
         ("version = 2", "m.ini:1: version 2 is not known; this router reads version 1"),
         ("[a]\nb", "m.ini:2: [a] neither [section] nor key = value"),
         ("[a]\n9 = x", "m.ini:2: [a] neither [section] nor key = value"),
-        ("[a", "m.ini:1: [ without ]"),
+        ("[a", "m.ini:1: a [ without ]; sections are written [name]"),
         ("[a] b", "m.ini:1: text after [a]; a comment needs a blank before it"),
         ("[a];b", "m.ini:1: text after [a]; a comment needs a blank before it"),
         ("[a]\n[a]", "m.ini:2: [a] this section already began in line 1; merge the two"),

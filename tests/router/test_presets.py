@@ -364,7 +364,7 @@ def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping
         ),
         ("model = gpt2", '"gpt2" is neither a folder (/etc/llm/gpt2) nor org/name'),
         ("model = ./gone/away", '"./gone/away" is neither a folder'),
-        ("model = /gone", "is neither a folder (/gone) nor org/name"),
+        ("model = /gone", '"/gone" is neither a folder nor org/name'),
         ("model = x.gguf", "GGUF needs the llama-server engine, which this version does not offer"),
         ("hf-repo = ggml-org/gemma-GGUF:Q4_K_M", "GGUF needs the llama-server engine"),
         ("hf-repo = org/name:IQ2_XS", "GGUF needs the llama-server engine"),

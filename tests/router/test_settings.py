@@ -115,6 +115,7 @@ def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> 
         ({"cors-origins": "*,localhost"}, "--cors-origins: * already allows all origins"),
         ({"allowed-hosts": "a b"}, '--allowed-hosts: "a b" is no host name'),
         ({"host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines; give --api-key-file, or --allow-unauthent"),
+        ({"host": "300.1.1.1"}, "--host: 300.1.1.1 is no address; write four numbers up to 255, or a name"),
         ({"host": "127.0.0.1,::"}, "--host: :: is open to other machines"),
         ({"host": "box.example"}, "--host: box.example is open to other machines"),
         ({"host": "127.0.0.1,"}, "--host: an address is empty"),
