@@ -37,6 +37,8 @@ from worker.routes import (
     REQUEST_ID_HEADER,
     RESPONSE_HEADERS,
     TOKEN_HEADER,
+    WAITED_HEADER,
+    Face,
     Route,
     error_frame,
     refusal_frame,
@@ -185,6 +187,11 @@ class Answer:
     def told(self) -> bool:
         """The last event was the worker's own error frame."""
         return bool(self.events_sent) and self.form.is_error(self.events_sent)
+
+    @property
+    def waited(self) -> float:
+        """Seconds until its model was loaded."""
+        return (self.queued or 0.0) + (self.loaded or 0.0)
 
     @property
     def committed(self) -> bool:
@@ -669,6 +676,8 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
         headers[PROFILE_HEADER] = quote(answer.profile, safe="")
     if answer.call.asked:
         headers[ASKED_HEADER] = quote(answer.call.asked, safe="")
+    if answer.loaded and answer.call.route.face is Face.OLLAMA:
+        headers[WAITED_HEADER] = f"{answer.waited:.6f}"
     headers["Accept-Encoding"] = "identity"
     headers.setdefault("Content-Type", "application/json")
     return headers

@@ -317,9 +317,9 @@ class Server:
             "tokenize": self._answering(llama_server.tokenize),
             "detokenize": self._answering(llama_server.detokenize),
             "apply_template": self._answering(llama_server.apply_template),
-            "ollama_chat": self._generating(ollama.chat),
-            "ollama_generate": self._generating(ollama.generate),
-            "ollama_embed": self._answering(ollama.embed),
+            "ollama_chat": self._generating(ollama.chat, tells_load=True),
+            "ollama_generate": self._generating(ollama.generate, tells_load=True),
+            "ollama_embed": self._answering(ollama.embed, tells_load=True),
             "ollama_embeddings": self._answering(ollama.embeddings),
             "invocations": self._generating(lmi.invocations),
             "ericllm_generate": self._generating(ericllm.generate),
@@ -402,21 +402,21 @@ class Server:
             raise InvalidValue(f"this worker was not told of the profile '{name[:100]}'", param="model")
         return model
 
-    def _answering(self, face: Callable[[Json, Model], Awaitable[Result]]) -> Handler:
-        """A handler for what needs no tokens generated."""
+    def _answering(self, face: Callable[..., Awaitable[Result]], *, tells_load: bool = False) -> Handler:
+        """A handler for what needs no tokens generated. `tells_load`: see `_beside`."""
 
         async def answer(exchange: _Exchange) -> web.StreamResponse:
-            model = self._under(exchange.request)
-            return await _finish(exchange, await face(await _body(exchange.request), model))
+            model, beside = self._under(exchange.request), _beside(exchange.request, tells_load=tells_load)
+            return await _finish(exchange, await face(await _body(exchange.request), model, **beside))
 
         return self._living(answer)
 
-    def _generating(self, face: Callable[[Json, Model], Awaitable[Call | Result]]) -> Handler:
-        """A handler for what asks for tokens, mostly."""
+    def _generating(self, face: Callable[..., Awaitable[Call | Result]], *, tells_load: bool = False) -> Handler:
+        """A handler for what asks for tokens, mostly. `tells_load`: see `_beside`."""
 
         async def generate(exchange: _Exchange) -> web.StreamResponse:
-            model = self._under(exchange.request)
-            call = await face(await _body(exchange.request), model)
+            model, beside = self._under(exchange.request), _beside(exchange.request, tells_load=tells_load)
+            call = await face(await _body(exchange.request), model, **beside)
             if isinstance(call, Result):
                 return await _finish(exchange, call)
             call = _adapted(call, exchange.request)
@@ -541,6 +541,18 @@ async def _body(request: web.Request) -> Json:
     if asked and body.get("model") is None:
         body["model"] = unquote(asked)
     return body
+
+
+def _beside(request: web.Request, *, tells_load: bool) -> dict[str, float]:
+    """What a face gets besides body and model: `waited`, the seconds that the router had the request wait until the
+    model was loaded, for one that tells them."""
+    if not tells_load:
+        return {}
+    try:
+        seconds = float(request.headers.get(routes.WAITED_HEADER, 0.0))
+    except ValueError:
+        seconds = 0.0
+    return {"waited": seconds if 0.0 <= seconds < math.inf else 0.0}
 
 
 def _profiled(generation: Generation, options: contract.Serve) -> Generation:

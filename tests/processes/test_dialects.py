@@ -165,6 +165,29 @@ async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: 
         assert [each["done"] for each in told] == [False] * (len(told) - 1) + [True]
 
 
+async def test_a_worker_is_told_how_long_an_ollama_request_waited_for_its_load_and_no_other(tmp_path: Path) -> None:
+    async def answer(upstream: Upstream) -> None:
+        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+
+    def told(upstream: Upstream) -> list[float]:
+        lines = [each.split(": ") for each in upstream.head.split("\r\n")]
+        return [float(value) for name, *rest in lines if name.lower() == "x-router-waited" for value in rest]
+
+    async with world(tmp_path, answer, load_seconds=0.2) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        liar = {"X-Router-Waited": "99"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=liar) as client:
+            body = {"model": "a", "messages": HI["messages"], "stream": False}
+            both = (client.post("/api/chat", json=body), client.post("/v1/chat/completions", json=body))
+            for answered in await asyncio.gather(*both):
+                assert answered.status_code == 200
+            await client.post("/api/chat", json=body)
+        paths = {each.head.split(" ")[1]: told(each) for each in up.requests[:2]}
+        assert paths["/v1/chat/completions"] == told(up.requests[2]) == []
+        [waited] = paths["/api/chat"]
+        assert 0.2 <= waited < 99
+
+
 async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         body = line(message={"role": "assistant", "content": "w"}, done=True)

@@ -58,6 +58,19 @@ async def test_a_chat() -> None:
         assert headers["X-Ignored-Fields"] == "options.num_gpu"
 
 
+@pytest.mark.parametrize(("told", "waited"), [("1.500000", 1.5), ("0.2", 0.2), ("", 0.0), ("-3", 0.0), ("nan", 0.0)])
+async def test_what_was_waited_for_the_load_is_told_and_is_part_of_the_total(told: str, waited: float) -> None:
+    loaded = {routes.WAITED_HEADER: told}
+    asked = {"messages": HI, "prompt": "hi", "stream": False}
+    async with serving() as world:
+        for path in ("/api/chat", "/api/generate"):
+            whole = (await world.post(path, asked, **loaded))[2]
+            assert whole["load_duration"] == int(waited * 1e9)
+            assert waited * 1e9 <= whole["total_duration"] < (waited + 60) * 1e9
+        _, _, plain = await world.post("/api/chat", asked)
+        assert plain["load_duration"] == 0
+
+
 @pytest.mark.parametrize("said", [SAID, "just thoughts", "</think>\n\nfour words of text", "a</think>" + SAID[26:] * 2])
 async def test_lines_add_up_to_the_whole_answer(said: str) -> None:
     async with serving(Speaking(said), chat_template=THINKING) as world, asking(world) as client:
@@ -217,6 +230,9 @@ async def test_vectors() -> None:
     async with serving() as world, asking(world) as client:
         answer = await client.embed("m", ["hi", "hi"])
         assert [list(vector) for vector in answer.embeddings] == [[2.0, 4.0, 6.0, 8.0]] * 2
+        assert answer.load_duration == 0
+        _, _, told = await world.post("/api/embed", {"input": "hi"}, **{routes.WAITED_HEADER: "2.5"})
+        assert told["load_duration"] == 2_500_000_000 <= told["total_duration"]
         one = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=1))
         assert [list(vector) for vector in one.embeddings] == [[1.0]]
         older = await client.embeddings("m", "hi")

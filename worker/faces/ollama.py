@@ -43,8 +43,9 @@ _NAMES: Mapping[str, str] = {
 """What fields of a chat completion are called here."""
 
 
-async def chat(body: Json, model: Model) -> Call | Result:
-    """One message of the assistant; without messages, the model is loaded. Raises RequestError."""
+async def chat(body: Json, model: Model, *, waited: float = 0.0) -> Call | Result:
+    """One message of the assistant; without messages, the model is loaded. `waited`: seconds until it was, before this
+    was called. Raises RequestError."""
     fields = Fields(body, OLLAMA_CHAT)
     asked, room, keep_alive = _read(fields, model)
     messages = fields.sequence("messages") or []
@@ -54,14 +55,14 @@ async def chat(body: Json, model: Model) -> Call | Result:
         asked |= _logprobs(fields)
         ignored = fields.settle(strict=model.options.strict_fields)
         understood = await understand(asked, model, id=f"chat-{uuid.uuid4().hex}", names=_NAMES)
-        return _call(understood, room, keep_alive, ignored, is_chat=True)
+        return _call(understood, room, keep_alive, ignored, is_chat=True, waited=waited)
     read_tools(fields)
     return _loaded(fields, model, asked, keep_alive, {"message": {"role": "assistant", "content": ""}})
 
 
-async def generate(body: Json, model: Model) -> Call | Result:
-    """A text that answers a prompt, or with `raw` goes on from it; without a prompt, the model is loaded. Raises
-    RequestError."""
+async def generate(body: Json, model: Model, *, waited: float = 0.0) -> Call | Result:
+    """A text that answers a prompt, or with `raw` goes on from it; without a prompt, the model is loaded. `waited`: as
+    in `chat`. Raises RequestError."""
     fields = Fields(body, OLLAMA_GENERATE)
     asked, room, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
@@ -92,12 +93,12 @@ async def generate(body: Json, model: Model) -> Call | Result:
         before = [{"role": "system", "content": system}] if system else []
         asked["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
         understood = await understand({**asked, **logprobs}, model, id=id, names=_NAMES)
-    return _call(understood, room, keep_alive, ignored, is_chat=False)
+    return _call(understood, room, keep_alive, ignored, is_chat=False, waited=waited)
 
 
-async def embed(body: Json, model: Model) -> Result:
-    """A vector for each text; raises RequestError."""
-    began = time.monotonic()
+async def embed(body: Json, model: Model, *, waited: float = 0.0) -> Result:
+    """A vector for each text. `waited`: as in `chat`. Raises RequestError."""
+    began = time.monotonic() - waited
     fields = Fields(body, OLLAMA_EMBED)
     name, keep_alive = _named(fields, model), _keep_alive(fields)
     _options(fields, model)
@@ -113,7 +114,7 @@ async def embed(body: Json, model: Model) -> Result:
         "model": name,
         "embeddings": [each["embedding"] for each in made.body["data"]],
         "total_duration": _nanoseconds(time.monotonic() - began),
-        "load_duration": 0,
+        "load_duration": _nanoseconds(waited),
         "prompt_eval_count": made.prompt_tokens,
     }
     return Result(body=told, ignored=ignored, prompt_tokens=made.prompt_tokens, keep_alive=keep_alive)
@@ -276,12 +277,14 @@ def _message(where: str, message: Any, model: Model) -> Json:
 # Answers
 
 
-def _call(chat: Chat, room: int | None, keep_alive: float | None, ignored: tuple[str, ...], *, is_chat: bool) -> Call:
+def _call(
+    chat: Chat, room: int | None, keep_alive: float | None, ignored: tuple[str, ...], *, is_chat: bool, waited: float
+) -> Call:
     if room is not None:
         chat = replace(chat, generations=tuple(_within(room, each) for each in chat.generations))
     return Call(
         generations=chat.generations,
-        reply=LineReply(chat, is_chat=is_chat),
+        reply=LineReply(chat, is_chat=is_chat, waited=waited),
         stream=chat.common.stream,
         ping_interval=chat.common.ping_interval,
         ignored=(*ignored, *chat.ignored),
@@ -310,12 +313,14 @@ def _loaded(fields: Fields, model: Model, asked: Json, keep_alive: float | None,
 class LineReply:
     """An answer whole, and as lines; `done` stands last in each."""
 
-    def __init__(self, chat: Chat, *, is_chat: bool):
+    def __init__(self, chat: Chat, *, is_chat: bool, waited: float):
         self._model = chat.common.model
         self._is_chat = is_chat
         self._reading = Reading(chat.manner)
         self._totals = Totals(chat.generations)
-        self._began = time.monotonic()
+        self._waited = waited
+        """Seconds until the model was loaded."""
+        self._began = time.monotonic() - waited
         self._held: list[TokenLogprob] = []
 
     def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
@@ -365,7 +370,7 @@ class LineReply:
         return {
             "done_reason": delta.finish,
             "total_duration": _nanoseconds(time.monotonic() - self._began),
-            "load_duration": 0,
+            "load_duration": _nanoseconds(self._waited),
             "prompt_eval_count": usage["prompt_tokens"],
             "prompt_eval_duration": _nanoseconds(timings["prompt_ms"] / 1e3),
             "eval_count": usage["completion_tokens"],
