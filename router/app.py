@@ -429,7 +429,7 @@ class App:
             record.status = error.status
             if error.reason == "key_concurrency":  # what else is refused, the fleet tells
                 fleet, about = self._site.fleet, {"key": key.name, "limit": key.max_concurrent}
-                fleet.refusals.tell(id, error, fleet.now(), **about)
+                fleet.refusals.tell(id, error, **about)
             raise
         finally:
             self._requests.ended(record)

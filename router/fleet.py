@@ -85,7 +85,7 @@ class Fleet:
         self.launcher = launcher
         self.calibration = calibration
         self.events = events
-        self.refusals = Refusals(events)
+        self.refusals = Refusals(events, self._loop)
         self.files = files
         self.limits = limits
         self.models: dict[str, Model] = {}
@@ -176,7 +176,7 @@ class Fleet:
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
         if (error := self._too_many(model)) is not None:
             running, limit = self._requests(model), model.preset.max_concurrent
-            self.refusals.tell(id, error, self.now(), running=running, limit=limit)
+            self.refusals.tell(id, error, running=running, limit=limit)
             raise error
         if worker is None or worker.state is not State.READY:
             self._admit(model)
@@ -352,13 +352,13 @@ class Fleet:
         if (error := self._full(model, waiting)) is not None:
             mine, all_ = waiting
             limits = {"limit": model.preset.queue_size, "limit_of_all": self.limits.queue_size}
-            self.refusals.tell(model.preset.id, error, self.now(), waiting=mine, waiting_of_all=all_, **limits)
+            self.refusals.tell(model.preset.id, error, waiting=mine, waiting_of_all=all_, **limits)
             raise error
 
     def _refuse_failed(self, model: Model) -> None:
         """Raises LoadBackoff, LoadFailed."""
         if (refusal := self._refusal(model)) is not None:
-            self.refusals.tell(model.preset.id, refusal, self.now())
+            self.refusals.tell(model.preset.id, refusal)
             raise refusal
         if model.failure is not None and self.now() < model.failure.until:
             model.failure = None  # its files have changed
@@ -415,7 +415,7 @@ class Fleet:
             retry_after=self.eta(self.models.get(worker.preset.id) or Model(worker.preset, 0)),
         )
         facts = {"cause": worker.waits_for, "position": worker.ahead + 1, "limit_seconds": self.limits.queue_timeout}
-        self.refusals.tell(worker.preset.id, error, self.now(), **facts)
+        self.refusals.tell(worker.preset.id, error, **facts)
         return error
 
     # Lives

@@ -84,6 +84,9 @@ async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() ->
     found = told(world, "refused")
     assert [event.data["count"] for event in found] == [1, *[pytest.approx(100, abs=2)] * (len(found) - 1)]
     assert len(found) in (3, 4)
+    await asyncio.sleep(2.0)
+    found = told(world, "refused")
+    assert sum(event.data["count"] for event in found) == 300, "nor are the last ones forgotten"
     first = found[0]
     assert (first.model, first.data["reason"]) == ("a", "queue_full")
     assert (first.data["waiting"], first.data["limit"], first.data["limit_of_all"]) == (2, 2, Limits().queue_size)
