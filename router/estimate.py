@@ -354,8 +354,10 @@ def picture_bytes(facts: Checkpoint, preset: Preset) -> int:
 
 def _staged_bytes(facts: Checkpoint, preset: Preset) -> int:
     """Bytes of main memory that hold weights on their way to an accelerator: buffers, and all weights if they are
-    converted."""
+    converted, or drawn there."""
     dtype = compute_dtype(facts, preset, on_host=False)
+    if preset.load_format == "dummy":
+        return STAGING_BYTES + weight_bytes(facts, preset, on_host=False)
     if on_load(facts, preset):
         return facts.file_bytes
     if all(stored == dtype for stored in facts.tensors if stored in DTYPE_BYTES):

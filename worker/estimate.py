@@ -215,7 +215,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     loading = _stacked(options, config) * dtype.itemsize
     if device.type == "cpu" and not converts:  # files are mapped and read as a whole, and then let go where unused
         loading = max(loading, sum(each.itemsize * count for each, count in stored) - weights)
-    staged = weights if converts else 0
+    staged = weights if converts or options.load_format == "dummy" else 0  # random ones are drawn in main memory
     if packing.is_quantized(options, config) and not packing.stated(config):
         loading = staged = sum(count for _, count in stored) * dtype.itemsize  # all of it, until the last is packed
     loading = max(loading, arranging)
@@ -276,7 +276,8 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
         Shard(weights[device], pool, peaks[device], repeated) for device, pool in zip(devices, context, strict=True)
     ]
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
-    return shards, sum(shard.weights for shard in shards) if converts else 0
+    staged = converts or options.load_format == "dummy"
+    return shards, sum(shard.weights for shard in shards) if staged else 0
 
 
 def _shorten_parts(model: Any, parts: split.Split) -> None:

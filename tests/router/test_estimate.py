@@ -241,6 +241,8 @@ def test_converting_on_the_way_to_an_accelerator_needs_main_memory_for_a_copy() 
     converted = estimate(QWEN3_4B, preset(dtype="float16"), on_host=False)
     assert straight.host == BESIDE
     assert converted.host == BESIDE + 8_044_936_192, "beside what the process itself takes"
+    drawn = estimate(QWEN3_4B, preset(load_format="dummy"), on_host=False)
+    assert drawn.host == converted.host, "random weights are drawn there"
 
 
 def test_segments_and_source_are_stated_by_shard() -> None:

@@ -302,6 +302,7 @@ def test_what_is_packed_or_converted_on_the_way_to_an_accelerator_passes_through
 
     elements = sum(count for _, count in estimate.stored_tensors(options(snapshot)))
     assert staged() == 0
+    assert 0 <= staged(load_format="dummy") - 4 * elements < 1000, "drawn there"
     assert 0 <= staged(dtype="bfloat16") - 2 * elements < 1000, "with the buffers that a model makes itself"
     assert staged(quantization="bnb-8bit") == 4 * elements, "all of it, until the last is packed"
 
