@@ -24,7 +24,7 @@ class Tooling:
     """What a request says about tools."""
 
     shown: Sequence[Json] = ()
-    """To the chat template."""
+    """To the chat template: all, or those that are allowed."""
     callable: Sequence[Json] = ()
     """Those whose calls are told apart: all that are shown, or the one that must be called."""
     is_required: bool = False
@@ -38,14 +38,16 @@ def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
     tools to the model. Raises InvalidValue, or UnsupportedByModel where there is no such place."""
     choice = fields.take("tool_choice")
     is_parallel = fields.flag("parallel_tool_calls")
-    if isinstance(choice, dict):
-        wanted: str | None = _named(choice)
-    elif choice in (None, "none", "auto", "required"):
-        wanted = None
-    else:
+    named: str | None = None
+    allowed: frozenset[str] | None = None
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(choice.get("allowed_tools"))
+    elif isinstance(choice, dict):
+        named = _named(choice)
+    elif choice not in (None, "none", "auto", "required"):
         raise InvalidValue("tool_choice must be none, auto, required or name a function", param="tool_choice")
     if not tools:
-        if choice in (None, "none", "auto"):
+        if choice in (None, "none", "auto") and allowed is None:
             return Tooling()
         raise InvalidValue("tool_choice needs tools", param="tool_choice")
     if choice == "none":
@@ -56,11 +58,13 @@ def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
             " message, or set a template that has one with chat-template in the preset",
             param="tools",
         )
-    called = [tool for tool in tools if wanted in (None, tool["function"]["name"])]
-    if not called:
+    if allowed is not None:  # others are not shown: where no grammar holds it, a model may call what it sees
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    called = [tool for tool in tools if named in (None, tool["function"]["name"])]
+    if not called or (allowed is not None and allowed != {tool["function"]["name"] for tool in tools}):
         raise InvalidValue("tool_choice names a function that is not among the tools", param="tool_choice")
-    is_required = wanted is not None or choice == "required"
-    is_one = wanted is not None if is_parallel is None else not is_parallel  # who names a function wants it called once
+    is_required = named is not None or choice == "required"
+    is_one = named is not None if is_parallel is None else not is_parallel  # who names a function wants it called once
     return Tooling(tools, called, is_required, 1 if is_one else None)
 
 
@@ -125,14 +129,33 @@ def spelt(text: str, special: Mapping[str, int]) -> str:
 
 
 def _named(choice: Json) -> str:
-    function = choice.get("function") if choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    name = _function_name(choice)
+    if name is None:
         raise InvalidValue(
-            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+            'tool_choice must be none, auto, required, {"type": "function", "function": {"name": ...}} or of type'
+            " allowed_tools",
             param="tool_choice",
         )
     return name
+
+
+def _allowed(stated: Any) -> tuple[str, frozenset[str]]:
+    """The mode, auto or required, and the names of the functions that may be called."""
+    mode, tools = (stated.get("mode"), stated.get("tools")) if isinstance(stated, dict) else (None, None)
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in ("auto", "required") or not names or None in names:
+        raise InvalidValue(
+            "allowed_tools of tool_choice must have a mode, auto or required, and tools, each of type function with its"
+            " name",
+            param="tool_choice",
+        )
+    return mode, frozenset(name for name in names if name is not None)
+
+
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _parameters(function: Mapping[str, Any]) -> Json:

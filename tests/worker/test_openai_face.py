@@ -327,6 +327,52 @@ async def test_a_function_that_is_named_is_called_once_and_others_as_often_as_is
     assert (")*" not in grammar.text) is is_one
 
 
+def allowing(mode: Any, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TOOLS_OF_THREE = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", "g", "h")]
+SHOWN = "{% for t in tools %}{{ t.function.name }}{% endfor %} <tool_call></tool_call> arguments"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_functions_that_are_not_allowed_are_not_shown_and_cannot_be_called(mode: str) -> None:
+    made = model(chat_template=SHOWN)
+    generation = await only({"tools": TOOLS_OF_THREE, "tool_choice": allowing(mode, "h", "f", "h")}, made)
+    assert made.decode(generation.prompt).startswith("fh ")
+    assert (generation.grammar is not None) is (mode == "required")
+    if generation.grammar is not None:
+        text = generation.grammar.text
+        assert [json.dumps(json.dumps({"name": name}))[1:-2] in text for name in "fgh"] == [True, False, True]
+        assert ")*" in text, "as often as it likes, unless parallel_tool_calls says otherwise"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowing("auto"),
+        allowing("sometimes", "f"),
+        allowing(None, "f"),
+        allowing([], "f"),
+        allowing("auto", "f", "x"),
+        allowing("required", "f", 5),
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": "f"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp", "name": "f"}]}},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+    ],
+)
+async def test_what_allows_no_function_of_the_request_is_refused(choice: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await only({"tools": TOOLS_OF_THREE, "tool_choice": choice}, model(chat_template=SHOWN))
+    assert caught.value.param == "tool_choice"
+
+
+async def test_functions_are_allowed_only_where_there_are_some() -> None:
+    with pytest.raises(InvalidValue, match="needs tools"):
+        await only({"tool_choice": allowing("auto", "f")}, model(chat_template=SHOWN))
+
+
 def test_a_model_whose_template_shows_tools_says_so() -> None:
     assert "tools" in model(chat_template=TAKES_TOOLS).capabilities
     assert "tools" not in model().capabilities

@@ -225,6 +225,44 @@ async def test_a_call_that_must_be_made_is_held_to_a_grammar(choice: Any) -> Non
         assert "weather" in grammar.text
 
 
+async def test_functions_may_be_allowed_by_name_and_a_call_of_another_is_text() -> None:
+    engine = Speaking(SAID)
+    clock: Any = {**WEATHER, "name": "clock"}
+    async with serving(engine, chat_template=THINKING) as world, asking(world) as client:
+        for allowed, kinds in ((WEATHER, ["reasoning", "message", "function_call"]), (clock, ["reasoning", "message"])):
+            choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [allowed]}
+            response = await client.responses.create(**HI, tools=[WEATHER, clock], tool_choice=choice)
+            assert [item.type for item in response.output] == kinds
+            assert response.tool_choice.to_dict() == choice
+            assert len(response.tools) == 2
+        assert "clock" in engine.prompt()
+        assert "weather" not in engine.prompt().partition("<tool_call>")[0]
+        choice["mode"] = "required"
+        await client.responses.create(**HI, tools=[WEATHER, clock], tool_choice=choice)
+        grammar = engine.requests[-1].grammar
+        assert grammar is not None
+        assert ("clock" in grammar.text, "weather" in grammar.text) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"mode": "auto", "tools": []},
+        {"mode": "odd", "tools": [WEATHER]},
+        {"mode": "auto", "tools": "weather"},
+        {"mode": "auto", "tools": [{"type": "function"}]},
+        {"mode": "auto", "tools": [{"type": "mcp", "server_label": "x"}]},
+        {"mode": "required", "tools": [{**WEATHER, "name": "clock"}]},
+    ],
+)
+async def test_what_allows_no_function_of_a_response_is_refused(choice: Any) -> None:
+    asked: Any = {**HI, "tools": [WEATHER], "tool_choice": {"type": "allowed_tools", **choice}}
+    async with serving(Speaking("fine"), chat_template=TOOLS) as world, asking(world) as client:
+        with pytest.raises(openai.BadRequestError, match="tool_choice") as caught:
+            await client.responses.create(**asked)
+        assert caught.value.param == "tool_choice"
+
+
 async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}
     refused: list[tuple[dict[str, Any], str]] = [

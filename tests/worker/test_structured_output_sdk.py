@@ -202,6 +202,25 @@ async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folde
             assert set(checked(choice.message.tool_calls)) == {"Clock"}
 
 
+@pytest.mark.parametrize("allowed", ["Weather", "Clock"])
+async def test_of_the_functions_those_that_are_allowed_are_called(
+    engine: TransformersEngine, folder: Path, allowed: str
+) -> None:
+    only: Any = [{"type": "function", "function": {"name": allowed}}]
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=TOOLS, n=3, max_tokens=300, seed=1,
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": only}},
+        )  # fmt: skip
+        for choice in answer.choices:
+            assert set(checked(choice.message.tool_calls)) == {allowed}
+        free = await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=TOOLS, max_tokens=4,
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": only}},
+        )  # fmt: skip
+        assert free.choices[0].finish_reason == "length"
+
+
 async def test_an_answer_is_a_call_or_else_of_the_format_that_was_asked_for(
     engine: TransformersEngine, folder: Path
 ) -> None:

@@ -44,6 +44,11 @@ CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "ar
         ({"tools": [{"type": "function", "function": {**FUNCTION, "odd": 1}, "odd": 1}]},
          ["tools[].function.odd", "tools[].odd"]),
         ({"tool_choice": {"type": "function", "function": {"name": "f", "odd": 1}}}, ["tool_choice.function.odd"]),
+        (
+            {"tool_choice": {"type": "allowed_tools", "odd": 1, "allowed_tools": {
+                "mode": "auto", "odd": 1, "tools": [{"type": "function", "function": {**FUNCTION, "odd": 1}}]}}},
+            ["tool_choice.odd", "tool_choice.allowed_tools.odd", "tool_choice.allowed_tools.tools[].function.odd"],
+        ),
         ({"stream_options": {"include_usage": True, "odd": 1}}, ["stream_options.odd"]),
         ({"response_format": {"type": "text", "schema": {}}}, ["response_format.schema"]),
         ({"response_format": {"type": "json_object", "json_schema": {}}}, ["response_format.json_schema"]),

@@ -110,6 +110,7 @@ COMMON: Body = {
     "timings_per_token": flag("Every chunk has timings."),
     "sse_ping_interval": PING,
 }
+ALLOWED_MODES = ("auto", "required")
 _FUNCTION: Schema = described(
     {
         "name": required(text()),
@@ -131,6 +132,26 @@ TOOL_CHOICE: Schema = {
             **described({"type": {"const": "function"}, "function": described({"name": required(text())})}),
             "required": ["type", "function"],
         },
+        described(
+            {
+                "type": {"enum": ["allowed_tools"]},
+                "allowed_tools": described(
+                    {
+                        "mode": required(choice(ALLOWED_MODES)),
+                        "tools": required(
+                            array(
+                                {
+                                    **described({"type": {"const": "function"}, "function": _FUNCTION}),
+                                    "required": ["type", "function"],
+                                },
+                                least=1,
+                                about="By their names; others are not shown to the model.",
+                            )
+                        ),
+                    }
+                ),
+            }
+        ),
     ]
 }
 CACHED: Body = {"cache_control": PASSED, "prompt_cache_breakpoint": PASSED}

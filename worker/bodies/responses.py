@@ -14,6 +14,7 @@ from worker.bodies.common import (
 )
 from worker.bodies.openai import (
     ADAPTERS,
+    ALLOWED_MODES,
     CACHED,
     COMMON,
     CONVERSATION,
@@ -41,6 +42,18 @@ from worker.schemas import (
     text,
 )
 
+_FUNCTION: Schema = {
+    **described(
+        {
+            "type": {"const": "function"},
+            "name": required(text()),
+            "description": ANYTHING,
+            "parameters": ANYTHING,
+            "strict": ANYTHING,
+        }
+    ),
+    "required": ["type", "name"],
+}
 _STATELESS = "Nothing is kept between requests."
 _TEXT_KINDS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _RESPONSE_TEXT: Schema = {
@@ -160,18 +173,7 @@ RESPONSES: Body = {
     "temperature": TUNING["temperature"],
     "top_p": TUNING["top_p"],
     "tools": array(
-        {
-            **described(
-                {
-                    "type": {"const": "function"},
-                    "name": required(text()),
-                    "description": ANYTHING,
-                    "parameters": ANYTHING,
-                    "strict": ANYTHING,
-                }
-            ),
-            "required": ["type", "name"],
-        },
+        _FUNCTION,
         most=MAX_TOOLS,
     ),
     "tool_choice": {
@@ -181,6 +183,13 @@ RESPONSES: Body = {
                 **described({"type": {"const": "function"}, "name": required(text())}),
                 "required": ["type", "name"],
             },
+            described(
+                {
+                    "type": {"enum": ["allowed_tools"]},
+                    "mode": required(choice(ALLOWED_MODES)),
+                    "tools": required(array(_FUNCTION, least=1, about="By their names; others are not shown.")),
+                }
+            ),
         ]
     },
     "parallel_tool_calls": flag(),

@@ -237,11 +237,23 @@ def _tool_choice(fields: Fields) -> Any:
     choice = fields.take("tool_choice")
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_of_chats(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise UnsupportedField(
-            'tool_choice must be none, auto, required or {"type": "function", "name": ...}', param="tool_choice"
+            'tool_choice must be none, auto, required, {"type": "function", "name": ...} or of type allowed_tools',
+            param="tool_choice",
         )
-    return {"type": "function", "function": {"name": choice["name"]}}
+    return _of_chats(choice)
+
+
+def _of_chats(named: Any) -> Any:
+    """A function's name as chats have it; what names none stays what it is."""
+    if not isinstance(named, dict) or named.get("type") != "function":
+        return named
+    return {"type": "function", "function": {"name": named.get("name")}}
 
 
 def _format(form: Json) -> Json:
