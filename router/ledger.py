@@ -77,6 +77,11 @@ class Device:
         return max(0, size - self.margin)
 
 
+Worth = tuple[bool, bool, int, float, float]
+"""By it residents are ranked, the first to leave first: whether it is busy, whether it is a need, priority, last use or
+(busy) the end of its turn, cost of bringing it back: seconds x bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
     """A worker that occupies memory, from STARTING until STOPPED. Times are in seconds of one monotonic clock."""
@@ -112,6 +117,22 @@ class Resident:
     """Seconds after which it is asked for again, if it is soon; None: not known."""
     load_seconds: float = 0.0
     """What bringing it back takes."""
+    holds: tuple[tuple[DeviceId, int, int], ...] = field(init=False, repr=False, compare=False)
+    """What it gives back when it leaves, by device: bytes of the driver's figure, and of what is reserved."""
+    worth: Worth = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Both are asked for in every plan while it is here."""
+        reserved, measured = self.reserved, self.measured
+        holds = [(id, measured.get(id, size), size) for id, size in reserved.items()]
+        if not measured.keys() <= reserved.keys():
+            holds += [(id, size, 0) for id, size in measured.items() if id not in reserved]
+        object.__setattr__(self, "holds", tuple(holds))
+        # Those in use are all used now: of them, who has had its turn longest. When a request ended last would say
+        # less, and change with each that ends, while nobody plans anew.
+        since = self.turn_ends if self.busy else self.last_used
+        cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != SLOTS])
+        object.__setattr__(self, "worth", (self.busy, not self.luxury, self.priority, since, cost))
 
     def occupied(self, device: DeviceId) -> int:
         """Bytes of the driver's figure that are this worker's."""
@@ -172,29 +193,38 @@ class View:
 
     def leave(self, resident: Resident) -> None:
         """As if it were gone."""
-        reserved, measured, figures = resident.reserved, resident.measured, self._figures
-        for id, size in reserved.items():
+        figures = self._figures
+        for id, occupied, reserved in resident.holds:
             if id in figures:
                 driver, ledger, limit = figures[id]
-                figures[id] = driver, ledger, limit = driver + measured.get(id, size), ledger + size, limit + size
-                self.room[id] = min(driver, ledger, limit)
-        if not measured.keys() <= reserved.keys():
-            for id in measured.keys() - reserved.keys():
-                self._move(id, measured[id], 0)
+                figures[id] = moved = driver + occupied, ledger + reserved, limit + reserved
+                self.room[id] = min(moved)
+
+    def leave_all(self, residents: Iterable[Resident]) -> None:
+        """As if all of them were gone."""
+        gone: dict[DeviceId, list[int]] = {id: [0, 0] for id in self._figures}
+        for one in residents:
+            for id, occupied, reserved in one.holds:
+                if (sums := gone.get(id)) is not None:
+                    sums[0] += occupied
+                    sums[1] += reserved
+        for id, (occupied, reserved) in gone.items():
+            if occupied or reserved:
+                self._move(id, occupied, reserved)
 
     def stay(self, resident: Resident) -> None:
         """Takes `leave` back."""
-        reserved, measured = resident.reserved, resident.measured
-        for id, size in reserved.items():
-            self._move(id, -measured.get(id, size), -size)
-        for id in measured.keys() - reserved.keys():
-            self._move(id, -measured[id], 0)
+        for id, occupied, reserved in resident.holds:
+            self._move(id, -occupied, -reserved)
 
     def promise(self, claim: Bytes) -> None:
         """Give room away that neither driver nor reservations show yet."""
+        figures = self._figures
         for id, needed in claim.items():
-            if needed and id in self._figures:
-                self._move(id, -needed, -needed)
+            if needed and id in figures:
+                driver, ledger, limit = figures[id]
+                figures[id] = moved = driver - needed, ledger - needed, limit - needed
+                self.room[id] = min(moved)
                 self.promised.add(id)
 
     def lower(self, other: "View", devices: Iterable[DeviceId]) -> None:
@@ -230,10 +260,10 @@ class View:
         """Whether more was given away anywhere than there is."""
         return any(free < 0 for id, free in self.room.items() if id in self._binds)
 
-    def enough(self, claim: Bytes, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
-        """Who has to leave so that `claim` fits: taken in `order`, skipping who is not in the way, until it does; less
-        whoever is not needed after all, beginning with the last. None if they would not do together."""
-        short = self.short(claim)
+    def enough(self, claim: Bytes, order: Sequence[Resident], short: list[DeviceId]) -> tuple[Resident, ...] | None:
+        """Who has to leave so that `claim` fits, which is `short` of these devices: taken in `order`, skipping who is
+        not in the way, until it does; less whoever is not needed after all, beginning with the last. None if they would
+        not do together."""
         if len(short) == 1:
             return self._enough_on(short[0], claim[short[0]], order)
         lacking = {id: self._figures[id] for id in short}
@@ -312,29 +342,34 @@ class Stages:
     """Views of one moment after another, the last with everything that is to come. Whoever leaves, leaves all.
 
     Kept as three views only, however many there are (see `View.lower`): the last, the least of all, and the least of
-    those rows in which something is promised.
+    those rows in which something is promised. As long as there is one only, it is the last and the least.
     """
 
     def __init__(self, first: View):
         self.last = first
-        self.least = first.copy()
+        self.least = first
         self.many = False
         """Whether there is more than one."""
         self._promises = first.copy()
         self._promises._figures, self._promises.room = {}, {}
 
     def leave(self, resident: Resident) -> None:
-        for view in (self.last, self.least, self._promises):
-            view.leave(resident)
+        self.last.leave(resident)
+        if self.many:
+            self.least.leave(resident)
+        self._promises.leave(resident)
 
     def stay(self, resident: Resident) -> None:
-        for view in (self.last, self.least, self._promises):
-            view.stay(resident)
+        self.last.stay(resident)
+        if self.many:
+            self.least.stay(resident)
+        self._promises.stay(resident)
 
     def promise(self, claim: Bytes) -> None:
         """On each of them."""
         self.last.promise(claim)
-        self.least.promise(claim)
+        if self.many:
+            self.least.promise(claim)
         for id, needed in claim.items():
             if needed and id in self.least.room:
                 self._promises._figures[id] = self.least._figures[id]
@@ -342,11 +377,13 @@ class Stages:
 
     def book(self, claim: Bytes, victims: Sequence[Resident]) -> None:
         """From the last one on: if there are victims that leave later, that is one more."""
-        self.many |= bool(victims)
+        if victims and not self.many:
+            self.many, self.least = True, self.last.copy()
         for one in victims:
             self.last.leave(one)
         self.last.promise(claim)
-        self.least.lower(self.last, claim)  # elsewhere the new last one has no less than the one before
+        if self.many:
+            self.least.lower(self.last, claim)  # elsewhere the new last one has no less than the one before
         for id in self.last.promised.intersection(claim):
             if id not in self._promises.room:
                 self._promises._figures[id], self._promises.room[id] = self.last._figures[id], self.last.room[id]
@@ -400,12 +437,19 @@ class Ledger:
         for reading in readings:
             members.setdefault(reading.pool or reading.id, []).append(reading.id)
         own = {reading.id: reading for reading in readings if reading.pool is None}
-        here: dict[DeviceId, list[Resident]] = {id: [] for id in own}
+        ready = dict.fromkeys(own, 0)
+        restless: set[DeviceId] = set()
         for one in residents:
-            for id in one.reserved.keys() | one.measured.keys():
-                if id in here:
-                    here[id].append(one)
-        foreign = {id: self._observe_foreign(reading, here[id]) for id, reading in own.items()}
+            if one.starting or one.leaving:
+                restless.update([id for id, _, _ in one.holds])
+                continue
+            for id, occupied, _ in one.holds:
+                if id in ready:
+                    ready[id] += occupied
+        foreign = {
+            id: self._observe_foreign(id, max(0, reading.used - ready[id]), quiet=id not in restless)
+            for id, reading in own.items()
+        }
         devices = []
         for reading in readings:
             pool = reading.pool or reading.id
@@ -425,15 +469,13 @@ class Ledger:
             devices.extend(self._slots(DeviceId(node, SLOTS), residents) for node in nodes)
         return sorted(devices, key=lambda device: device.id)
 
-    def _observe_foreign(self, reading: Reading, here: Sequence[Resident]) -> int:
-        """`here`: those of ours with memory on the device."""
-        ready = sum(one.occupied(reading.id) for one in here if not (one.starting or one.leaving))
-        foreign = max(0, reading.used - ready)
-        if any(one.starting or one.leaving for one in here):
-            # Some of `foreign` belongs to those who come or go; without any quiet value it errs on the safe side.
-            return self._foreign.get(reading.id, foreign)
-        self._foreign[reading.id] = foreign
-        return foreign
+    def _observe_foreign(self, id: DeviceId, seen: int, *, quiet: bool) -> int:
+        """`seen`: bytes beside what those of ours occupy that are ready; `quiet`: none of ours comes or goes there."""
+        if not quiet:
+            # Some of `seen` belongs to those who come or go; without any quiet value it errs on the safe side.
+            return self._foreign.get(id, seen)
+        self._foreign[id] = seen
+        return seen
 
     def _slots(self, id: DeviceId, residents: Sequence[Resident]) -> Device:
         return Device(id=id, total=self._models_max, used=sum(one.reserved.get(id, 0) for one in residents), foreign=0)

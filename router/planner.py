@@ -24,11 +24,13 @@ first to go to the first who waits: nobody behind starts in memory that was free
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop
 from itertools import accumulate, combinations
 from math import inf
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
-from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View, Worth
 
 Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
 """Why a resident stays: never a victim; in use; its load is awaited; inside its turn; not on those devices; enough
@@ -173,10 +175,9 @@ LINGER_SECONDS = (0.2, 2.0)
 """Least and most that an idle worker inside its turn is kept, unless its preset says how long or its clients come back
 later."""
 
+WORTH = attrgetter("worth")
+
 Place = tuple[DeviceId, ...]
-Worth = tuple[bool, bool, int, float, float]
-"""To rank a resident by: whether it is busy, whether it is a need, priority, last use or (busy) the end of its turn,
-cost of bringing it back."""
 Floor = tuple[Any, ...]
 """What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""
 
@@ -201,8 +202,7 @@ def plan(
     return walk.answer()
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(NamedTuple):
     """A place that a demand could claim, and who would have to leave for it."""
 
     place: Place
@@ -213,16 +213,15 @@ class _Offer:
 class _Crowd:
     """Who stays in the memory of one device and is not pinned; and the least that any victims among them disturb."""
 
-    __slots__ = ("_floors", "_most", "_turns", "_worths", "ranked")
+    __slots__ = ("_alike", "_floors", "_most", "ranked")
 
-    def __init__(self, id: DeviceId, able: Iterable[Resident], worth: Callable[[Resident], Worth]):
-        self.ranked = sorted(able, key=worth)
+    def __init__(self, id: DeviceId, ranked: Sequence[Resident]):
+        self.ranked = ranked
         """By worth, the idle first."""
-        self._worths = [worth(one) for one in self.ranked]
-        self._turns = sorted([one.turn_ends for one in self.ranked if one.busy and not one.starting])
-        sizes = [max(one.reserved.get(id, 0), one.measured.get(id, 0)) for one in self.ranked]
-        self._most = list(accumulate(sorted(sizes, reverse=True)))
+        sizes = sorted([max(one.reserved.get(id, 0), one.measured.get(id, 0)) for one in ranked], reverse=True)
+        self._most = list(accumulate(sizes))
         self._floors: dict[int, tuple[float, tuple[float, ...]]] = {}
+        self._alike: bool | None = None
 
     def floor(self, size: int) -> tuple[float, tuple[float, ...]]:
         """Of all victims that give back so many bytes here: the soonest end of the last turn of the busy ones, if
@@ -230,23 +229,41 @@ class _Crowd:
         count = 1 + bisect_left(self._most, size)
         floor = self._floors.get(count)
         if floor is None:
-            first = self._worths[:count]
-            busy = sum(worth[0] for worth in first)
-            turns = self._turns
-            turn = -inf if not busy else turns[busy - 1] if busy <= len(turns) else inf
-            # Of several that differ in priority, the first are not those that were used least recently.
-            alike = count == 1 or len({worth[1:3] for worth in self._worths}) == 1
-            floor = self._floors[count] = turn, _disturbance(first)[: 5 if alike else 1]
+            floor = self._floors[count] = self._floor([one.worth for one in self.ranked[:count]])
         return floor
+
+    def _floor(self, first: Sequence[Worth]) -> tuple[float, tuple[float, ...]]:
+        busy = sum([worth[0] for worth in first])
+        turn = self._turn(busy) if busy else -inf
+        if len(first) < 2:
+            return turn, _disturbance(first)
+        if not self._are_alike():
+            return turn, (busy,)  # the first are not those that were used least recently
+        _, need, priority, _, _ = first[0]
+        return turn, (busy, need, priority, need * len(first), max([since for _, _, _, since, _ in first]))
+
+    def _are_alike(self) -> bool:
+        """Whether they differ neither in need nor in priority."""
+        if self._alike is None:
+            self._alike = len({one.worth[1:3] for one in self.ranked}) == 1
+        return self._alike
+
+    def _turn(self, busy: int) -> float:
+        """When at the soonest the turns of so many that are in use have ended."""
+        turns = sorted([one.turn_ends for one in self.ranked if one.busy and not one.starting])
+        return turns[busy - 1] if busy <= len(turns) else inf
 
 
 class _Line:
     """Who could be the victim of one demand: the first to go first."""
 
+    __slots__ = ("_bounds", "demand", "patient_until", "walk")
+
     def __init__(self, walk: "_Walk", demand: Demand):
         self.walk = walk
         self.demand = demand
         self.patient_until = demand.since + walk.policy.patience
+        self._bounds: dict[int, float] = {}
 
     def on(self, devices: Sequence[DeviceId]) -> list[Resident]:
         """Those with memory on one of these devices."""
@@ -255,7 +272,7 @@ class _Line:
             able: Sequence[Resident] = walk.crowd(devices[0]).ranked
         else:
             found = {one.id: one for id in devices for one in walk.crowd(id).ranked}
-            able = sorted(found.values(), key=walk.worth)
+            able = sorted(found.values(), key=WORTH)
         if self.demand.luxury:
             able = [one for one in able if one.luxury and not one.busy and one.last_used < self.demand.since]
         return sorted(able, key=self.bound) if len(able) > 1 else list(able)
@@ -265,7 +282,10 @@ class _Line:
         now = self.walk.now
         if not (one.busy or one.starting or one.turn_ends > now):
             return -inf
-        return self._latest(one) if self._may_leave_at(one) > now else -inf
+        bound = self._bounds.get(one.id)
+        if bound is None:
+            bound = self._bounds[one.id] = self._latest(one) if self._may_leave_at(one) > now else -inf
+        return bound
 
     def next_moment(self) -> float:
         """Not before, time alone lets any more of them leave."""
@@ -273,8 +293,8 @@ class _Line:
         moment = inf
         if self.patient_until > now:
             moment = max(turns[0], self.patient_until) if turns else inf
-        elif later := turns[bisect_right(turns, now) :]:
-            moment = later[0]
+        elif (first := bisect_right(turns, now)) < len(turns):
+            moment = turns[first]
         for one in self.walk.lingering:
             if now < (over := self._may_leave_at(one)) < moment:
                 moment = over
@@ -311,10 +331,11 @@ class _Walk:
     def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
         self.pools = {id: device.pool or id for id, device in self.devices.items()}
-        self.commons = {id.node: (DeviceId(id.node, HOST), DeviceId(id.node, SLOTS)) for id in self.devices}
+        nodes = {id.node for id in self.devices}
+        self.commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
         self.now = now
         self.policy = policy
-        residents = sorted(residents, key=lambda one: one.id)
+        residents = sorted(residents, key=attrgetter("id"))
         self.staying = {one.id: one for one in residents if not one.leaving}
         self.leaving = {one.id: one for one in residents if one.leaving}
         self.unpromised = sorted(self.leaving.values(), key=lambda one: (one.retired_at, one.id))
@@ -323,13 +344,18 @@ class _Walk:
         self.keep: dict[int, Keep] = {id: "pinned" if one.pinned else "elsewhere" for id, one in self.staying.items()}
         self.at: dict[DeviceId, list[Resident]] = {}
         for one in residents:
-            for id in one.reserved.keys() | one.measured.keys() if one.measured else one.reserved:
-                self.at.setdefault(id, []).append(one)
+            for id, _, _ in one.holds:
+                if id in self.at:
+                    self.at[id].append(one)
+                else:
+                    self.at[id] = [one]
         able = [one for one in self.staying.values() if not one.pinned]
         self.turns = sorted([one.turn_ends for one in able if one.busy and not one.starting])
-        self.lingering = [one for one in able if not one.busy and _may_linger(one, now)]
+        self.lingering = [
+            one for one in able if not one.busy and (one.starting or one.turn_ends > now) and _may_linger(one, now)
+        ]
         self.crowds: dict[DeviceId, _Crowd] = {}
-        self.worths: dict[int, Worth] = {}
+        self.ranked: dict[DeviceId, list[Resident]] | None = None
         self.groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
 
         self.step = View(devices, residents, memory=policy.memory)
@@ -339,11 +365,9 @@ class _Walk:
             soon.leave(one)
         self.stages = Stages(soon)
         self.bare = soon.copy()
-        for one in able:
-            self.bare.leave(one)
-        self.models: dict[str, list[Resident]] = {}
-        for one in self.staying.values():
-            self.models.setdefault(one.model, []).append(one)
+        self.bare.leave_all(able)
+        self.copies = tuple(self.staying.values())
+        self.models = {one.model for one in self.copies}
         self.homes: dict[str, list[DeviceId]] = {}
         self.starting = [one for one in residents if one.starting]
         self.loading = {id for one in self.starting for id in _spots(one)}
@@ -390,7 +414,7 @@ class _Walk:
         if any(one.busy for one in evicted):
             return
         spared = set()
-        for one in sorted(evicted, key=self.worth, reverse=True):
+        for one in sorted(evicted, key=WORTH, reverse=True):
             if self.stages.need(one):
                 continue
             self.stages.stay(one)
@@ -417,22 +441,25 @@ class _Walk:
 
     def _groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
         """The devices that a demand may take, by node."""
-        if able not in self.groups:
+        found = self.groups.get(able)
+        if found is None:
             groups: dict[str, list[DeviceId]] = {}
             for id in self.devices:
                 if id in able:
                     groups.setdefault(id.node, []).append(id)
-            self.groups[able] = list(groups.values())
-        return self.groups[able]
+            found = self.groups[able] = list(groups.values())
+        return found
 
     def _roomy(
-        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], room: Mapping[DeviceId, int]
-    ) -> list[list[DeviceId]]:
-        """Of the devices those that have room for the least of the shards."""
+        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], *rooms: Mapping[DeviceId, int]
+    ) -> list[Sequence[DeviceId]]:
+        """Of the devices those that have room for the least of the shards, in each of the views."""
         if not self.policy.memory:
-            return [list(group) for group in groups]
+            return list(groups)
         pools, least = self.pools, min(demand.shards)
-        return [[id for id in group if room[pools[id]] >= least] for group in groups]
+        for room in rooms:
+            groups = [[id for id in group if room[pools[id]] >= least] for group in groups]
+        return list(groups)
 
     def _places(
         self,
@@ -500,7 +527,8 @@ class _Walk:
     def _homes(self, model: str) -> list[DeviceId]:
         """Where copies of it are, or come."""
         if model not in self.homes:
-            self.homes[model] = [id for one in self.models.get(model, ()) for id in _spots(one)]
+            here = [one for one in self.copies if one.model == model] if model in self.models else []
+            self.homes[model] = [id for one in here for id in _spots(one)]
         return self.homes[model]
 
     def _is_noisy(self, demand: Demand, place: Place) -> bool:
@@ -520,7 +548,7 @@ class _Walk:
     def _room(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
         """Where it fits beside here and beside coming: where the fewest copies are, then where it is emptiest."""
         here, coming = self.now_free, self.stages.least
-        roomy = self._roomy(demand, self._roomy(demand, groups, here.room), coming.room)
+        roomy = self._roomy(demand, groups, here.room, coming.room)
         if not any(roomy):
             return None
         fitting = [
@@ -533,7 +561,7 @@ class _Walk:
         return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
 
     def _appeal(self, demand: Demand, place: Place) -> tuple[int, int, Place]:
-        return self._copies(demand.model, place), -min(self._free(id) for id in place), place
+        return self._copies(demand.model, place), -min(map(self._free, place)), place
 
     def _grant(self, demand: Demand, offer: _Offer) -> None:
         self.start[demand.id] = Start(place=offer.place, claim=offer.claim)
@@ -550,46 +578,60 @@ class _Walk:
         none can be better than the best."""
         best: _Offer | None = None
         best_key: tuple[Any, ...] = ()
-        for floor, place in sorted(self._floors(demand, groups, line)):
+        places = self._floors(demand, groups, line)
+        heapify(places)  # one of the first is the best, nearly always
+        while places:
+            floor, place = heappop(places)
             if best is not None and floor > best_key:
                 break
+            tail = self._is_noisy(demand, place), self._appeal(demand, place)
+            if best is not None and floor == best_key[:2] and tail > best_key[2:]:
+                continue  # whoever left there would disturb no less
             claim = self._share(demand, place)
             for victims in () if self.bare.short(claim) else self._victims(claim, line):
                 offer = _Offer(place, claim, victims)
                 bound = self._bound_of(offer, line)
                 if best is not None and bound > best_key[0]:
                     continue
-                disturbance = _disturbance([self.worth(one) for one in victims])
-                key = (bound, disturbance, self._is_noisy(demand, place), self._appeal(demand, place))
+                disturbance = _disturbance([one.worth for one in victims])
+                key = bound, disturbance, *tail
                 if best is None or key < best_key:
                     best, best_key = offer, key
         return best
 
-    def _floors(
-        self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line
-    ) -> Iterator[tuple[Floor, Place]]:
+    def _floors(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line) -> list[tuple[Floor, Place]]:
         """The places with room for the shards if everybody left who can: nobody who has to leave there leaves sooner
         than its floor says, nor do they disturb less."""
-        pools, crowds, memory = self.pools, self.crowds, self.policy.memory
+        pools, crowds, memory, bounds = self.pools, self.crowds, self.policy.memory, self.bounds
         least, last = self.stages.least.room, self.stages.last.room
-        for place in self._places(demand, groups, self._bare, self._roomy(demand, groups, self.bare.room)):
-            highest: Floor = ()
-            for id, size in zip(place, demand.shards, strict=True):
-                pool = pools[id]
-                if least[pool] >= size or not memory:
-                    continue
-                missing = size - last[pool]
-                turn, mildest = (crowds.get(pool) or self.crowd(pool)).floor(max(1, missing))
-                if turn > -inf:
-                    latest = max(line.patient_until, turn)
-                    turn = latest if latest > self.now else -inf
-                if missing <= 0:  # it may count on those claimed ahead
-                    floor = min((turn, mildest), (max(self.now, self.bounds.get(pool, -inf)), ()))
-                else:
-                    floor = turn, mildest
-                if floor > highest:
-                    highest = floor
-            yield highest or (-inf, NOBODY, self._is_noisy(demand, place), self._appeal(demand, place)), place
+        now, patient_until = self.now, line.patient_until
+
+        def on(id: DeviceId, size: int) -> Floor:
+            """Of one device; nothing if nobody has to leave it."""
+            pool = pools[id]
+            if not memory or least[pool] >= size:
+                return ()
+            missing = size - last[pool]
+            crowd = crowds.get(pool) or self.crowd(pool)
+            floor = crowd.floor(max(1, missing))
+            turn = floor[0]
+            if turn > -inf:
+                latest = max(turn, patient_until)
+                floor = (latest if latest > now else -inf), floor[1]
+            if missing <= 0:  # it may count on those claimed ahead
+                return min(floor, (max(now, bounds.get(pool, -inf)), ()))
+            return floor
+
+        def free(place: Place) -> Floor:
+            return -inf, NOBODY, self._is_noisy(demand, place), self._appeal(demand, place)
+
+        roomy, shards = self._roomy(demand, groups, self.bare.room), demand.shards
+        if len(shards) == 1 and not demand.place:
+            return [(on(id, shards[0]) or free((id,)), (id,)) for group in roomy for id in group]
+        return [
+            (max(map(on, place, shards)) or free(place), place)
+            for place in self._places(demand, groups, self._bare, roomy)
+        ]
 
     def _victims(self, claim: Bytes, line: _Line) -> Iterator[tuple[Resident, ...]]:
         """Who would have to leave for a place: once those claimed ahead have left, and sooner."""
@@ -597,7 +639,7 @@ class _Walk:
         views = (last,) if not self.stages.many or last.is_like(least, claim) else (last, least)
         for view in views:
             short = view.short(claim)
-            victims = view.enough(claim, line.on(short)) if short else ()
+            victims = view.enough(claim, line.on(short), short) if short else ()
             if victims is not None:
                 yield victims
 
@@ -606,19 +648,18 @@ class _Walk:
         crowd = self.crowds.get(id)
         if crowd is None:
             staying = self.staying
-            able = [one for one in self.at.get(id, ()) if one.id in staying and not one.pinned]
-            crowd = self.crowds[id] = _Crowd(id, able, self.worth)
+            ranked = self._ranked().get(id, ())
+            crowd = self.crowds[id] = _Crowd(id, [one for one in ranked if one.id in staying])
         return crowd
 
-    def worth(self, one: Resident) -> Worth:
-        """By it they are ranked, the idle first."""
-        worth = self.worths.get(one.id)
-        if worth is None:
-            # Those in use are all used now: of them, who has had its turn longest. When a request ended last would say
-            # less, and change with each that ends, while nobody plans anew.
-            since = one.turn_ends if one.busy else one.last_used
-            worth = self.worths[one.id] = one.busy, not one.luxury, one.priority, since, _cost(one)
-        return worth
+    def _ranked(self) -> Mapping[DeviceId, list[Resident]]:
+        """By device all who could leave it when somebody first had to, by their worth."""
+        if self.ranked is None:
+            self.ranked = {id: [] for id in self.at}
+            for one in sorted([one for one in self.staying.values() if not one.pinned], key=WORTH):
+                for id, _, _ in one.holds:
+                    self.ranked[id].append(one)
+        return self.ranked
 
     def _bound_of(self, offer: _Offer, line: _Line) -> float:
         """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
@@ -638,9 +679,7 @@ class _Walk:
         late = [one for one in offer.victims if line.bound(one) > -inf]
         missing = self._short_without(offer)
         ahead = self._all_on(missing, self.claimed)
-        disturbed = {*self._pools(offer.place), *(id for one in offer.victims for id in _spots(one))}
-        measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
-        is_hushed = bool(offer.victims) and not disturbed.isdisjoint(measured)
+        is_hushed = bool(offer.victims and self.hushed) and self._disturbs_a_measurement(offer)
         must_refine = bool(offer.victims) and not demand.sure
         goes = not (late or missing or is_hushed or must_refine)
         if must_refine:
@@ -672,10 +711,20 @@ class _Walk:
         elif missing:
             cause, on = _scarce(shortage), ahead
         elif is_hushed or not shortage:
+            disturbed = self._disturbed(offer)
             cause, on = "quiet", [one for one in self.starting if not disturbed.isdisjoint(_spots(one))]
         else:
             cause, on = "stopping", self._all_on(shortage, self.leaving)
         self.waits[demand.id] = self._wait(cause, on, shortage, offer, until)
+
+    def _disturbed(self, offer: _Offer) -> set[DeviceId]:
+        """Where somebody comes, or leaves."""
+        return {*self._pools(offer.place), *(id for one in offer.victims for id in _spots(one))}
+
+    def _disturbs_a_measurement(self, offer: _Offer) -> bool:
+        """Of another one than its victims'."""
+        measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
+        return not self._disturbed(offer).isdisjoint(measured)
 
     def _send_away(self, one: Resident, eviction: Eviction) -> None:
         self.evict[one.id] = eviction
@@ -686,7 +735,7 @@ class _Walk:
     def _gone(self, one: Resident) -> None:
         """It stays no longer."""
         del self.keep[one.id]
-        for id in (*one.reserved, *one.measured):
+        for id, _, _ in one.holds:
             self.crowds.pop(id, None)
 
     def _look_at(self, moment: float) -> None:
@@ -698,7 +747,7 @@ class _Walk:
         step = self.step
         for one in offer.victims:
             step.leave(one)
-        promised = step.enough(offer.claim, self.unpromised)
+        promised = step.enough(offer.claim, self.unpromised, step.short(offer.claim))
         assert promised is not None, "it fits on the first stage, where all of them are gone"
         for one in promised:
             step.leave(one)
@@ -713,7 +762,7 @@ class _Walk:
             bound = line.bound(one)
             self.claimed[one.id] = self.staying.pop(one.id)
             self._gone(one)
-            for id in (*one.reserved, *one.measured):
+            for id, _, _ in one.holds:
                 self.bounds[id] = max(self.bounds.get(id, -inf), bound)
 
     # 3. Refuse, or stay in line
@@ -749,7 +798,11 @@ class _Walk:
         return {id: needed - room(id) for id, needed in claim.items() if self._binds(id) and room(id) < needed}
 
     def _shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
-        return {id: self._arithmetic(id, claim[id], room(id)) for id in self._missing(claim, room)}
+        return {
+            id: self._arithmetic(id, needed, free)
+            for id, needed in claim.items()
+            if self._binds(id) and (free := room(id)) < needed
+        }
 
     def _arithmetic(self, id: DeviceId, required: int, available: int) -> Shortage:
         device = self.devices[id]
@@ -773,10 +826,10 @@ class _Walk:
     ) -> Wait:
         return Wait(
             cause=cause,
-            on=tuple(sorted(one.id for one in on)),
+            on=tuple(sorted([one.id for one in on])),
             shortage=shortage,
             place=offer.place if offer else (),
-            victims=tuple(sorted(one.id for one in offer.victims)) if offer else (),
+            victims=tuple(sorted([one.id for one in offer.victims])) if offer else (),
             keep=self._kept(shortage),
             until=until if self.now < until < inf else None,
         )
@@ -836,11 +889,6 @@ def _disturbance(victims: Sequence[Worth]) -> tuple[float, ...]:
         return busy, need, priority, need, last_used, cost
     busy_, need_, priority_, last_used_, cost_ = zip(*victims, strict=True)
     return sum(busy_), max(need_), max(priority_), sum(need_), max(last_used_), sum(cost_)
-
-
-def _cost(one: Resident) -> float:
-    """Of bringing it back: seconds x bytes."""
-    return one.load_seconds * sum([bytes for id, bytes in one.reserved.items() if id.index != SLOTS])
 
 
 def _may_expire(one: Resident) -> bool:

@@ -253,8 +253,8 @@ class Worker:
         seconds. The same as before while all is the same that it is made of: looks are many, changes few."""
         made_of = (
             self.preset, self.state, self.retired.is_set(), bool(self.leases), self.last_used, self.turn_ends,
-            self.retired_at, self.keep_alive, self.luxury, self.surplus, self.load_seconds, self.reserved,
-            self.process, self.pulse, comes_back,
+            self.retired_at, self.keep_alive, self.luxury, self.surplus, self.load_seconds, self.process, self.pulse,
+            self.reserved.copy(), {**self.measured}, comes_back,  # they change in place
         )  # fmt: skip
         if self._resident is None or self._resident[0] != made_of:
             self._resident = made_of, self._made(comes_back)
@@ -268,8 +268,8 @@ class Worker:
         return Resident(
             id=self.id,
             model=self.preset.id,
-            reserved=self.reserved,
-            measured=self.counted,
+            reserved=self.reserved.copy(),
+            measured={**self.counted},
             last_used=self.last_used,
             busy=busy,
             leaving=self.retired.is_set() or self.state is State.STOPPING,

@@ -356,3 +356,16 @@ async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_chan
     assert (before.priority, before.expires, before.leaving) == (1, worker.last_used + 5.0, True)
     assert worker.resident(comes_back=1.0).comes_back == 1.0
     await world.stop()
+
+
+@virtual
+async def test_the_planner_sees_what_a_worker_holds_now_and_what_it_saw_stays_as_it_was() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a")
+    [worker] = world.fleet.workers()
+    before = worker.resident()
+    worker.reserved[CPU] -= GIB // 4  # of a standby that is over, say
+    assert before.reserved[CPU] == GIB
+    assert worker.resident().reserved[CPU] == GIB - GIB // 4
+    assert {id: reserved for id, _, reserved in worker.resident().holds} == worker.reserved
+    await world.stop()
