@@ -4,6 +4,7 @@ Options come from the tables of `settings` and `keys`, so that none is written h
 imported before it is needed: `--help` stays quick.
 """
 
+import gc
 import io
 import json
 import os
@@ -324,6 +325,14 @@ def _better(error: click.NoSuchOption) -> click.UsageError:
 
 
 def _serve(given: Mapping[str, Any]) -> int:
+    gc.disable()  # until it serves: what is made for that is nearly all there to stay, and searched for nothing
+    try:
+        return _load_and_serve(given)
+    finally:
+        gc.enable()
+
+
+def _load_and_serve(given: Mapping[str, Any]) -> int:
     options, models = _split(given)
     parsed, problems = settings.parse(options, os.environ)
     if problems:

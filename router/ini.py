@@ -194,7 +194,7 @@ def _fill(text: str, environ: Mapping[str, str], *, in_json: bool = False) -> st
         return json.dumps(environ[name])[1:-1] if in_json else environ[name]
 
     filled = _VARIABLE.sub(variable, text)
-    if "\0" in filled or any("\ud800" <= char <= "\udfff" for char in filled):
+    if "\0" in filled or (not filled.isascii() and any("\ud800" <= char <= "\udfff" for char in filled)):
         raise ValueError("the value has a NUL or half a surrogate pair")
     return filled
 

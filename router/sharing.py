@@ -55,6 +55,8 @@ USES: Mapping[str, Use] = _uses(
 """Of every key. What somebody sets to have workers of their own is any of LOAD: `env.OWN = 1` changes nothing else."""
 
 _OWN = {key.field for key in KEYS if key.field and USES[key.name] in (Use.REQUEST, Use.NAME)}
+_NOBODYS: Mapping[str, Any] = {name: DEFAULTS[name] for name in _OWN} | {"sampling": {}}
+"""What a member of the fleet has of all that is of one name alone."""
 _EQUAL = tuple(
     field.name for field in dataclasses.fields(Preset) if field.name not in _OWN | {"id", "source", "origins"}
 )
@@ -82,7 +84,9 @@ def member(group: Sequence[Preset]) -> Preset:
     """What the fleet has of presets that share a worker: nothing in it is of one name alone."""
     first = group[0]
     further = [name for each in group for name in (each.id, *each.aliases)] if len(group) > 1 else first.aliases
-    own: dict[str, Any] = {name: DEFAULTS[name] for name in _OWN} | {"sampling": {}, "aliases": tuple(further)}
+    own = _NOBODYS | {"aliases": tuple(further)}
+    if len(group) == 1 and all(getattr(first, name) == value for name, value in own.items()):
+        return first  # as most are, and there may be a thousand
     return replace(first, id=id_of([each.id for each in group]), **own)
 
 

@@ -397,7 +397,7 @@ def sendable(text: str) -> bool:
 
 
 def _unsendable(text: str) -> bool:
-    return any("\ud800" <= char <= "\udfff" for char in text)
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _items(text: str) -> list[str]:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 
 import pytest
 
 from router.errors import ConfigError, PresetInvalid
-from router.serve import ESSENTIAL, _check_locking, _say, _state_folder, _Stop, reload_when_told
+from router.serve import ESSENTIAL, _check_locking, _say, _spare_the_collector, _state_folder, _Stop, reload_when_told
 from router.settings import Settings
 
 
@@ -23,6 +24,19 @@ async def dies(name: str) -> _Stop:
     loop = asyncio.get_running_loop()
     loop.call_exception_handler({"message": "has ended", "exception": task.exception(), "task": task})
     return stop
+
+
+def test_what_is_there_when_a_router_begins_to_serve_is_searched_for_garbage_no_more_and_all_else_is() -> None:
+    before = gc.get_threshold()
+    gc.disable()
+    try:
+        _spare_the_collector()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+        gc.enable()
 
 
 def test_memory_that_this_user_may_not_lock_cannot_be_slept_in() -> None:

@@ -106,5 +106,12 @@ def test_what_is_shared_is_known_by_all_its_names() -> None:
     assert fleet["b"] == found["b"]
 
 
+def test_a_preset_that_shares_nothing_and_has_nothing_of_its_own_is_in_memory_once() -> None:
+    found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\nseed = 3\n")
+    fleet = members(found, share(found))
+    assert fleet["a"] is found["a"]
+    assert fleet["b"] is not found["b"]
+
+
 def test_what_a_worker_is_started_with_keeps_presets_apart_on_purpose() -> None:
     assert share(pair("env.OWN = 1")) == [("one",), ("two",)]
