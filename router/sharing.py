@@ -84,7 +84,7 @@ def member(group: Sequence[Preset]) -> Preset:
     """What the fleet has of presets that share a worker: nothing in it is of one name alone."""
     first = group[0]
     further = [name for each in group for name in (each.id, *each.aliases)] if len(group) > 1 else first.aliases
-    own = _NOBODYS | {"aliases": tuple(further)}
+    own: dict[str, Any] = {**_NOBODYS, "aliases": tuple(further)}
     if len(group) == 1 and all(getattr(first, name) == value for name, value in own.items()):
         return first  # as most are, and there may be a thousand
     return replace(first, id=id_of([each.id for each in group]), **own)
