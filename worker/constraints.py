@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from worker.bodies.common import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
+from worker.closing import closed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.fields import Fields
 from worker.generation import Grammar
@@ -41,7 +42,7 @@ def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
             schema = None
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
-    return Grammar("json_schema", orjson.dumps(schema).decode(), field, lenient=lenient)
+    return Grammar("json_schema", orjson.dumps(closed(schema)).decode(), field, lenient=lenient)
 
 
 def _response_format(fields: Fields, name: str) -> Grammar | None:

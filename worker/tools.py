@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from worker.closing import closed
 from worker.constraints import WHITESPACE
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.families import Family, Written
@@ -166,7 +167,7 @@ def _parameters(function: Mapping[str, Any]) -> Json:
     if not isinstance(stated, dict):
         raise InvalidValue("a tool's parameters must be a JSON schema, an object", param="tools")
     compiler = {"lenient": function.get("strict") is not True, "whitespace_pattern": WHITESPACE}
-    return {"type": "object", **stated, "x-guidance": compiler}
+    return {"type": "object", **closed(stated), "x-guidance": compiler}
 
 
 def _json(value: Any) -> str:

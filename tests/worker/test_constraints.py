@@ -12,7 +12,7 @@ from worker.fields import Fields
 from worker.generation import Grammar
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
-TEXT = '{"type":"object","properties":{"é":{"type":"integer"}}}'
+TEXT = '{"type":"object","properties":{"é":{"type":"integer"}},"additionalProperties":false}'
 INVALID = "invalid_value"
 ANY_OBJECT = '{"type":"object"}'
 
