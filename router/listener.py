@@ -139,15 +139,12 @@ class Asked:
         """Raises ValueError if a header would be more than one."""
         if headers.get("Connection") == "close":
             self.lasts = False
-        lines = [_status_line(status)]
-        for name, value in headers.items():
-            lines.append(f"{name}: {value}\r\n")
-        if not self.lasts and "Connection" not in headers:
-            lines.append("Connection: close\r\n")
-        head = "".join(lines)
-        if head.count("\n") != len(lines) or head.count("\r") != len(lines):
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if not lines.count("\n") == lines.count("\r") == len(headers):
             raise ValueError("a header with a line end in it")
-        return head.encode() + framing + _date(int(time.time()))
+        if not self.lasts and "Connection" not in headers:
+            lines += "Connection: close\r\n"
+        return (_status_line(status) + lines).encode() + framing + _date(int(time.time()))
 
     async def _send(self, data: bytes) -> None:
         connection = self._connection

@@ -131,13 +131,12 @@ class Metrics:
                 if data.get("ttft") and self._fresh.get(event.model) == data["worker"]:
                     del self._fresh[event.model]
                     self._start_seconds.labels(event.model, "first_token").observe(data["ttft"])
-                for kind, count in (
-                    ("prompt", data["prompt_tokens"]),
-                    ("cached", data["cached_tokens"]),
-                    ("completion", data["completion_tokens"]),
-                ):
-                    if count:
-                        self._token_count.add(event.model, kind, by=count)
+                if count := data["prompt_tokens"]:
+                    self._token_count.add(event.model, "prompt", by=count)
+                if count := data["cached_tokens"]:
+                    self._token_count.add(event.model, "cached", by=count)
+                if count := data["completion_tokens"]:
+                    self._token_count.add(event.model, "completion", by=count)
                 if data.get("token_seconds"):
                     self._token_seconds.observe(data["token_seconds"], event.model)
             case "progress" if data["stage"] == "download":

@@ -60,8 +60,6 @@ class Model:
     """When the last of its requests ended; None while one runs."""
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
     """Seconds from the end of its last request to the next one, whether it was still here or not."""
-    comes_back: float | None = None
-    """The pause that one in four is not longer than; None: not known yet."""
     load_seconds: float | None = None
     """What its last load took."""
     request_seconds: float | None = None
@@ -92,6 +90,13 @@ class Model:
     def leases(self) -> int:
         """Requests that hold any of its workers."""
         return sum(len(worker.leases) for worker in self.workers)
+
+    @property
+    def comes_back(self) -> float | None:
+        """The pause that one in four is not longer than; None: not known yet."""
+        if len(self.pauses) < FEWEST_PAUSES:
+            return None
+        return sorted(self.pauses)[int(SOON * (len(self.pauses) - 1))]
 
     def wants_copy(self, now: float) -> bool:
         """Whether a further worker is to begin, if there is room: one at a time, up to the least number of `replicas`
@@ -140,8 +145,6 @@ class Model:
         if self.left is not None:
             self.pauses.append(now - self.left)
             self.left = None
-        if len(self.pauses) >= FEWEST_PAUSES:
-            self.comes_back = sorted(self.pauses)[int(SOON * (len(self.pauses) - 1))]
 
     def expected_load(self) -> float:
         """Seconds of its next load, from its history."""

@@ -605,8 +605,6 @@ def _say_at_once(exchange: Exchange, answer: Answer) -> None:
     """Hand on an answer whose last byte has just come, before anything else happens, if the client takes it."""
     if exchange.piled > BUFFERED or answer.committed or _streams(exchange, answer):
         return
-    if not answer.outlet.has_room(exchange.piled):
-        return
     headers, body = _passed(exchange), exchange.take_all()
     headers.pop("Content-Length", None)  # it is that of the body
     if answer.outlet.put_all(exchange.status, {**answer.headers, **headers}, body):

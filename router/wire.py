@@ -210,13 +210,9 @@ class Wire:
         if self.closed:
             exchange.fail(Broken("the worker is gone"))
             return exchange
-        lines = [f"{method} {target} HTTP/1.1\r\nHost: worker\r\n"]
-        for name, value in headers.items():
-            lines.append(f"{name}: {value}\r\n")
-        if body or method != "GET":
-            lines.append(f"Content-Length: {len(body)}\r\n")
-        lines.append("\r\n")
-        head = "".join(lines).encode("ascii")
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        length = f"Content-Length: {len(body)}\r\n" if body or method != "GET" else ""
+        head = f"{method} {target} HTTP/1.1\r\nHost: worker\r\n{lines}{length}\r\n".encode("ascii")
         connection = self._kept()
         if connection is not None and len(body) < PIECE:
             connection.begin(exchange)
