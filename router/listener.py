@@ -232,7 +232,11 @@ class _Connection(asyncio.Protocol):
         self.full: asyncio.Future[None] | None = None
         """Done once the client has read enough of what waits for it; None: it has."""
         self.task: asyncio.Task[None] | None = None
-        """Answers a request."""
+        """Answers the requests, from the first one on."""
+        self.is_busy = False
+        """One is being answered."""
+        self._idle: asyncio.Future[Asked] | None = None
+        """What the task waits for while none is."""
         self._parser: HttpRequestParser | None = HttpRequestParser(self)  # it refers to us: None in the end
         self._data = b""
         """What has come and is part of no request that was taken."""
@@ -280,7 +284,7 @@ class _Connection(asyncio.Protocol):
         self.full = None
 
     def data_received(self, data: bytes) -> None:
-        if self.task is None:
+        if not self.is_busy:
             if self._data:
                 self._data += data
             else:
@@ -322,7 +326,12 @@ class _Connection(asyncio.Protocol):
             self._parser = HttpRequestParser(self)  # it was no part of the head, and is the client's own affair
         self._clear()
         asked = Asked(self, route, target.decode("ascii"), headers, body, self._lasts)
-        self.task = self._listener.loop.create_task(self._answer(asked))
+        self.is_busy = True
+        if self._idle is None:
+            self.task = self._listener.loop.create_task(self._live(asked))
+        else:
+            self._idle.set_result(asked)
+            self._idle = None
 
     def _read_head(self, head: bytes) -> int | None:
         """The body's length; None if this is no plain call."""
@@ -351,22 +360,32 @@ class _Connection(asyncio.Protocol):
         self._route, self._lasts = route, lasts
         return int(length)
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _live(self, asked: Asked) -> None:
+        """Answer this request and those behind it; returns once the connection is over."""
+        listener = self._listener
         try:
-            await self._listener.serve(asked)
+            while True:
+                await listener.serve(asked)
+                transport = self.transport
+                if transport is None or not (asked.said_all and asked.lasts) or listener.closing:
+                    return
+                if transport.is_closing():
+                    return
+                self._since = listener.loop.time()
+                self.is_busy = False
+                self._idle = idle = listener.loop.create_future()
+                del asked  # with its body, which may be long, and the pause, too
+                if self._paused:
+                    self._paused = False
+                    transport.resume_reading()
+                if self._data:
+                    self._next()
+                asked = await idle
         finally:
-            self.task = None
-            transport = self.transport
-            if transport is not None:
-                if not (asked.said_all and asked.lasts) or self._listener.closing or transport.is_closing():
-                    transport.close()
-                else:
-                    self._since = self._listener.loop.time()
-                    if self._paused:
-                        self._paused = False
-                        transport.resume_reading()
-                    if self._data:
-                        self._next()
+            self.task = self._idle = None
+            self.is_busy = False
+            if self.transport is not None:
+                self.transport.close()
 
     def _hand_over(self) -> None:
         """The rest of this connection is aiohttp's."""
@@ -374,6 +393,8 @@ class _Connection(asyncio.Protocol):
         assert transport is not None
         self._listener.connections.discard(self)
         self.transport = self._parser = None
+        if self._idle is not None:
+            self._idle.cancel()
         other = self._listener.otherwise(functools.partial(self._listener.door.left, self))
         transport.set_protocol(other)
         other.connection_made(transport)
@@ -384,7 +405,7 @@ class _Connection(asyncio.Protocol):
 
     def look(self, now: float) -> None:
         """See to requests that do not come in, and to connections on which none does."""
-        if self.task is not None:
+        if self.is_busy:
             return
         if self._data:
             if now - self._since > SWEEP:
@@ -393,7 +414,7 @@ class _Connection(asyncio.Protocol):
             self.close_if_idle()
 
     def close_if_idle(self) -> None:
-        if self.task is None and self.transport is not None:
+        if not self.is_busy and self.transport is not None:
             self.transport.close()
 
     def abort(self) -> None:

@@ -95,6 +95,35 @@ async def test_pipelined_calls_are_answered_in_their_order_whoever_answers_them(
         writer.close()
 
 
+async def test_one_task_answers_all_plain_calls_of_a_connection_and_ends_with_the_last(tmp_path: Path) -> None:
+    """Be it that the client leaves, that aiohttp gets the connection, or that the listener is closed."""
+
+    def answering() -> set[asyncio.Task[Any]]:
+        return {
+            task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "_Connection._live"
+        }
+
+    async with world(tmp_path, respond) as up:
+        for end in ("leave", "hand over", "close"):
+            reader, writer = await up.connect()
+            tasks = set()
+            for asked in (request({}), request({"stream": True}), request({"model": "nobody"}), request({})):
+                writer.write(asked)
+                await answer(reader)
+                tasks |= answering()
+            assert len(tasks) == 1
+            if end == "hand over":
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await answer(reader))[0] == 200
+            elif end == "close":
+                await up.listener.close(1.0)
+                assert answering() == set()
+            else:
+                writer.close()
+            await until(lambda: not answering())
+            writer.close()
+
+
 @pytest.mark.slow
 async def test_more_calls_than_fit_wait_outside_until_the_first_is_answered(tmp_path: Path) -> None:
     go = asyncio.Event()
