@@ -34,7 +34,7 @@ def made(*models: str) -> tuple[Schedule, Metrics]:
     return world, Metrics(world.fleet, world.events)
 
 
-def test_an_idle_router_tells_every_model_and_no_requests() -> None:
+async def test_an_idle_router_tells_every_model_and_no_requests() -> None:
     _, metrics = made("a", "b")
     found = samples(metrics)
     assert found['router_model_state{model="a",state="unloaded"}'] == 1.0
@@ -44,7 +44,7 @@ def test_an_idle_router_tells_every_model_and_no_requests() -> None:
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
-def test_tokens_are_counted_by_kind() -> None:
+async def test_tokens_are_counted_by_kind() -> None:
     world, metrics = made("a")
     for _ in range(2):
         world.events.mention("request", "a", prompt_tokens=5, cached_tokens=2, completion_tokens=7)
@@ -62,7 +62,7 @@ def test_tokens_are_counted_by_kind() -> None:
         ("abandoned", "cancelled"), ("shutdown", "cancelled"), ("config_changed", "cancelled"), ("", "cancelled"),
     ],
 )  # fmt: skip
-def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, result: str) -> None:
+async def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, result: str) -> None:
     world, metrics = made("a")
     world.events.append("state", "a", worker=1, state="stopped", was="starting", reason=reason)
     found = samples(metrics)
@@ -71,7 +71,7 @@ def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, result: 
     assert found[f'router_worker_exits_total{{model="a",reason="{reason or "stopped"}"}}'] == 1.0
 
 
-def test_a_worker_that_served_counts_as_no_failed_load() -> None:
+async def test_a_worker_that_served_counts_as_no_failed_load() -> None:
     world, metrics = made("a")
     world.events.append("state", "a", worker=1, state="ready", was="starting", load_seconds=3.0)
     world.events.append("state", "a", worker=1, state="ready", draining=True, reason="requested")
@@ -283,7 +283,7 @@ async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> No
     await world.stop()
 
 
-def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
+async def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
     world, metrics = made("a")
     for seconds in (0.0, 0.02, 0.04):
         request = contract.Request(id="r", completion_tokens=5, token_seconds=seconds)
