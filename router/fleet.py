@@ -31,7 +31,6 @@ from router.errors import (
     ModelNotFound,
     ModelNotLoaded,
     NotRunning,
-    QueueFull,
     QueueTimeout,
 )  # fmt: skip
 from router.events import EventLog
@@ -47,6 +46,7 @@ from router.limits import Limits
 from router.model import COPY_PAUSE, Model
 from router.planner import Demand, Plan, Policy
 from router.presets import Preset, same_load
+from router.queue import Queue
 from router.refusals import Refusals
 from router.worker import Worker, tell
 from router.world import Files
@@ -117,6 +117,14 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: dict[asyncio.Task[None], Lease] = {}
         """What holds a lease and asks nothing: no request, so it takes nobody's place in a queue."""
+        self._queue = Queue(
+            alive=self._alive,
+            homes=self._homes,
+            loads=self._loads.values(),
+            limits=limits,
+            refusals=self.refusals,
+            now=self.now,
+        )
         self._said: dict[int, str] = {}
         for preset in presets.values():
             self.models[preset.id] = Model(preset, int(time.time()))
@@ -174,12 +182,7 @@ class Fleet:
             raise Draining("the router is shutting down", retry_after=5)
         if not autoload and not model.sleeps and (worker is None or worker.state is State.DOWNLOADING):
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
-        if (error := self._too_many(model)) is not None:
-            running, limit = self._requests(model), model.preset.max_concurrent
-            self.refusals.tell(id, error, running=running, limit=limit)
-            raise error
-        if worker is None or worker.state is not State.READY:
-            self._admit(model)
+        self._queue.admit(model)
         if worker is None:
             self._refuse_failed(model)
             worker = self._begin(model)
@@ -316,45 +319,6 @@ class Fleet:
         lease.worker = worker
         worker.leases.add(lease)
 
-    def _requests(self, model: Model) -> int:
-        """Those that hold any of its workers."""
-        return model.leases - sum(lease.model is model for lease in self._loads.values())
-
-    def _too_many(self, model: Model) -> QueueFull | None:
-        """What one more request hears that may not run beside the others."""
-        limit = model.preset.max_concurrent
-        if not limit or (running := self._requests(model)) < limit:
-            return None
-        id = model.preset.id
-        return QueueFull(f"{id} already has {running} requests at once (max-concurrent)", retry_after=self.turnover(id))
-
-    def _waiting(self, model: Model) -> tuple[int, int]:
-        """Requests that wait for a model, and for any."""
-        mine = sum(len(worker.leases) for worker in model.workers if worker.state < State.READY)
-        all_ = sum(len(worker.leases) for worker in self.workers() if worker.state < State.READY)
-        loads = [lease for lease in self._loads.values() if lease.worker.state < State.READY]
-        return mine - sum(lease.model is model for lease in loads), all_ - len(loads)
-
-    def _full(self, model: Model, waiting: tuple[int, int]) -> QueueFull | None:
-        """What one more request hears that may not wait."""
-        mine, all_ = waiting
-        if mine >= model.preset.queue_size:
-            return QueueFull(
-                f"{mine} requests already wait for {model.preset.id} (queue-size)", retry_after=self.eta(model)
-            )
-        if all_ >= self.limits.queue_size:
-            return QueueFull(f"{all_} requests already wait (--queue-size)", retry_after=self.eta(model))
-        return None
-
-    def _admit(self, model: Model) -> None:
-        """Raises QueueFull if one more may not wait."""
-        waiting = self._waiting(model)
-        if (error := self._full(model, waiting)) is not None:
-            mine, all_ = waiting
-            limits = {"limit": model.preset.queue_size, "limit_of_all": self.limits.queue_size}
-            self.refusals.tell(model.preset.id, error, waiting=mine, waiting_of_all=all_, **limits)
-            raise error
-
     def _refuse_failed(self, model: Model) -> None:
         """Raises LoadBackoff, LoadFailed."""
         if (refusal := self._refusal(model)) is not None:
@@ -378,29 +342,12 @@ class Fleet:
         return LoadBackoff(f"{message}; next attempt in {failure.until - now:.0f} s", retry_after=failure.until - now)
 
     def eta(self, model: Model) -> float:
-        """Seconds until a request for `model` can expect its turn: its own load and those ahead of it, by what loads
-        took so far, less what is over of them, once those in the way may leave; before that, the rest of its download,
-        by the rate so far."""
-        worker, now = model.open, self.now()
-        if worker is not None and worker.state >= State.STARTING:
-            rest = model.expected_load() - (now - worker.since)
-            return rest if rest > 1.0 else max(1.0, worker.stages.left or 0.0)  # slower than ever: by its rate so far
-        if worker is not None and worker.state is State.DOWNLOADING:
-            return max(1.0, (worker.stages.left or 0.0) + model.expected_load())
-        queued = [w for w in self.workers() if w.state is State.QUEUED and not w.luxury and w is not worker]
-        ahead = [w for w in queued if worker is None or w.ahead < worker.ahead]
-        loads = (self._homes[w.id].expected_load() for w in ahead)
-        line = ahead if worker is None else [*ahead, worker]
-        begins = max((w.waits_until for w in line if w.waits_until is not None), default=now)
-        return max(1.0, max(0.0, begins - now) + model.expected_load() + sum(loads))
+        """Seconds until a request for `model` can expect its turn."""
+        return self._queue.eta(model)
 
     def turnover(self, id: str) -> float:
-        """Seconds until one of the requests of a model can be expected to end, by how long they took so far."""
-        model = self.model(id)
-        worker = model.open
-        if worker is None or worker.state is not State.READY:
-            return self.eta(model)
-        return max(1.0, (model.request_seconds or 1.0) / max(1, model.leases))
+        """Seconds until one of the requests of a model can be expected to end. Raises ModelNotFound."""
+        return self._queue.turnover(self.model(id))
 
     def queue_timeout(self, worker: Worker) -> QueueTimeout:
         waits = f" ({worker.waits_for})" if worker.waits_for else ""
@@ -565,7 +512,7 @@ class Fleet:
             raise Draining("the router is shutting down", retry_after=5)
         worker = model.open
         if worker is None:
-            self._admit(model)
+            self._queue.admit_to_wait(model)
             model.failure = None
             worker = self._begin(model)
         lease = self._take(model, worker)
@@ -983,10 +930,7 @@ class Fleet:
         """What would become of a request for `id` now; changes nothing. Raises ApiError if its files are not usable."""
         model = self.model(id)
         worker = model.open
-        full = self._too_many(model)
-        if full is None and (worker is None or worker.state is not State.READY):
-            full = self._full(model, self._waiting(model))
-        if full is not None:
+        if (full := self._queue.refusal(model)) is not None:
             return refused(full)
         if worker is not None and worker.state >= State.STARTING:
             return {"decision": "none", "message": f"{id} is {worker.state.name.lower()} already"}
