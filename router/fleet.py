@@ -44,7 +44,7 @@ from router.life import end, live, lost_error, take
 from router.lifecycle import State
 from router.limits import Limits
 from router.model import COPY_PAUSE, Model
-from router.planner import Demand, Plan, Policy
+from router.planner import Plan, Policy
 from router.presets import Preset, same_load
 from router.queue import Queue
 from router.refusals import Refusals
@@ -725,7 +725,8 @@ class Fleet:
             self.breaches.update(d.id for d in self.devices if d.id.index != SLOTS and d.total - d.used < d.margin)
         devices = self.cautious_devices()
         by_id = {worker.id: worker for worker in workers}
-        waiting: list[Demand] = [worker.demand() for worker in queued if not worker.refine.is_set()]
+        weighed = [worker for worker in queued if not worker.refine.is_set()]
+        waiting = [worker.demand() for worker in weighed]
         refining = [worker.demand() for worker in queued if worker.refine.is_set()]
         plan = planner.plan(waiting + refining, residents, devices, now, self._policy())
         self._planned_at, self._planned_for = now, len(queued)
@@ -734,7 +735,7 @@ class Fleet:
             self._look()
             return
         self.last_plan = plan
-        candidates = [worker.candidate() for worker in queued if not worker.refine.is_set()]
+        candidates = [worker.candidate(demand) for worker, demand in zip(weighed, waiting, strict=True)]
         decision = standby.decide(plan, candidates, residents, devices)
         self._record(plan, by_id, queued)
         if plan.start:

@@ -220,8 +220,8 @@ class Worker:
         )
         return less(demand, self.standing.held) if self.standing.is_charged else demand
 
-    def candidate(self) -> Candidate:
-        """This worker as far as standing by goes, while QUEUED with its costs known."""
+    def candidate(self, demand: Demand) -> Candidate:
+        """This worker as far as standing by goes, while QUEUED with its costs known; `demand` is its own."""
         assert self.costs is not None
         assert self.facts is not None
         traits = contract.ENGINES[self.preset.engine]
@@ -231,7 +231,7 @@ class Worker:
         if may:
             costs = self.costs
             runtime = estimates.prepared_bytes(self.facts, costs.estimate, on_host=self.on_host, forked=costs.forked)
-        return Candidate(demand=self.demand(), runtime=runtime, stands_by=self.standing.is_charged)
+        return Candidate(demand=demand, runtime=runtime, stands_by=self.standing.is_charged)
 
     def standby(self) -> Resident:
         """Its standby as the planner sees it: nobody's victim, as it goes by a law of its own (router/standby.py)."""

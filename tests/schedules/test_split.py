@@ -180,7 +180,7 @@ def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved
         assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
         command = commands.options(worker, contract.Estimate)
         assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
-        assert worker.candidate().runtime == 0, "its followers are told what to load before they begin"
+        assert worker.candidate(worker.demand()).runtime == 0, "its followers are told what to load before they begin"
         await scene.stop()
 
     run_virtual(story())
