@@ -11,7 +11,7 @@ import orjson
 from worker.bodies.common import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 from worker.closing import closed
 from worker.errors import InvalidValue, UnsupportedField
-from worker.fields import Fields
+from worker.fields import MAX_LEVELS, Fields, is_deep
 from worker.generation import Grammar
 
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
@@ -40,6 +40,8 @@ def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError:
             schema = None
+        if is_deep(schema):  # as a string it came past the limit of bodies
+            raise InvalidValue(f"{field} is nested too deeply: {MAX_LEVELS} levels are read", param=field)
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
     return Grammar("json_schema", orjson.dumps(closed(schema)).decode(), field, lenient=lenient)

@@ -14,12 +14,16 @@ from worker.schemas import Body, Schema, allows, bounds, kinds
 from worker.unknown import unknown
 
 Json = dict[str, Any]
+MAX_LEVELS = 200
+_LEVELS_WRITTEN = 254
+"""By orjson; the rest is for what answers and grammars put around."""
 
 
 def parse(body: bytes) -> Json:
     """The JSON object in `body`; raises InvalidJson.
 
-    orjson is strict: it refuses NaN, infinities, bad UTF-8, lone surrogates and more than 1024 levels.
+    orjson is strict: it refuses NaN, infinities, bad UTF-8 and lone surrogates. It reads 1024 levels but writes 254,
+    and what a client sends is written again: in answers that repeat it, and in grammars.
     """
     try:
         value = orjson.loads(body)
@@ -27,7 +31,20 @@ def parse(body: bytes) -> Json:
         raise InvalidJson(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidJson("the request body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_deep(value):
+        raise InvalidJson(f"the request body is nested too deeply: {MAX_LEVELS} levels are read")
     return value
+
+
+def is_deep(value: Any) -> bool:
+    """Whether what JSON was read as has more than MAX_LEVELS levels."""
+    try:
+        for _ in range(_LEVELS_WRITTEN - MAX_LEVELS):
+            value = [value]
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return True
+    return False
 
 
 def parse_setting(text: str) -> Json | None:

@@ -114,3 +114,8 @@ def test_an_error_of_a_compiler_can_name_the_field_it_came_from() -> None:
     assert found.field == "structured_outputs.regex"
     with pytest.raises(InvalidValue, match="response_format and guided_json"):
         read(Fields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))
+
+
+def test_a_schema_in_a_string_has_the_levels_of_a_body() -> None:
+    with pytest.raises(InvalidValue, match="guided_json is nested too deeply: 200 levels"):
+        read(Fields({"guided_json": '{"a":' * 260 + "{}" + "}" * 260}, GRAMMAR))

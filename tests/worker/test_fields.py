@@ -42,6 +42,16 @@ def test_the_last_of_equal_keys_wins_as_in_the_router() -> None:
     assert fields.parse(b'{"a": 1, "a": 2}') == {"a": 2}
 
 
+def test_json_may_have_as_many_levels_as_can_be_written_again() -> None:
+    def nested(levels: int) -> bytes:
+        return b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+    assert fields.parse(nested(200))["a"]
+    assert fields.parse(b'{"a": [' + b",".join([b"{}"] * 500) + b"]}")["a"], "many objects are not deep ones"
+    with pytest.raises(InvalidJson, match="nested too deeply: 200 levels"):
+        fields.parse(nested(201))
+
+
 def test_a_refusal_of_json_does_not_repeat_the_body() -> None:
     with pytest.raises(InvalidJson) as caught:
         fields.parse(b'{"secret": hunter2}')
