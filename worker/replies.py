@@ -238,17 +238,18 @@ class ChatReply:
         }
 
     def frames(self, number: int, delta: Delta) -> bytes:
-        self._totals.add(number, delta)
+        frames = []
         answer = self._answers[delta.index]
         parts, reasoning_tokens = answer.add(delta)
-        self._totals.add_reasoning(reasoning_tokens)
-        if delta.progress is not None and not self._shape.has_progress:
-            return b""
-        frames = []
-        if delta.index not in self._begun:
+        is_shown = delta.progress is None or self._shape.has_progress
+        if is_shown and delta.index not in self._begun:  # before the tokens count: it has none of them
             self._begun.add(delta.index)
             first = {"role": "assistant", "content": None}
             frames.append(self._chunk(delta.index, first, _Choice(), **self._prompt_ids()))
+        self._totals.add(number, delta)
+        self._totals.add_reasoning(reasoning_tokens)
+        if not is_shown:
+            return b""
         if delta.progress is not None:
             frames.append(self._chunk(delta.index, {}, _Choice(), **progress_of(delta.progress)))
         held = self._held.setdefault(delta.index, _Choice())
