@@ -216,9 +216,11 @@ COMPONENTS: Mapping[str, Schema] = {
             "cache_n": COUNT,
             "prompt_n": COUNT,
             "prompt_ms": NUMBER,
+            "prompt_per_token_ms": NUMBER,
             "prompt_per_second": NUMBER,
             "predicted_n": COUNT,
             "predicted_ms": NUMBER,
+            "predicted_per_token_ms": NUMBER,
             "predicted_per_second": NUMBER,
         }
     ),

@@ -94,9 +94,11 @@ class Totals:
             "cache_n": cached,
             "prompt_n": prompt_n,
             "prompt_ms": prefill_seconds * 1e3,
+            "prompt_per_token_ms": _rate(prefill_seconds * 1e3, prompt_n),
             "prompt_per_second": _rate(prompt_n, prefill_seconds),
             "predicted_n": completion_tokens,
             "predicted_ms": decode_seconds * 1e3,
+            "predicted_per_token_ms": _rate(decode_seconds * 1e3, completion_tokens),
             "predicted_per_second": _rate(completion_tokens, decode_seconds),
         }
 
@@ -117,8 +119,8 @@ def progress_of(prefill: Prefill) -> Json:
     }
 
 
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
+def _rate(some: float, each: float) -> float:
+    return some / each if each > 0 else 0.0
 
 
 @dataclass(slots=True)

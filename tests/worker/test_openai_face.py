@@ -575,9 +575,11 @@ async def test_a_chat_is_answered_in_the_shape_of_the_api() -> None:
             "cache_n": 2,
             "prompt_n": prompt - 2,
             "prompt_ms": 500.0,
+            "prompt_per_token_ms": 500.0 / (prompt - 2),
             "prompt_per_second": (prompt - 2) / 0.5,
             "predicted_n": 2,
             "predicted_ms": 250.0,
+            "predicted_per_token_ms": 125.0,
             "predicted_per_second": 8.0,
         },
     }
