@@ -118,13 +118,14 @@ class Preparation:
                 continue
             began = time.monotonic()
             done = await self._prepare(model.preset)
+            took = time.monotonic() - began
+            if done.weights or done.tokenizer:  # listed before it is told of
+                await self._conversions.swept()
             pause = self._pause(id, done)
             if pause is not None:
                 self._wanted[id] = self._fleet.now() + pause
             if done.outcome not in ("nothing", "postponed"):
-                self._tell(id, done, time.monotonic() - began, pause)
-            if done.weights or done.tokenizer:
-                await self._conversions.swept()
+                self._tell(id, done, took, pause)
 
     def _pause(self, id: str, done: Done) -> float | None:
         """Seconds until it is tried again; None: it is not."""

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,15 @@ def cut(child: Child) -> None:
 # A birth
 
 
+@pytest.fixture
+def hanging_up() -> Iterator[None]:
+    """SIGHUP is handled, as by a router: what is ignored, as nohup has it, would be handed on to what is executed."""
+    before = signal.signal(signal.SIGHUP, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hanging_up")
 async def test_exec_and_nursery_look_the_same() -> None:
     """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
     async with nursing(NURSERYS_OWN="secret") as nursery:

@@ -11,6 +11,7 @@ import pytest
 
 from tests import fake_nvml
 from tests.fake_nvml import Card, Driver
+from tests.router.test_checkpoint import write_weights
 
 pytestmark = pytest.mark.slow
 GIB = 1 << 30
@@ -23,6 +24,15 @@ CONFIG = {
     "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
 }  # fmt: skip
 """12 billion parameters: 23 GiB."""
+TENSORS = {"model.embed_tokens.weight": ("BF16", [32000, 5120]), "lm_head.weight": ("BF16", [32000, 5120])}
+for layer in range(40):
+    shapes = {"q": [5120, 5120], "k": [1024, 5120], "v": [1024, 5120], "o": [5120, 5120]}
+    TENSORS |= {f"model.layers.{layer}.self_attn.{part}_proj.weight": ("BF16", shape) for part, shape in shapes.items()}
+    shapes = {"gate": [13824, 5120], "up": [13824, 5120], "down": [5120, 13824]}
+    TENSORS |= {f"model.layers.{layer}.mlp.{part}_proj.weight": ("BF16", shape) for part, shape in shapes.items()}
+    TENSORS |= {
+        f"model.layers.{layer}.{part}_layernorm.weight": ("BF16", [5120]) for part in ("input", "post_attention")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +45,10 @@ def asked(library: Path, folder: Path, cards: list[Card], *words: str) -> str:
     snapshot = folder / "model"
     snapshot.mkdir(exist_ok=True)
     (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(snapshot / "model.safetensors", TENSORS)
     own = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "ROUTER", "HF_"))}
     env = {**own, **Driver(library, folder / "cards", cards).environment(), "XDG_STATE_HOME": str(folder / "state")}
-    argv = [sys.executable, "-m", "router", "estimate", str(snapshot), "--load-format", "dummy"]
+    argv = [sys.executable, "-m", "router", "estimate", str(snapshot)]
     done = subprocess.run([*argv, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr == ""
     return done.stdout
@@ -74,7 +85,7 @@ def test_where_one_card_has_room_nothing_is_split_and_where_all_have_not_each_sa
 
 
 def test_what_each_of_several_devices_takes_of_a_divided_model_is_shown(library: Path, tmp_path: Path) -> None:
-    text = asked(library, tmp_path, [LARGE, LARGE, SMALL], "--tensor-parallel", "2")
+    text = asked(library, tmp_path, [LARGE, LARGE, SMALL], "--tensor-parallel", "2", "--load-format", "dummy")
     assert "2 devices: " in text
     assert "each matrix divided among 2 processes; no CUDA graphs" in text
     assert "cuda:0    fits when empty" in text

@@ -35,6 +35,7 @@ class FakeConversions:
         self.given_up.append(target)
 
     async def swept(self) -> None:
+        await asyncio.sleep(0.01)
         self.sweeps += 1
 
     def finish(self, name: str) -> None:
@@ -85,6 +86,18 @@ async def test_a_model_is_prepared_once_after_its_first_load_when_nobody_wants_a
     await world.schedule.ask("a")
     await asyncio.sleep(60.0)
     assert world.schedule.journal.count("convert a") == 1
+    await world.stop()
+
+
+@virtual
+async def test_what_is_told_of_is_listed_by_then() -> None:
+    world, sweeps = world_of("a"), []
+    world.schedule.events.fold(
+        lambda event: sweeps.append(world.conversions.sweeps) if event.kind == "prepared" else None
+    )
+    await world.schedule.ask("a")
+    await asyncio.sleep(60.0)
+    assert sweeps == [3], "at first, before the conversion, and after it"
     await world.stop()
 
 
