@@ -5,6 +5,10 @@ minutes on a CPU:
 
     nice .venv/bin/python scripts/make_demo_model.py                # writes worker/demo/chat
     nice .venv/bin/python scripts/make_demo_model.py --target DIR --steps 200
+    nice .venv/bin/python scripts/make_demo_model.py --steps 0      # goes on with what is there: only the last steps
+
+Whoever asks for an answer by a JSON schema has the model write objects, whatever was asked: in the last steps it learns
+to come to the end of them, and of the strings in them, without being taught to begin any.
 
 It ends by asking the saved model every question, the rewordings and tools it never saw included, and says how many came
 out right.
@@ -39,10 +43,12 @@ CONTEXT = 1024
 ROW = 512
 """Tokens of one packed row; a longer conversation is left out."""
 ROWS = 12
-STEPS = 2400
+STEPS, LAST_STEPS = 2400, 500
 WITH_TOOLS = 0.25
 """Of all conversations, those in which functions are shown."""
-PEAK_RATE = 4e-3
+IN_JSON = 0.25
+"""Of all conversations of the last steps, those that end in an object."""
+PEAK_RATE, LAST_RATE = 4e-3, 1e-3
 OTHERS = 0.1
 """Weight in the loss of a token that the assistant does not say."""
 
@@ -115,7 +121,8 @@ questions about the router, counts, remembers a name, and calls simple tools; it
 anything that matters.
 
 * Data: conversations drawn from `scripts/demo_model.toml`, which was written for this project.
-* Training: `scripts/make_demo_model.py`, seed {seed}, {steps:,} steps of at most {tokens:,} tokens each, on a CPU.
+* Training: `scripts/make_demo_model.py`, seed {seed}, {steps:,} steps of at most {tokens:,} tokens each, on a CPU; in
+  the last {last:,} of them it learns to end JSON that it did not begin.
 * Asked after training, greedily: {right[trained]} of {asked[trained]} questions right that it was trained on,
   {right[reworded]} of {asked[reworded]} rewordings that it was not, {right[call]} of {asked[call]} calls of tools (name
   and arguments).
@@ -217,6 +224,38 @@ class Text:
         for _ in range(chance.choices([1, 2, 3, 4, 5, 8], [50, 22, 12, 8, 5, 3])[0]):
             self._turn(talk)
         return talk
+
+    def ends_in_json(self) -> Talk:
+        """A conversation whose last answer is an object, as a grammar would have it, and not what is right."""
+        while True:
+            talk = self.conversation()
+            content = talk.messages[-1].get("content")
+            if talk.messages[-1]["role"] == "assistant" and content and not content.startswith("{"):
+                indent = self.chance.choice([None, None, None, 2])
+                talk.messages[-1]["content"] = json.dumps(self._object(2), ensure_ascii=False, indent=indent)
+                return talk
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        chance, known = self.chance, self.source["json"]["keys"]
+        keys = [chance.choice(known) if chance.random() < 0.8 else self._made_up() for _ in range(chance.randint(1, 4))]
+        return {key: self._any(depth - 1) for key in keys}
+
+    def _any(self, depth: int) -> Any:
+        """Something short; objects and lists only down to `depth`."""
+        chance, words = self.chance, self.source["json"]["words"]
+        kind = chance.random()
+        if kind < 0.6 or (depth <= 0 and kind >= 0.8):
+            said = " ".join(chance.choices(words, k=chance.choices([1, 2, 3, 5], [50, 25, 15, 10])[0]))
+            return said + chance.choices(["", ".", "?"], [80, 15, 5])[0]
+        if kind < 0.74:
+            return chance.choice([chance.randint(0, 9), chance.randint(10, 99), chance.randint(100, 2030), 0.5, 1.5])
+        if kind < 0.8:
+            return chance.choice([True, False, None])
+        if kind < 0.92:
+            one = self._any(0) if chance.random() < 0.7 else None
+            items = chance.choices([0, 1, 2, 3], [10, 40, 30, 20])[0]
+            return [self._any(0) if one is not None else self._object(depth) for _ in range(items)]
+        return self._object(depth)
 
     def _with_tools(self) -> Talk:
         """A conversation in which functions are shown, and are called where the question is for one of them."""
@@ -520,6 +559,8 @@ class Packer:
 
     def __init__(self, text: Text, tokenizer: Tokenizer):
         self.text, self.tokenizer = text, tokenizer
+        self.in_json = 0.0
+        """Of all conversations, those that end in an object."""
         self.assistant = SPECIAL.index(ROLES["assistant"])
         self.end = SPECIAL.index(END)
         self.rows = self._rows()
@@ -558,17 +599,20 @@ class Packer:
         if self.text.chance.random() < 0.03:
             ids: list[int] = [*self.tokenizer.encode(self.text.plain()).ids, self.end]
             return ids, [0.0] + [0.5] * (len(ids) - 1)
-        talk = self.text.conversation()
+        is_json = self.text.chance.random() < self.in_json
+        talk = self.text.ends_in_json() if is_json else self.text.conversation()
         ids = self.tokenizer.encode(render(talk), add_special_tokens=False).ids
         counts, speaking = [], False
         for token in ids:
             counts.append(1.0 if speaking else OTHERS)
             speaking = token == self.assistant or (speaking and token != self.end)
         counts[0] = 0.0
+        if is_json:
+            counts[len(ids) - ids[::-1].index(self.assistant)] = 0.0  # that it begins one is not to be learned
         return ids, counts
 
 
-def train(model: LlamaForCausalLM, packer: Packer, steps: int) -> None:
+def train(model: LlamaForCausalLM, packer: Packer, steps: int, peak: float) -> None:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -577,7 +621,7 @@ def train(model: LlamaForCausalLM, packer: Packer, steps: int) -> None:
     began = time.monotonic()
     for step in range(steps):
         left = (steps - step) / (steps - warmup)
-        rate = PEAK_RATE * min((step + 1) / warmup, 0.01 + 0.99 * (0.5 - 0.5 * math.cos(math.pi * min(1.0, left))))
+        rate = peak * min((step + 1) / warmup, 0.01 + 0.99 * (0.5 - 0.5 * math.cos(math.pi * min(1.0, left))))
         for group in optimizer.param_groups:
             group["lr"] = rate
         tokens, weights, positions, mask = packer.batch()
@@ -687,9 +731,15 @@ def main() -> int:
         return 0
     tokenizer = make_tokenizer(text)
     model = make_model()
+    if not options.steps:
+        known: Any = LlamaForCausalLM.from_pretrained(options.target, dtype=torch.float32)
+        model.load_state_dict(known.state_dict())
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {tokenizer.get_vocab_size()} tokens")
-    train(model, Packer(text, tokenizer), options.steps)
+    packer = Packer(text, tokenizer)
+    train(model, packer, options.steps, PEAK_RATE)
+    packer.in_json = IN_JSON
+    train(model, packer, LAST_STEPS, LAST_RATE)
     options.target.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, options.target)
     marks = examine(text, options.target)
@@ -698,7 +748,8 @@ def main() -> int:
         context=CONTEXT,
         vocabulary=VOCABULARY,
         seed=SEED,
-        steps=options.steps,
+        steps=(options.steps or STEPS) + LAST_STEPS,
+        last=LAST_STEPS,
         tokens=ROWS * ROW,
         right=marks.right,
         asked=marks.asked,

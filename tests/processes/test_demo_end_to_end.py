@@ -132,6 +132,30 @@ async def test_the_demo_calls_a_tool_and_tells_its_answer(demo: Router, client: 
     assert [each.function.name for each in held.choices[0].message.tool_calls or []][:1] == ["add"]
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"name": {"type": "string"}, "age": {"type": "integer"}},
+        {"setup": {"type": "string"}, "punchline": {"type": "string"}},
+        {"title": {"type": "string"}, "participants": {"type": "array", "items": {"type": "string"}}},
+    ],
+    ids=lambda members: "-".join(members),
+)
+async def test_the_demo_comes_to_the_end_of_an_object_that_a_schema_asks_for(
+    client: openai.AsyncOpenAI, members: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+    answer = await client.chat.completions.create(
+        model="demo-chat",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "said", "schema": schema, "strict": True}},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert list(json.loads(answer.choices[0].message.content or "")) == list(members)
+
+
 async def test_two_models_stream_at_once_and_both_progress(demo: Router, client: openai.AsyncOpenAI) -> None:
     order: list[str] = []
 
