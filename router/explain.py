@@ -5,7 +5,7 @@ from typing import Any
 
 from router.errors import ApiError, DoesNotFit
 from router.ledger import HOST, SLOTS, Device, DeviceId
-from router.planner import Demand, Plan, Refusal, Shortage
+from router.plans import Demand, Plan, Refusal, Shortage
 from router.standby import place_in_line
 from router.worker import Worker
 

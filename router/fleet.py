@@ -44,7 +44,7 @@ from router.life import end, live, lost_error, take
 from router.lifecycle import State
 from router.limits import Limits
 from router.model import COPY_PAUSE, Model
-from router.planner import Plan, Policy
+from router.plans import Eviction, Plan, Policy, Start
 from router.presets import Preset, same_load
 from router.queue import Queue
 from router.refusals import Refusals
@@ -894,7 +894,7 @@ class Fleet:
                 "plan", worker.preset.id, decision="prepare", worker=worker.id, **numbers(worker, self.devices)
             )
 
-    def _start(self, worker: Worker, start: planner.Start) -> None:
+    def _start(self, worker: Worker, start: Start) -> None:
         worker.reserved = dict(start.claim)
         take(worker)
         worker.place = start.place
@@ -907,7 +907,7 @@ class Fleet:
         tell(worker, self.events, was=was)
         worker.room.set_result(start)
 
-    def _evict(self, worker: Worker, eviction: planner.Eviction, by_id: Mapping[int, Worker], plan: Plan) -> None:
+    def _evict(self, worker: Worker, eviction: Eviction, by_id: Mapping[int, Worker], plan: Plan) -> None:
         asker = by_id.get(eviction.for_demand) if eviction.for_demand is not None else None
         wait = plan.waits.get(asker.id) if asker is not None else None
         limit = self.limits.evict_timeout

@@ -22,7 +22,7 @@ from router.launchers import Listen, NotForked, NotHeld, Program, Standby, Worke
 from router.learning import learn, learn_at_peak, settle_reservation
 from router.ledger import HOST, LOCAL, DeviceId
 from router.lifecycle import State, advance
-from router.planner import Start
+from router.plans import Start
 from router.worker import Worker, tell
 from router.world import World
 from worker import contract

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.ledger import HOST, Device, DeviceId, Resident, View
-from router.planner import Demand, Plan
+from router.plans import Demand, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from router.holding import Wish
 from router.launchers import Standby, WorkerLost, WorkerProcess
 from router.ledger import HOST, LOCAL, SLOTS, Bytes, DeviceId, Resident, pooled
 from router.lifecycle import State
-from router.planner import Demand, Start
+from router.plans import Demand, Start
 from router.presets import Preset
 from router.stages import Stages
 from router.standby import Candidate, less

@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from router.ledger import HOST, LOCAL, SLOTS, Bytes, Device, DeviceId, Resident
-from router.planner import Demand, Plan, Policy, plan
+from router.planner import plan
+from router.plans import Demand, Plan, Policy
 
 CPU = DeviceId(LOCAL, HOST)
 COUNT = DeviceId(LOCAL, SLOTS)

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from router.ledger import Bytes, Device, DeviceId, Resident
-from router.planner import Demand, Plan, Policy, plan
+from router.planner import plan
+from router.plans import Demand, Plan, Policy
 from tests.router.fleets import NOW, PATIENCE, claim_of, overdrawn
 
 

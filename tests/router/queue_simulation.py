@@ -13,7 +13,8 @@ from math import inf
 from random import Random
 
 from router.ledger import Bytes, Device, DeviceId, Resident
-from router.planner import Demand, Plan, Policy, plan
+from router.planner import plan
+from router.plans import Demand, Plan, Policy
 
 PATIENCE, TURN, LONGEST, LOAD, STOP = 10.0, 10.0, 20.0, 6.0, 1.0
 

@@ -7,7 +7,8 @@ from itertools import permutations
 import pytest
 
 from router.ledger import HOST, Device, DeviceId, Resident
-from router.planner import Demand, Eviction, Plan, Policy, plan
+from router.planner import plan
+from router.plans import Demand, Eviction, Plan, Policy
 from tests.router.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, machine, resident
 
 ONE = {GPU[0]: 100}

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.ledger import DeviceId, Resident
-from router.planner import Demand
+from router.plans import Demand
 from tests.router.fleets import (
     COUNT,
     CPU,

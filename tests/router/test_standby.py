@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from router.planner import Policy, plan
+from router.planner import plan
+from router.plans import Policy
 from router.standby import Candidate, cautious, decide, less
 from tests.router.fleets import CPU, GPU, NOW, demand, machine, resident
 
