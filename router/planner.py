@@ -5,15 +5,8 @@ all who are here and all who are coming; else it claims the place where it distu
 it, and the victims leave together, once each may; else it waits without a claim. What no empty machine could hold is
 refused, and touches nobody.
 
-Who may leave, and when. Idle: at once; inside its turn after the linger. Busy: past its turn, when the demand has
-waited for the policy's patience. STARTING and awaited: not yet. Pinned: never. For a luxury: idle luxuries alone.
-
-The order of victims is one sort key: who may leave now before who may not yet (of these, whose turn and patience end
-first), idle before busy, luxuries before needs, lower priority, least recently used, cheaper to bring back. On one
-place they are taken in that order, skipping who is not in the way, until the claim fits on every device; then whoever
-is not needed after all is let off, beginning with the last. So of equals the least recently used leave, and none of
-them in vain. Among places, the one wins whose victims may all leave first, then fewest busy, lowest worth, fewest
-needs, oldest.
+Who may leave, when and in which order is the law of `router.victims`. Among places, the one wins whose victims may all
+leave first, then fewest busy, lowest worth, fewest needs, oldest.
 
 Why the first in line gets its place: used or not, a worker may leave when both its turn and the patience of who waits
 are over. A claim is given up only for one whose victims may all leave now, or for one of which that moment is not
@@ -21,26 +14,20 @@ later; and what is claimed takes no newcomers. So that moment never moves away. 
 first to go to the first who waits: nobody behind starts in memory that was freed for somebody ahead. Law: PURE.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop
-from itertools import accumulate, combinations
+from itertools import combinations
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View, Worth
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View
 from router.plans import Cause, Demand, Eviction, Keep, Plan, Policy, Refusal, Shortage, Start, Wait
+from router.victims import NOBODY, WORTH, Line, Victims, disturbance_by
 
 MANY_DEVICES = 8
 """Beyond, only aligned runs are looked at: 8 devices have at most 70 sets of one size, 16 have 12,870."""
-LINGER_SECONDS = (0.2, 2.0)
-"""Least and most that an idle worker inside its turn is kept, unless its preset says how long or its clients come back
-later."""
-
-WORTH = attrgetter("worth")
-
 Place = tuple[DeviceId, ...]
 Floor = tuple[Any, ...]
 """What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""
@@ -72,110 +59,6 @@ class _Offer(NamedTuple):
     place: Place
     claim: Bytes
     victims: tuple[Resident, ...] = ()
-
-
-class _Crowd:
-    """Who stays in the memory of one device and is not pinned; and the least that any victims among them disturb."""
-
-    __slots__ = ("_alike", "_floors", "_most", "ranked")
-
-    def __init__(self, id: DeviceId, ranked: Sequence[Resident]):
-        self.ranked = ranked
-        """By worth, the idle first."""
-        sizes = sorted([max(one.reserved.get(id, 0), one.measured.get(id, 0)) for one in ranked], reverse=True)
-        self._most = list(accumulate(sizes))
-        self._floors: dict[int, tuple[float, tuple[float, ...]]] = {}
-        self._alike: bool | None = None
-
-    def floor(self, size: int) -> tuple[float, tuple[float, ...]]:
-        """Of all victims that give back so many bytes here: the soonest end of the last turn of the busy ones, if
-        there must be busy ones, and the least disturbance, or the beginning of it (see `_disturbance`)."""
-        count = 1 + bisect_left(self._most, size)
-        floor = self._floors.get(count)
-        if floor is None:
-            floor = self._floors[count] = self._floor([one.worth for one in self.ranked[:count]])
-        return floor
-
-    def _floor(self, first: Sequence[Worth]) -> tuple[float, tuple[float, ...]]:
-        busy = sum([worth[0] for worth in first])
-        turn = self._turn(busy) if busy else -inf
-        if len(first) < 2:
-            return turn, _disturbance(first)
-        if not self._are_alike():
-            return turn, (busy,)  # the first are not those that were used least recently
-        _, need, priority, _, _ = first[0]
-        return turn, (busy, need, priority, need * len(first), max([since for _, _, _, since, _ in first]))
-
-    def _are_alike(self) -> bool:
-        """Whether they differ neither in need nor in priority."""
-        if self._alike is None:
-            self._alike = len({one.worth[1:3] for one in self.ranked}) == 1
-        return self._alike
-
-    def _turn(self, busy: int) -> float:
-        """When at the soonest the turns of so many that are in use have ended."""
-        turns = sorted([one.turn_ends for one in self.ranked if one.busy and not one.starting])
-        return turns[busy - 1] if busy <= len(turns) else inf
-
-
-class _Line:
-    """Who could be the victim of one demand: the first to go first."""
-
-    __slots__ = ("_bounds", "demand", "patient_until", "walk")
-
-    def __init__(self, walk: "_Walk", demand: Demand):
-        self.walk = walk
-        self.demand = demand
-        self.patient_until = demand.since + walk.policy.patience
-        self._bounds: dict[int, float] = {}
-
-    def on(self, devices: Sequence[DeviceId]) -> list[Resident]:
-        """Those with memory on one of these devices."""
-        walk = self.walk
-        if len(devices) == 1:
-            able: Sequence[Resident] = walk.crowd(devices[0]).ranked
-        else:
-            found = {one.id: one for id in devices for one in walk.crowd(id).ranked}
-            able = sorted(found.values(), key=WORTH)
-        if self.demand.luxury:
-            able = [one for one in able if one.luxury and not one.busy and one.last_used < self.demand.since]
-        return sorted(able, key=self.bound) if len(able) > 1 else list(able)
-
-    def bound(self, one: Resident) -> float:
-        """When at the latest it may leave; -inf: at once."""
-        now = self.walk.now
-        if not (one.busy or one.starting or one.turn_ends > now):
-            return -inf
-        bound = self._bounds.get(one.id)
-        if bound is None:
-            bound = self._bounds[one.id] = self._latest(one) if self._may_leave_at(one) > now else -inf
-        return bound
-
-    def next_moment(self) -> float:
-        """Not before, time alone lets any more of them leave."""
-        now, turns = self.walk.now, self.walk.turns
-        moment = inf
-        if self.patient_until > now:
-            moment = max(turns[0], self.patient_until) if turns else inf
-        elif (first := bisect_right(turns, now)) < len(turns):
-            moment = turns[first]
-        for one in self.walk.lingering:
-            if now < (over := self._may_leave_at(one)) < moment:
-                moment = over
-        return moment
-
-    def _may_leave_at(self, one: Resident) -> float:
-        """The moment from which it may leave for this demand, if nobody begins or ends to use it."""
-        if one.busy:
-            return self._latest(one)
-        if not one.starting and one.turn_ends <= self.walk.now:
-            return -inf
-        over = one.last_used + _linger(one, self.demand)
-        return over if one.starting else min(over, one.turn_ends)
-
-    def _latest(self, one: Resident) -> float:
-        """The moment from which it may leave whether it is used or not."""
-        return inf if one.starting else max(one.turn_ends, self.patient_until)
 
 
 class _Walk:
@@ -213,13 +96,7 @@ class _Walk:
                     self.at[id].append(one)
                 else:
                     self.at[id] = [one]
-        able = [one for one in self.staying.values() if not one.pinned]
-        self.turns = sorted([one.turn_ends for one in able if one.busy and not one.starting])
-        self.lingering = [
-            one for one in able if not one.busy and (one.starting or one.turn_ends > now) and _may_linger(one, now)
-        ]
-        self.crowds: dict[DeviceId, _Crowd] = {}
-        self.ranked: dict[DeviceId, list[Resident]] | None = None
+        self.victims = Victims(self.staying, now, policy.patience)
         self.groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
 
         self.step = View(devices, residents, memory=policy.memory)
@@ -229,7 +106,7 @@ class _Walk:
             soon.leave(one)
         self.stages = Stages(soon)
         self.bare = soon.copy()
-        self.bare.leave_all(able)
+        self.bare.leave_all(self.victims.able)
         self.copies = tuple(self.staying.values())
         self.models = {one.model for one in self.copies}
         self.homes: dict[str, list[DeviceId]] = {}
@@ -260,7 +137,7 @@ class _Walk:
         groups = self._groups(demand.devices)
         if offer := self._room(demand, groups):
             self._grant(demand, offer)
-        elif offer := self._least_disturbing(demand, groups, line := _Line(self, demand)):
+        elif offer := self._least_disturbing(demand, groups, line := Line(self.victims, demand)):
             self._claim(demand, offer, line)
         elif not any(self._could_hold(self._share(demand, at)) for at in self._places(demand, groups, self._capacity)):
             self._decline(demand, groups)
@@ -437,7 +314,7 @@ class _Walk:
 
     # 2. Claim
 
-    def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line) -> _Offer | None:
+    def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: Line) -> _Offer | None:
         """None if it would fit nowhere, whoever left. Places are looked at by the least that they could disturb, until
         none can be better than the best."""
         best: _Offer | None = None
@@ -457,16 +334,17 @@ class _Walk:
                 bound = self._bound_of(offer, line)
                 if best is not None and bound > best_key[0]:
                     continue
-                disturbance = _disturbance([one.worth for one in victims])
+                disturbance = disturbance_by([one.worth for one in victims])
                 key = bound, disturbance, *tail
                 if best is None or key < best_key:
                     best, best_key = offer, key
         return best
 
-    def _floors(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: _Line) -> list[tuple[Floor, Place]]:
+    def _floors(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: Line) -> list[tuple[Floor, Place]]:
         """The places with room for the shards if everybody left who can: nobody who has to leave there leaves sooner
         than its floor says, nor do they disturb less."""
-        pools, crowds, memory, bounds = self.pools, self.crowds, self.policy.memory, self.bounds
+        pools, victims, memory, bounds = self.pools, self.victims, self.policy.memory, self.bounds
+        crowds = victims.crowds
         least, last = self.stages.least.room, self.stages.last.room
         now, patient_until = self.now, line.patient_until
 
@@ -476,7 +354,7 @@ class _Walk:
             if not memory or least[pool] >= size:
                 return ()
             missing = size - last[pool]
-            crowd = crowds.get(pool) or self.crowd(pool)
+            crowd = crowds.get(pool) or victims.crowd(pool)
             floor = crowd.floor(max(1, missing))
             turn = floor[0]
             if turn > -inf:
@@ -497,7 +375,7 @@ class _Walk:
             for place in self._places(demand, groups, self._bare, roomy)
         ]
 
-    def _victims(self, claim: Bytes, line: _Line) -> Iterator[tuple[Resident, ...]]:
+    def _victims(self, claim: Bytes, line: Line) -> Iterator[tuple[Resident, ...]]:
         """Who would have to leave for a place: once those claimed ahead have left, and sooner."""
         last, least = self.stages.last, self.stages.least
         views = (last,) if not self.stages.many or last.is_like(least, claim) else (last, least)
@@ -507,25 +385,7 @@ class _Walk:
             if victims is not None:
                 yield victims
 
-    def crowd(self, id: DeviceId) -> _Crowd:
-        """Who could leave this device."""
-        crowd = self.crowds.get(id)
-        if crowd is None:
-            staying = self.staying
-            ranked = self._ranked().get(id, ())
-            crowd = self.crowds[id] = _Crowd(id, [one for one in ranked if one.id in staying])
-        return crowd
-
-    def _ranked(self) -> Mapping[DeviceId, list[Resident]]:
-        """By device all who could leave it when somebody first had to, by their worth."""
-        if self.ranked is None:
-            self.ranked = {id: [] for id in self.at}
-            for one in sorted([one for one in self.staying.values() if not one.pinned], key=WORTH):
-                for id, _, _ in one.holds:
-                    self.ranked[id].append(one)
-        return self.ranked
-
-    def _bound_of(self, offer: _Offer, line: _Line) -> float:
+    def _bound_of(self, offer: _Offer, line: Line) -> float:
         """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
         bound = max([line.bound(one) for one in offer.victims], default=-inf)
         if self.claimed and (short := self._short_without(offer)):
@@ -538,7 +398,7 @@ class _Walk:
             return []  # they were chosen so
         return self.stages.least.short_without(offer.claim, offer.victims)
 
-    def _claim(self, demand: Demand, offer: _Offer, line: _Line) -> None:
+    def _claim(self, demand: Demand, offer: _Offer, line: Line) -> None:
         """Keep the place for it; send the victims away if all of them may leave and nothing else is missing."""
         late = [one for one in offer.victims if line.bound(one) > -inf]
         missing = self._short_without(offer)
@@ -593,14 +453,9 @@ class _Walk:
     def _send_away(self, one: Resident, eviction: Eviction) -> None:
         self.evict[one.id] = eviction
         self.leaving[one.id] = self.staying.pop(one.id)
-        self._gone(one)
-        self.stages.leave(one)
-
-    def _gone(self, one: Resident) -> None:
-        """It stays no longer."""
         del self.keep[one.id]
-        for id, _, _ in one.holds:
-            self.crowds.pop(id, None)
+        self.victims.lose(one)
+        self.stages.leave(one)
 
     def _look_at(self, moment: float) -> None:
         if moment < inf:
@@ -619,13 +474,14 @@ class _Walk:
         step.promise(offer.claim)
         self.now_free.lower(step, offer.claim)  # elsewhere this step has no less than the one before
 
-    def _book(self, offer: _Offer, line: _Line) -> None:
+    def _book(self, offer: _Offer, line: Line) -> None:
         """Its victims leave later: nobody behind may count on their staying, nor on their leaving sooner."""
         self.stages.book(offer.claim, offer.victims)
         for one in offer.victims:
             bound = line.bound(one)
             self.claimed[one.id] = self.staying.pop(one.id)
-            self._gone(one)
+            del self.keep[one.id]
+            self.victims.lose(one)
             for id, _, _ in one.holds:
                 self.bounds[id] = max(self.bounds.get(id, -inf), bound)
 
@@ -741,35 +597,8 @@ def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable
     return tuple(placed[shard] for shard in range(len(shards)))
 
 
-NOBODY = (0, 0, -inf, 0, -inf, 0)
-
-
-def _disturbance(victims: Sequence[Worth]) -> tuple[float, ...]:
-    """Fewest busy, then the lowest worth, then the fewest needs, then the oldest."""
-    if not victims:
-        return NOBODY
-    if len(victims) == 1:
-        busy, need, priority, last_used, cost = victims[0]
-        return busy, need, priority, need, last_used, cost
-    busy_, need_, priority_, last_used_, cost_ = zip(*victims, strict=True)
-    return sum(busy_), max(need_), max(priority_), sum(need_), max(last_used_), sum(cost_)
-
-
 def _may_expire(one: Resident) -> bool:
     return not (one.busy or one.pinned or one.leaving)
-
-
-def _may_linger(one: Resident, now: float) -> bool:
-    """Whether for some demand it is kept for its next request: idle, and inside its turn or not yet ready."""
-    return (one.starting or one.turn_ends > now) and one.last_used + (one.linger or LINGER_SECONDS[1]) > now
-
-
-def _linger(one: Resident, demand: Demand) -> float:
-    if one.linger is not None:
-        return one.linger
-    least, most = LINGER_SECONDS
-    seconds = min(most, max(least, demand.load_seconds / 2))
-    return seconds if one.comes_back is None or one.comes_back <= seconds else 0.0
 
 
 def _spots(one: Resident) -> Place:
