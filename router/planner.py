@@ -17,18 +17,15 @@ first to go to the first who waits: nobody behind starts in memory that was free
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop
-from itertools import combinations
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View
+from router.places import Place, Places
 from router.plans import Cause, Demand, Eviction, Keep, Plan, Policy, Refusal, Shortage, Start, Wait
 from router.victims import NOBODY, WORTH, Line, Victims, disturbance_by
 
-MANY_DEVICES = 8
-"""Beyond, only aligned runs are looked at: 8 devices have at most 70 sets of one size, 16 have 12,870."""
-Place = tuple[DeviceId, ...]
 Floor = tuple[Any, ...]
 """What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""
 
@@ -76,10 +73,8 @@ class _Walk:
     """
 
     def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
-        self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
-        self.pools = {id: device.pool or id for id, device in self.devices.items()}
-        nodes = {id.node for id in self.devices}
-        self.commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
+        self.places = Places(devices, memory=policy.memory)
+        self.pools = self.places.pools
         self.now = now
         self.policy = policy
         residents = sorted(residents, key=attrgetter("id"))
@@ -97,7 +92,6 @@ class _Walk:
                 else:
                     self.at[id] = [one]
         self.victims = Victims(self.staying, now, policy.patience)
-        self.groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
 
         self.step = View(devices, residents, memory=policy.memory)
         self.now_free = self.step.copy()
@@ -134,12 +128,12 @@ class _Walk:
 
     def meet(self, demand: Demand) -> None:
         """Decide for the next in line."""
-        groups = self._groups(demand.devices)
+        groups = self.places.groups(demand.devices)
         if offer := self._room(demand, groups):
             self._grant(demand, offer)
         elif offer := self._least_disturbing(demand, groups, line := Line(self.victims, demand)):
             self._claim(demand, offer, line)
-        elif not any(self._could_hold(self._share(demand, at)) for at in self._places(demand, groups, self._capacity)):
+        elif not self.places.could_hold(demand, groups):
             self._decline(demand, groups)
         elif demand.luxury:
             self.drop.add(demand.id)
@@ -178,75 +172,7 @@ class _Walk:
             look_again=min(self.moments, default=None),
         )
 
-    # Places
-
-    def _groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
-        """The devices that a demand may take, by node."""
-        found = self.groups.get(able)
-        if found is None:
-            groups: dict[str, list[DeviceId]] = {}
-            for id in self.devices:
-                if id in able:
-                    groups.setdefault(id.node, []).append(id)
-            found = self.groups[able] = list(groups.values())
-        return found
-
-    def _roomy(
-        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], *rooms: Mapping[DeviceId, int]
-    ) -> list[Sequence[DeviceId]]:
-        """Of the devices those that have room for the least of the shards, in each of the views."""
-        if not self.policy.memory:
-            return list(groups)
-        pools, least = self.pools, min(demand.shards)
-        for room in rooms:
-            groups = [[id for id in group if room[pools[id]] >= least] for group in groups]
-        return list(groups)
-
-    def _places(
-        self,
-        demand: Demand,
-        groups: Iterable[Sequence[DeviceId]],
-        room: Callable[[DeviceId], int],
-        roomy: Iterable[Sequence[DeviceId]] | None = None,
-    ) -> Iterator[Place]:
-        """All sets of devices, the largest shard on the roomiest; or the given one. Of those that are `roomy`."""
-        count = len(demand.shards)
-        for group, among in zip(groups, groups if roomy is None else roomy, strict=True):
-            if demand.place:
-                if set(demand.place) <= set(among):
-                    yield demand.place
-                continue
-            if count == 1:
-                for id in among:
-                    yield (id,)
-                continue
-            runs = (group[first : first + count] for first in range(0, len(group) - count + 1, count))
-            for devices in combinations(among, count) if len(group) <= MANY_DEVICES else runs:
-                if among is group or set(devices) <= set(among):
-                    yield _assign(demand.shards, devices, room)
-
-    def _share(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
-        """What it reserves there: a shard is charged to the memory that its device uses."""
-        pools = self.pools
-        if len(place) == 1:
-            claim = {pools[place[0]]: demand.shards[0]}
-        else:
-            claim = {}
-            for id, shard in zip(place, demand.shards, strict=True):
-                claim[pools[id]] = claim.get(pools[id], 0) + shard
-        host, slots = self.commons[place[0].node]
-        if demand.host:
-            # A node that tells nothing of its main memory has it in the accelerator's.
-            home = host if host in self.devices else place[0]
-            claim[home] = claim.get(home, 0) + demand.host
-        claim[slots] = 1
-        return claim
-
-    def _pools(self, place: Iterable[DeviceId]) -> set[DeviceId]:
-        return {self.pools[id] for id in place}
-
-    def _capacity(self, id: DeviceId) -> int:
-        return self.devices[self.pools[id]].capacity
+    # What is there
 
     def _bare(self, id: DeviceId) -> int:
         return self.bare.room[self.pools[id]]
@@ -255,15 +181,9 @@ class _Walk:
         id = self.pools[id]
         return min(self.now_free.room[id], self.stages.least.room[id])
 
-    def _could_hold(self, claim: Bytes) -> bool:
-        return all(self._capacity(id) >= needed for id, needed in claim.items() if self._binds(id))
-
-    def _binds(self, id: DeviceId) -> bool:
-        return id in self.devices and (self.policy.memory or id.index == SLOTS)
-
     def _copies(self, model: str, place: Place) -> int:
         homes = self._homes(model)
-        return sum(map(homes.count, self._pools(place))) if homes else 0
+        return sum(map(homes.count, self.places.charged(place))) if homes else 0
 
     def _homes(self, model: str) -> list[DeviceId]:
         """Where copies of it are, or come."""
@@ -275,10 +195,10 @@ class _Walk:
     def _is_noisy(self, demand: Demand, place: Place) -> bool:
         """Whether it may not load there now: one of the loads there, or its own, needs quiet."""
         noisy = self.loading if demand.quiet else self.hushed
-        return bool(noisy) and not noisy.isdisjoint(self._pools(place))
+        return bool(noisy) and not noisy.isdisjoint(self.places.charged(place))
 
     def _occupy(self, demand: Demand, place: Place) -> None:
-        pools = self._pools(place)
+        pools = self.places.charged(place)
         self._homes(demand.model).extend(pools)
         self.loading |= pools
         if demand.quiet:
@@ -288,15 +208,15 @@ class _Walk:
 
     def _room(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
         """Where it fits beside here and beside coming: where the fewest copies are, then where it is emptiest."""
-        here, coming = self.now_free, self.stages.least
-        roomy = self._roomy(demand, groups, here.room, coming.room)
+        here, coming, places = self.now_free, self.stages.least, self.places
+        roomy = places.roomy(demand, groups, here.room, coming.room)
         if not any(roomy):
             return None
         fitting = [
             _Offer(place, claim)
-            for place in self._places(demand, groups, self._free, roomy)
+            for place in places.of(demand, groups, self._free, roomy)
             if not (
-                here.short(claim := self._share(demand, place)) or coming.short(claim) or self._is_noisy(demand, place)
+                here.short(claim := places.share(demand, place)) or coming.short(claim) or self._is_noisy(demand, place)
             )
         ]
         return min(fitting, key=lambda offer: self._appeal(demand, offer.place), default=None)
@@ -328,7 +248,7 @@ class _Walk:
             tail = self._is_noisy(demand, place), self._appeal(demand, place)
             if best is not None and floor == best_key[:2] and tail > best_key[2:]:
                 continue  # whoever left there would disturb no less
-            claim = self._share(demand, place)
+            claim = self.places.share(demand, place)
             for victims in () if self.bare.short(claim) else self._victims(claim, line):
                 offer = _Offer(place, claim, victims)
                 bound = self._bound_of(offer, line)
@@ -367,12 +287,12 @@ class _Walk:
         def free(place: Place) -> Floor:
             return -inf, NOBODY, self._is_noisy(demand, place), self._appeal(demand, place)
 
-        roomy, shards = self._roomy(demand, groups, self.bare.room), demand.shards
+        roomy, shards = self.places.roomy(demand, groups, self.bare.room), demand.shards
         if len(shards) == 1 and not demand.place:
             return [(on(id, shards[0]) or free((id,)), (id,)) for group in roomy for id in group]
         return [
             (max(map(on, place, shards)) or free(place), place)
-            for place in self._places(demand, groups, self._bare, roomy)
+            for place in self.places.of(demand, groups, self._bare, roomy)
         ]
 
     def _victims(self, claim: Bytes, line: Line) -> Iterator[tuple[Resident, ...]]:
@@ -443,7 +363,7 @@ class _Walk:
 
     def _disturbed(self, offer: _Offer) -> set[DeviceId]:
         """Where somebody comes, or leaves."""
-        return {*self._pools(offer.place), *(id for one in offer.victims for id in _spots(one))}
+        return {*self.places.charged(offer.place), *(id for one in offer.victims for id in _spots(one))}
 
     def _disturbs_a_measurement(self, offer: _Offer) -> bool:
         """Of another one than its victims'."""
@@ -489,7 +409,8 @@ class _Walk:
 
     def _decline(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Not even an empty machine could hold it."""
-        devices = self._shortage(self._nearest(demand, groups, self._capacity), self._capacity)
+        capacity = self.places.capacity
+        devices = self._shortage(self.places.nearest(demand, groups, capacity), capacity)
         if demand.luxury:
             self.drop.add(demand.id)
         elif demand.sure:
@@ -501,31 +422,21 @@ class _Walk:
 
     def _hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
         """Whoever could leave, it would not fit: it waits, and is in nobody's way."""
-        claim = self._nearest(demand, groups, self._bare)
+        claim = self.places.nearest(demand, groups, self._bare)
         missing = self.bare.short(claim)
         shortage = self._shortage({id: claim[id] for id in missing}, self._free)
         on = self._all_on(missing, self.staying) + self._all_on(missing, self.claimed)
         self.waits[demand.id] = self._wait(_scarce(shortage), on, shortage)
 
-    def _nearest(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], room: Callable[[DeviceId], int]) -> Bytes:
-        """What it would take where least is missing; nothing if no place has enough devices."""
-        if len(demand.shards) == 1:
-            groups = [[max(group, key=room)] for group in groups]
-        claims = [self._share(demand, place) for place in self._places(demand, groups, room)]
-        return min(claims, key=lambda claim: sum(self._missing(claim, room).values()), default={})
-
-    def _missing(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Bytes:
-        return {id: needed - room(id) for id, needed in claim.items() if self._binds(id) and room(id) < needed}
-
     def _shortage(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Mapping[DeviceId, Shortage]:
         return {
             id: self._arithmetic(id, needed, free)
             for id, needed in claim.items()
-            if self._binds(id) and (free := room(id)) < needed
+            if self.places.binds(id) and (free := room(id)) < needed
         }
 
     def _arithmetic(self, id: DeviceId, required: int, available: int) -> Shortage:
-        device = self.devices[id]
+        device = self.places.devices[id]
         return Shortage(
             required=required,
             available=max(0, available),
@@ -582,19 +493,6 @@ class _Walk:
         if one.busy:
             return "turn" if one.turn_ends > self.now else "busy"
         return "unneeded"
-
-
-def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable[[DeviceId], int]) -> Place:
-    """A device for each shard: as they come if they fit so, else the largest shard on the roomiest device.
-
-    Of all assignments the latter fits if any does.
-    """
-    if all(room(id) >= shard for id, shard in zip(devices, shards, strict=True)):
-        return tuple(devices)
-    by_size = sorted(range(len(shards)), key=lambda shard: -shards[shard])
-    by_room = sorted(devices, key=lambda id: -room(id))
-    placed = dict(zip(by_size, by_room, strict=True))
-    return tuple(placed[shard] for shard in range(len(shards)))
 
 
 def _may_expire(one: Resident) -> bool:

@@ -1,0 +1,136 @@
+"""Where a demand could go, and what it would take there: any set of one node's devices, one for each shard.
+
+Law: PURE; who is there, and what is free, is for others to say.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId
+from router.plans import Demand
+
+MANY_DEVICES = 8
+"""Beyond, only aligned runs are looked at: 8 devices have at most 70 sets of one size, 16 have 12,870."""
+Place = tuple[DeviceId, ...]
+
+
+class Places:
+    """Those of some devices."""
+
+    __slots__ = ("_commons", "_groups", "_memory", "devices", "pools")
+
+    def __init__(self, devices: Sequence[Device], *, memory: bool = True):
+        """Without `memory` only SLOTS count."""
+        self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
+        self.pools = {id: device.pool or id for id, device in self.devices.items()}
+        """The device whose memory each one uses."""
+        nodes = {id.node for id in self.devices}
+        self._commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
+        self._groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
+        self._memory = memory
+
+    def groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
+        """The devices that a demand may take, by node."""
+        found = self._groups.get(able)
+        if found is None:
+            groups: dict[str, list[DeviceId]] = {}
+            for id in self.devices:
+                if id in able:
+                    groups.setdefault(id.node, []).append(id)
+            found = self._groups[able] = list(groups.values())
+        return found
+
+    def roomy(
+        self, demand: Demand, groups: Iterable[Sequence[DeviceId]], *rooms: Mapping[DeviceId, int]
+    ) -> list[Sequence[DeviceId]]:
+        """Of the devices those that have room for the least of the shards, in each of the views."""
+        if not self._memory:
+            return list(groups)
+        pools, least = self.pools, min(demand.shards)
+        for room in rooms:
+            groups = [[id for id in group if room[pools[id]] >= least] for group in groups]
+        return list(groups)
+
+    def of(
+        self,
+        demand: Demand,
+        groups: Iterable[Sequence[DeviceId]],
+        room: Callable[[DeviceId], int],
+        roomy: Iterable[Sequence[DeviceId]] | None = None,
+    ) -> Iterator[Place]:
+        """All sets of devices that `demand` may take, the largest shard on the roomiest; or the given one. Of those
+        that are `roomy`."""
+        count = len(demand.shards)
+        for group, among in zip(groups, groups if roomy is None else roomy, strict=True):
+            if demand.place:
+                if set(demand.place) <= set(among):
+                    yield demand.place
+                continue
+            if count == 1:
+                for id in among:
+                    yield (id,)
+                continue
+            runs = (group[first : first + count] for first in range(0, len(group) - count + 1, count))
+            for devices in combinations(among, count) if len(group) <= MANY_DEVICES else runs:
+                if among is group or set(devices) <= set(among):
+                    yield _assign(demand.shards, devices, room)
+
+    def share(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
+        """What it reserves there: a shard is charged to the memory that its device uses."""
+        pools = self.pools
+        if len(place) == 1:
+            claim = {pools[place[0]]: demand.shards[0]}
+        else:
+            claim = {}
+            for id, shard in zip(place, demand.shards, strict=True):
+                claim[pools[id]] = claim.get(pools[id], 0) + shard
+        host, slots = self._commons[place[0].node]
+        if demand.host:
+            # A node that tells nothing of its main memory has it in the accelerator's.
+            home = host if host in self.devices else place[0]
+            claim[home] = claim.get(home, 0) + demand.host
+        claim[slots] = 1
+        return claim
+
+    def charged(self, place: Place) -> set[DeviceId]:
+        """Whose memory it takes."""
+        return {self.pools[id] for id in place}
+
+    def capacity(self, id: DeviceId) -> int:
+        """Bytes that could ever be had there."""
+        return self.devices[self.pools[id]].capacity
+
+    def could_hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> bool:
+        """Whether it would fit into an empty machine."""
+        for place in self.of(demand, groups, self.capacity):
+            claim = self.share(demand, place)
+            if all(self.capacity(id) >= needed for id, needed in claim.items() if self.binds(id)):
+                return True
+        return False
+
+    def binds(self, id: DeviceId) -> bool:
+        """Whether it can be short there."""
+        return id in self.devices and (self._memory or id.index == SLOTS)
+
+    def nearest(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], room: Callable[[DeviceId], int]) -> Bytes:
+        """What it would take where least is missing; nothing if no place has enough devices."""
+        if len(demand.shards) == 1:
+            groups = [[max(group, key=room)] for group in groups]
+        claims = [self.share(demand, place) for place in self.of(demand, groups, room)]
+        return min(claims, key=lambda claim: sum(self._missing(claim, room).values()), default={})
+
+    def _missing(self, claim: Bytes, room: Callable[[DeviceId], int]) -> Bytes:
+        return {id: needed - room(id) for id, needed in claim.items() if self.binds(id) and room(id) < needed}
+
+
+def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable[[DeviceId], int]) -> Place:
+    """A device for each shard: as they come if they fit so, else the largest shard on the roomiest device.
+
+    Of all assignments the latter fits if any does.
+    """
+    if all(room(id) >= shard for id, shard in zip(devices, shards, strict=True)):
+        return tuple(devices)
+    by_size = sorted(range(len(shards)), key=lambda shard: -shards[shard])
+    by_room = sorted(devices, key=lambda id: -room(id))
+    placed = dict(zip(by_size, by_room, strict=True))
+    return tuple(placed[shard] for shard in range(len(shards)))
