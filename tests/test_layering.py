@@ -23,6 +23,8 @@ ROUTER = [
     "router.faces.admin  router.faces.lmi  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
     "router.hub  router.preparation  router.requests",
+    "router.launchers.serving",
+    "router.launchers.watching",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.members",
     "router.clerks",

@@ -12,14 +12,14 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from router.launchers import Listen, NotForked, NotHeld, Program, WorkerLost, orphans
+from router.launchers import Listen, NotForked, NotHeld, Program, orphans
 from router.launchers import environment as environments
 from router.launchers import nursery as nurseries
 from router.launchers.environment import Verb
@@ -32,30 +32,21 @@ from router.launchers.oom import OomKills, counted
 from router.launchers.probe import Devices, Probe
 from router.launchers.process import Child, Log, uncancelled
 from router.launchers.record import RunFolder, RunFolderError
+from router.launchers.serving import LocalStandby, LocalWorker, device_names, model_devices
 from router.launchers.vitals import Verdict, Vitals
+from router.launchers.watching import Watch
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
-from router.wire import Wire, WireError
 from worker import contract
-from worker.routes import TOKEN_HEADER
 
 log = logging.getLogger("router.launchers")
 
-T = TypeVar("T")
 Answer = TypeVar("Answer", contract.Downloaded, contract.Converted, contract.Estimated)
 
 PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
 """How a worker is started: `-P` keeps the current folder out of its imports."""
-HEALTH_TIMEOUT = 30.0
-DYING = 0.2
-"""Seconds in which word comes of the end of a process whose socket nobody has any more."""
 CLOSE_TIMEOUT = 5.0
 CONVERT_SILENCE = 600.0
 """Seconds in which a conversion that goes on writes another quarter of a gigabyte, however busy the machine is."""
-LOOK_INTERVAL = 1.0
-"""Seconds between two looks at a process's vitals."""
-LATE = 1.0
-"""Seconds by which our own timer may be late before what it would judge is not trusted."""
-
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 """Seconds until a nursery that has ended is replaced: twice as long each time, from the first again after one that
@@ -221,7 +212,7 @@ class LocalLauncher:
     @asynccontextmanager
     async def serve(
         self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
-    ) -> AsyncIterator["LocalWorker"]:
+    ) -> AsyncIterator[LocalWorker]:
         names = device_names(place)
         command = replace(command, devices=model_devices(names))
         with self._neighbours.claim(place) as claim:
@@ -230,7 +221,7 @@ class LocalLauncher:
                 yield worker
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator["LocalStandby"]:
+    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
         names = device_names({DeviceId(LOCAL, HOST): 0})
         with self._neighbours.claim({}) as claim:
             async with self._born(program, replace(command, prepare=True), names, listen, claim) as worker:
@@ -239,7 +230,7 @@ class LocalLauncher:
     @asynccontextmanager
     async def _born(
         self, program: Program, command: contract.Serve, names: Mapping[str, DeviceId], listen: Listen, claim: Claim
-    ) -> AsyncIterator["LocalWorker"]:
+    ) -> AsyncIterator[LocalWorker]:
         """A worker that is about to start, for the length of the block; left, all it had is given back."""
         tag = self._folder.tag(program.model, program.worker)
         socket = self._folder.socket(tag)
@@ -265,7 +256,7 @@ class LocalLauncher:
             if worker is not None:
                 worker.settle_seconds = loop.time() - ended
 
-    async def _started(self, worker: "LocalWorker") -> None:
+    async def _started(self, worker: LocalWorker) -> None:
         """Returns once it is ready, and the next of its family will be sooner. Raises WorkerLost."""
         await worker.start()
         if self.nursery is not None:
@@ -287,7 +278,7 @@ class LocalLauncher:
 
         async with self._running(program, command, verb, tag, secrets.token_urlsafe(32), "") as child:
             child.on_event = hear
-            watch = _Watch(child, vitals, verdicts.append)
+            watch = Watch(child, vitals, verdicts.append)
             try:
                 code = await asyncio.shield(child.exited)
             finally:
@@ -496,169 +487,6 @@ class LocalLauncher:
         return code == -signal.SIGKILL and self._ooms.happened(asyncio.get_running_loop().time())
 
 
-class LocalWorker:
-    """One worker process of this machine, as `LocalLauncher.serve` yields it. See `WorkerProcess`."""
-
-    def __init__(
-        self,
-        program: Program,
-        command: contract.Serve,
-        child: Child,
-        names: Mapping[str, DeviceId],
-        socket: Path,
-        token: str,
-        listen: Listen,
-        claim: Claim,
-        ooms: OomKills,
-        *,
-        began: float,
-        forked: bool,
-    ):
-        """`began`: when it was decided to start it, by the loop's clock."""
-        loop = asyncio.get_running_loop()
-        self.token = token
-        self.pid = child.pid
-        self.measured: dict[DeviceId, int] = {}
-        self.settle_seconds = 0.0
-        self.wire = Wire(f"unix:{socket}")
-        self._program = program
-        self._address = command.listen
-        self._child = child
-        self.names = names
-        """Its devices, by its own names for them."""
-        self._prepared: asyncio.Future[None] = loop.create_future()
-        self._listen = listen
-        self._claim = claim
-        self._ooms = ooms
-        self._loop = loop
-        self.forked = forked
-        self._began = began
-        self._ready: asyncio.Future[contract.Ready] = loop.create_future()
-        self._lost: asyncio.Future[WorkerLost] = loop.create_future()
-        self._serving = False
-        self._vitals = Vitals(loop.time(), start_timeout=program.start_timeout, stall_timeout=program.stall_timeout)
-        self._watch = _Watch(child, self._vitals, self._judged)
-        child.on_event = self._hear
-        child.exited.add_done_callback(self._exited)
-
-    @property
-    def ready(self) -> contract.Ready:
-        return self._ready.result()
-
-    async def lost(self) -> WorkerLost:
-        """As `WorkerProcess.lost`; returns also when the process has ended because it was told to."""
-        return await asyncio.shield(self._lost)
-
-    async def unreachable(self) -> None:
-        """As `WorkerProcess.unreachable`."""
-        await self.wire.unreachable.wait()
-        await asyncio.wait({self._lost}, timeout=DYING)
-        if self._lost.done():  # which is another matter, and told by `lost`
-            await asyncio.Event().wait()
-
-    async def start(self) -> None:
-        """Returns once it is ready and answers on its socket. Raises WorkerLost."""
-        await self._unless_lost(asyncio.shield(self._ready))
-        await self._unless_lost(self._check_health())
-        self._serving = True
-        self._vitals.serving(self._loop.time())
-
-    async def prepared(self) -> None:
-        """As `Standby.prepared`."""
-        await self._unless_lost(asyncio.shield(self._prepared))
-
-    def go(self, names: Mapping[str, DeviceId], *, reserved: str, visible: str) -> None:
-        """Tell it to load on these devices; what it measured before says nothing about them."""
-        self.names = names
-        self.measured.clear()
-        self._vitals.go(self._loop.time())
-        go = contract.Go(devices=list(model_devices(names)), reserved=reserved, visible=visible)
-        self._child.send(contract.encode_go(go))
-
-    async def end(self) -> None:
-        """Returns once nothing is sent to it any more and, if it served and lives, it has stopped in good order."""
-        self._watch.cancel()
-        self.wire.close()
-        if self._serving and not self._lost.done():
-            await self._child.stop(self._program.stop_timeout)
-
-    async def _unless_lost(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises WorkerLost as soon as the process is lost."""
-        task = asyncio.ensure_future(work)
-        either: set[asyncio.Future[Any]] = {task, self._lost}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._lost.done():
-                raise self._lost.result()
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _check_health(self) -> None:
-        """Ready is what it says; that it hears us is another matter."""
-        exchange = self.wire.begin("GET", "/health", {TOKEN_HEADER: f"Bearer {self.token}"})
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT):
-                await exchange.head()
-                while await exchange.read():
-                    pass
-            problem = "" if exchange.status == 200 else f"its /health answered {exchange.status}"
-        except (WireError, TimeoutError) as error:
-            problem = f"its socket does not answer ({str(error) or 'no answer in time'})"
-        finally:
-            exchange.close()
-        if problem:
-            await asyncio.wait({self._lost}, timeout=DYING)  # if it has died, then that is the reason to tell
-            raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
-
-    def _hear(self, event: contract.Event) -> None:
-        if type(event) is contract.Request:  # says nothing of its health
-            self._listen(event)
-            return
-        match event:
-            case contract.Ready() if event.address != self._address:
-                log.warning("%s: skipped a ready for %s, which is not its socket", self._program.worker, event.address)
-                return
-            case contract.Ready() if self._ready.done():
-                log.warning("%s: skipped a second ready", self._program.worker)
-                return
-            case contract.Ready():
-                self._measure(event.measured)
-                self._count(event.mapped)
-                birth = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
-                self._ready.set_result(
-                    replace(event, seconds={"fork" if self.forked else "exec": birth, **event.seconds})
-                )
-            case contract.Pulse():
-                self._measure(event.measured)
-                self._count(event.mapped)
-            case contract.Prepared() if not self._prepared.done():
-                self._measure(event.measured)
-                self._prepared.set_result(None)
-        self._vitals.hear(event, self._loop.time())
-        self._listen(event)
-
-    def _measure(self, measured: Mapping[str, int]) -> None:
-        self.measured.update({self.names[name]: size for name, size in measured.items() if name in self.names})
-
-    def _count(self, mapped: int) -> None:
-        """Of what it measures, all but so many bytes of main memory is in the figures of drivers."""
-        self._claim.count({id: size - mapped if id.index == HOST else size for id, size in self.measured.items()})
-
-    def _judged(self, verdict: Verdict) -> None:
-        self._lose(lost_by_verdict(self._program, "serve", verdict, self._child.said))
-
-    def _exited(self, exited: "asyncio.Future[int]") -> None:
-        code = exited.result()
-        oom_killed = code == -signal.SIGKILL and self._ooms.happened(self._loop.time())
-        self._lose(lost_by_exit(self._program, "serve", code, self._child.said, oom_killed=oom_killed))
-
-    def _lose(self, lost: WorkerLost) -> None:
-        if not self._lost.done():
-            self._lost.set_result(lost)
-
-
 class LocalHeld:
     """Files that the keeper holds. See `Held`."""
 
@@ -668,87 +496,6 @@ class LocalHeld:
     async def lost(self) -> NotHeld:
         await asyncio.shield(self._lost)
         return NotHeld("the process that held them has ended")
-
-
-class LocalStandby:
-    """A worker process of this machine without weights, as `LocalLauncher.prepare` yields it. See `Standby`."""
-
-    def __init__(
-        self,
-        worker: LocalWorker,
-        visible: Callable[[Mapping[str, DeviceId]], str],
-        started: Callable[[LocalWorker], Awaitable[None]],
-        claim: Claim,
-    ):
-        """`visible`: CUDA_VISIBLE_DEVICES for devices; `started` returns once a worker that was told to go is ready."""
-        self._claim = claim
-        self._worker = worker
-        self._visible = visible
-        self._started = started
-        self.pid = worker.pid
-
-    @property
-    def measured(self) -> Bytes:
-        return self._worker.measured
-
-    async def prepared(self) -> None:
-        await self._worker.prepared()
-
-    async def lost(self) -> WorkerLost:
-        return await self._worker.lost()
-
-    async def go(self, command: contract.Serve, place: Bytes) -> LocalWorker:
-        names = device_names(place)
-        self._claim.give(place)
-        self._worker.go(names, reserved=command.reserved, visible=self._visible(names))
-        await self._started(self._worker)
-        return self._worker
-
-
-class _Watch:
-    """Looks at a child's vitals each second or oftener and kills it when they fail; `judged` is told why, once."""
-
-    def __init__(self, child: Child, vitals: Vitals, judged: Callable[[Verdict], None]):
-        self._child = child
-        self._vitals = vitals
-        self._interval = min(LOOK_INTERVAL, vitals.shortest_timeout / 4)
-        self._judged = judged
-        self._loop = asyncio.get_running_loop()
-        self._arm()
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _arm(self) -> None:
-        self._due = self._loop.time() + self._interval
-        self._timer = self._loop.call_at(self._due, self._look)
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        if self._child.exited.done():
-            return
-        self._child.read()  # what it said while we were busy
-        if now - self._due > LATE:  # we slept, or were stopped: its silence may be ours
-            self._vitals.excuse(now - self._due)
-        elif (verdict := self._vitals.verdict(now)) is not None:
-            self._judged(verdict)
-            self._child.kill()
-            return
-        self._arm()
-
-
-def device_names(place: Bytes) -> dict[str, DeviceId]:
-    """The devices of `place` by the names that a worker has for them: `cuda:0`, ... in the order of the shards, and
-    `cpu` for main memory."""
-    accelerators = [device for device in place if device.index >= 0]
-    names = {f"cuda:{shard}": device for shard, device in enumerate(accelerators)}
-    hosts = [device for device in place if device.index == HOST]
-    return names | ({"cpu": hosts[0]} if hosts else {})
-
-
-def model_devices(names: Mapping[str, DeviceId]) -> tuple[str, ...]:
-    """Of a worker's devices those of its shards: accelerators, or main memory if it has none."""
-    return tuple(name for name in names if name != "cpu") or ("cpu",)
 
 
 def _verb(command: contract.Command) -> Verb:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router.launchers import Listen, Program
-from router.launchers.local import LocalLauncher, LocalStandby, LocalWorker
+from router.launchers.local import LocalLauncher
 from router.launchers.nursery import Nursery
+from router.launchers.serving import LocalStandby, LocalWorker
 from router.ledger import Bytes
 from tests.fakes import DEADLINE
 from worker import contract

@@ -16,9 +16,10 @@ import pytest
 
 from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
 from router.launchers.environment import Verb
-from router.launchers.local import DYING, LocalLauncher, LocalStandby, LocalWorker, device_names
+from router.launchers.local import LocalLauncher
 from router.launchers.losses import lost_by_exit
 from router.launchers.record import RunFolderError
+from router.launchers.serving import DYING, LocalStandby, LocalWorker, device_names
 from router.ledger import Bytes
 from router.wire import Exchange, Unreachable, WireError
 from tests.fakes import (

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from router.launchers import Program, WorkerLost, orphans
-from router.launchers.local import LocalLauncher, LocalWorker, may_fork
+from router.launchers.local import LocalLauncher, may_fork
 from router.launchers.nursery import ANSWER_TIMEOUT, CALL_INTERVAL, Nursery, NurseryRefused
 from router.launchers.process import Child, Log, uncancelled
+from router.launchers.serving import LocalWorker
 from router.wire import Broken
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
 from tests.processes.asking import asked, everything

@@ -16,7 +16,7 @@ import pytest_asyncio
 from router import checkpoint, divided
 from router.estimate import Estimate, estimate, exact
 from router.launchers import NotForked, Program, WorkerLost
-from router.launchers.local import LocalWorker
+from router.launchers.serving import LocalWorker
 from router.overhead import Overhead
 from router.presets import Preset
 from tests import tiny
