@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import errno
 import gc
-import hashlib
 import logging
 import os
 import resource
@@ -14,7 +12,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,7 +23,7 @@ import platformdirs
 import uvloop
 from aiohttp import web
 
-from router import __version__
+from router import __version__, sockets
 from router import log as log_lines
 from router.access import Access
 from router.app import App
@@ -38,7 +36,7 @@ from router.fleet import Fleet
 from router.launchers.devices import Devices
 from router.launchers.keeper import lockable
 from router.launchers.local import LocalLauncher
-from router.ledger import HOST, Ledger
+from router.ledger import HOST, DeviceId, Ledger
 from router.limits import Limits
 from router.members import Members
 from router.metrics import Metrics
@@ -176,9 +174,8 @@ async def _router(
     _raise_file_limit()
     state = _state_folder(settings)
     _check_locking(settings.sleep_memory, lockable())
-    sockets = _bind(settings)
-    port = _port(sockets[0])
-    runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / _run_name(sockets[0])
+    bound = sockets.bind(settings)
+    runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / sockets.name(bound[0])
     logs = log_lines.Ring(first=time.time_ns() // 1_000_000)
     logging.getLogger().addHandler(logs)
     events = EventLog(first=time.time_ns() // 1_000_000)  # in a millisecond there is no second event on average
@@ -199,59 +196,36 @@ async def _router(
     )
     async with launcher:
         aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")
-        margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
-        limits = devices.by_device(settings.device_limit, "--device-limit")
-        for name, limit in settings.device_limit.items():
-            if devices.device_id(name) not in {reading.id for reading in launcher.readings()}:
-                raise ConfigError([f"--device-limit {name}={limit >> 20}: there is no such device here"])
-        has_margin = any(settings.models_memory_margin.values())
-        ledger = Ledger(
-            margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
-            limit=limits.get,
-            models_max=settings.workers_at_once,
-        )
         files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
         fleet = Fleet(
             launcher=launcher,
             calibration=Calibration(state / "estimates.json", driver=devices.driver, later=aside.submit),
             events=events,
             files=files,
-            ledger=ledger,
+            ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
             presets=members(loaded.presets, share(loaded.presets)),
-            limits=Limits(
-                autoload=settings.models_autoload,
-                queue_size=settings.queue_size,
-                queue_timeout=settings.queue_timeout,
-                patience=settings.swap_patience,
-                drain_timeout=settings.drain_timeout,
-                evict_timeout=settings.evict_timeout,
-                models_max=settings.workers_at_once,
-                sleep_memory=settings.sleep_memory,
-                memory=has_margin,
-            ),
+            limits=_limits(settings),
         )
         holder.append(fleet)
         fleet.arrange()
-        access = Access(
-            keys(),
-            cors_origins=settings.cors_origins,
-            allowed_hosts=settings.allowed_hosts,
-            metrics_public=settings.metrics_public,
-        )
         clerks = Clerks(fleet)
-        known = Members(fleet, loaded.presets, clerks)
         site = Site(
             settings=settings,
             fleet=fleet,
             launcher=launcher,
             files=files,
             events=events,
-            access=access,
+            access=Access(
+                keys(),
+                cors_origins=settings.cors_origins,
+                allowed_hosts=settings.allowed_hosts,
+                metrics_public=settings.metrics_public,
+            ),
             load=load,
             keys=keys,
             clerks=clerks,
-            members=known,
-            port=port,
+            members=Members(fleet, loaded.presets, clerks),
+            port=sockets.port(bound[0]),
             logs=logs,
             awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
         )
@@ -260,42 +234,97 @@ async def _router(
             commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
         )
         metrics = Metrics(fleet, events)
-        app = App(site, Proxy(known, pace), metrics)
-        runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
-        await runner.setup()
-        paths = [sock.getsockname() for sock in sockets if sock.family == socket.AF_UNIX]
-        listener = app.listener(runner)
-        for sock in sockets:
-            listener.listen(sock)
-        told = asyncio.Event()
-        stop.on_hangup = told.set
-        reloading = asyncio.get_running_loop().create_task(reload_when_told(site, told), name="reload")
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
-        lag = asyncio.get_running_loop().create_task(metrics.watch_the_loop())
-        preparing: asyncio.Task[None] | None = None
-        if settings.prepare:
-            preparation = Preparation(fleet, files.conversions)
-            events.fold(preparation.hear)
-            preparing = asyncio.get_running_loop().create_task(preparation.run(), name="preparation")
-        try:
+        app = App(site, Proxy(site.members, pace), metrics)
+        preparation = Preparation(fleet, files.conversions) if settings.prepare else None
+        async with (
+            _listening(app, bound),
+            _closing(site, launcher, stop),
+            _beside(site, metrics, preparation, stop),
+        ):
             with _watch(settings, stop):
                 yield site
-        finally:
-            lag.cancel()
-            reloading.cancel()
-            if preparing is not None:
-                preparing.cancel()
-                await asyncio.wait({preparing})
-            site.closing = True
-            events.append("shutdown", "*")
-            await _close(fleet, launcher, stop)
-            await site.clerks.close()
-            app.end_streams()
-            await listener.close(LAST_MOMENT)
-            await runner.cleanup()
-            for path in paths:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+
+
+def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:
+    """Raises ConfigError if a setting names a device that is not here."""
+    margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
+    limits = devices.by_device(settings.device_limit, "--device-limit")
+    for name, limit in settings.device_limit.items():
+        if devices.device_id(name) not in here:
+            raise ConfigError([f"--device-limit {name}={limit // MIB}: there is no such device here"])
+    return Ledger(
+        margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
+        limit=limits.get,
+        models_max=settings.workers_at_once,
+    )
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        autoload=settings.models_autoload,
+        queue_size=settings.queue_size,
+        queue_timeout=settings.queue_timeout,
+        patience=settings.swap_patience,
+        drain_timeout=settings.drain_timeout,
+        evict_timeout=settings.evict_timeout,
+        models_max=settings.workers_at_once,
+        sleep_memory=settings.sleep_memory,
+        memory=any(settings.models_memory_margin.values()),
+    )
+
+
+@asynccontextmanager
+async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None]:
+    """Clients are let in, and get their last answers at the end."""
+    runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
+    await runner.setup()
+    paths = [sock.getsockname() for sock in bound if sock.family == socket.AF_UNIX]
+    listener = app.listener(runner)
+    for sock in bound:
+        listener.listen(sock)
+    try:
+        yield
+    finally:
+        app.end_streams()
+        await listener.close(LAST_MOMENT)
+        await runner.cleanup()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+@asynccontextmanager
+async def _closing(site: Site, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
+    """At the end no worker and no clerk is left."""
+    try:
+        yield
+    finally:
+        site.closing = True
+        site.events.append("shutdown", "*")
+        await _close(site.fleet, launcher, stop)
+        await site.clerks.close()
+
+
+@asynccontextmanager
+async def _beside(site: Site, metrics: Metrics, preparation: Preparation | None, stop: _Stop) -> AsyncIterator[None]:
+    """What is done while requests are answered: reloads, dumps, the look at the loop, preparation."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    stop.on_hangup = told.set
+    loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
+    tasks = {
+        loop.create_task(reload_when_told(site, told), name="reload"),
+        loop.create_task(metrics.watch_the_loop(), name="lag"),
+    }
+    if preparation is not None:
+        site.events.fold(preparation.hear)
+        tasks.add(loop.create_task(preparation.run(), name="preparation"))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
@@ -386,73 +415,6 @@ def _own_folder(environ: Mapping[str, str]) -> Path:
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         raise ConfigError([f"{folder} belongs to somebody else; give a --runtime-dir"])
     return folder
-
-
-def _bind(settings: Settings) -> list[socket.socket]:
-    """Listening sockets for each host of the list, or the unix socket. Raises OSError."""
-    sockets: list[socket.socket] = []
-    for host in settings.host.split(","):
-        host = host.strip()
-        if host.endswith(".sock"):
-            sockets.append(_bind_unix(host))
-            continue
-        port = _port(sockets[0]) if sockets and settings.port == 0 else settings.port
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except socket.gaierror as unknown:
-            raise ConfigError([f"--host {host}: {unknown.strerror}"]) from None
-        family, kind, protocol, _, address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            sock.bind(address)
-        except OSError as taken:
-            raise OSError(
-                taken.errno, f"cannot listen on {host} port {port}: {taken.strerror}; choose --port"
-            ) from None
-        sockets.append(sock)
-    return sockets
-
-
-def _bind_unix(path: str) -> socket.socket:
-    """Raises OSError if somebody listens there, or it is no socket; one that was left behind is replaced."""
-    if _is_answered(path):
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {path}: another router does; choose --host")
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            os.unlink(path)
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.bind(path)
-    except OSError as refused:
-        raise OSError(refused.errno, f"cannot listen on {path}: {refused.strerror}; choose --host") from None
-    return sock
-
-
-def _is_answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as knock:
-        knock.settimeout(1.0)
-        try:
-            knock.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except TimeoutError:  # somebody is there, and has much to do
-            return True
-    return True
-
-
-def _run_name(sock: socket.socket) -> str:
-    """Of the folder of what runs: routers on other addresses have their own."""
-    if sock.family != socket.AF_UNIX:
-        return f"run-{_port(sock)}"
-    path = os.path.abspath(sock.getsockname())
-    return f"run-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
-
-
-def _port(sock: socket.socket) -> int:
-    return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
 
 
 def _raise_file_limit() -> None:

@@ -50,7 +50,7 @@ ROUTER = [
     "router.ledger  router.estimate  router.names  router.paths",
     "router.compute",
     "router.weights",
-    "router.facts  router.overhead  router.sharing",
+    "router.facts  router.overhead  router.sharing  router.sockets",
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
