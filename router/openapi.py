@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from router import __version__
-from router.answers import ANSWERS, ANY_OBJECT, COMPONENTS, COUNT, TEXT, Answer, Schema, const, enum, maybe, ref, shape
+from router.answers import ANSWERS, COMPONENTS
+from router.answers.words import ANY_OBJECT, COUNT, TEXT, Answer, Schema, const, enum, maybe, ref, shape
 from worker.routes import ERRORS, FLAGS, ROUTES, Face, Loads, Plane, Route, body_schema, query, stream
 
 _FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}

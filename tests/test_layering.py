@@ -54,6 +54,9 @@ ROUTER = [
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
+    "router.answers.*",
+    "router.answers.openai",
+    "router.answers.words",
     "router.client  router.limits",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.ranks"
@@ -115,6 +118,8 @@ BORDER = {"worker.contract", "worker.routes", *TABLES}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""
 
 PURE = [
+    "router.answers.anthropic", "router.answers.llama_server", "router.answers.ollama", "router.answers.openai",
+    "router.answers.own", "router.answers.responses", "router.answers.seeds", "router.answers.words",
     "router.compute", "router.facts", "router.limits", "router.overhead", "router.weights",
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",

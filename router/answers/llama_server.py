@@ -1,0 +1,260 @@
+"""What llama-server's calls answer: its own completions, tokens, and all of its router mode."""
+
+from collections.abc import Mapping
+
+from router.answers.openai import PROMPT_PROGRESS
+from router.answers.words import (
+    ANY_OBJECT,
+    COUNT,
+    FLAG,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Answer,
+    Schema,
+    by_name,
+    const,
+    enum,
+    maybe,
+    ref,
+    several,
+    shape,
+)
+
+_NATIVE_FRAME: dict[str, Schema] = {
+    "index": COUNT,
+    "content": TEXT,
+    "tokens": several(COUNT),
+    "id_slot": const(-1),
+    "stop": FLAG,
+    "tokens_predicted": COUNT,
+    "tokens_evaluated": COUNT,
+}
+_NATIVE_TOKEN: dict[str, Schema] = {"id": COUNT, "token": TEXT, "bytes": several(COUNT)}
+_NATIVE_LOGPROB: dict[str, Schema] = {**_NATIVE_TOKEN, "logprob": maybe(NUMBER)}
+_NATIVE_ODDS: dict[str, Schema] = {**_NATIVE_TOKEN, "prob": {"type": "number", "minimum": 0, "maximum": 1}}
+_NATIVE_MORE: dict[str, Schema] = {
+    "completion_probabilities": {
+        "anyOf": [
+            several(shape({**_NATIVE_LOGPROB, "top_logprobs": several(shape(_NATIVE_LOGPROB))})),
+            several(shape({**_NATIVE_ODDS, "top_probs": several(shape(_NATIVE_ODDS))})),
+        ]
+    }
+}
+_NATIVE_END: dict[str, Schema] = {
+    "model": TEXT,
+    "prompt": TEXT,
+    "generation_settings": ANY_OBJECT,
+    "has_new_line": FLAG,
+    "truncated": FLAG,
+    "stop_type": enum("eos", "limit", "word", "none"),
+    "stopping_word": TEXT,
+    "tokens_cached": COUNT,
+    "timings": ref("Timings"),
+}
+_MEMORY = by_name(shape({"estimated_mib": COUNT, "measured_mib": maybe(COUNT), "reserved_mib": COUNT}))
+_CLERK = shape(
+    {
+        "state": enum("queued", "starting", "ready", "stopping"),
+        "draining": FLAG,
+        "in_flight": COUNT,
+        "queued": COUNT,
+        "memory": by_name(shape({"measured_mib": maybe(COUNT), "reserved_mib": COUNT})),
+        "load_seconds": maybe(NUMBER),
+    }
+)
+_PULSE = shape(
+    {
+        "steps": COUNT,
+        "running": COUNT,
+        "waiting": COUNT,
+        "parallel": COUNT,
+        "prefill_tokens_per_second": NUMBER,
+        "decode_tokens_per_second": NUMBER,
+        "cache": shape({"used": COUNT, "reusable": COUNT, "total": COUNT}),
+    }
+)
+_SUCCESS = shape({"success": const(True)})
+_HEALTH = shape({"status": TEXT}, {"model": TEXT, "message": TEXT, "waiting_for": several(TEXT), "error": ANY_OBJECT})
+
+COMPONENTS: Mapping[str, Schema] = {
+    # whoever sends `response_fields` gets those alone
+    "NativeCompletion": shape({}, {**_NATIVE_FRAME, **_NATIVE_END, **_NATIVE_MORE}),
+    "NativeCompletionFrame": shape(
+        {}, {**_NATIVE_FRAME, **_NATIVE_END, **_NATIVE_MORE, "prompt_progress": PROMPT_PROGRESS}
+    ),
+    "Status": shape(
+        {
+            "value": enum("unloaded", "loading", "loaded", "sleeping", "downloading"),
+            "args": several(TEXT),
+            "pinned": FLAG,
+            "in_flight": COUNT,
+            "queued": COUNT,
+        },
+        {
+            "preset": TEXT,
+            "failed": const(True),
+            "exit_code": WHOLE,
+            "error": TEXT,
+            "retry_at": NUMBER,
+            "reason": TEXT,
+            "since": NUMBER,
+            "draining": FLAG,
+            "waiting_for": TEXT,
+            "progress": ANY_OBJECT,
+            "replicas": shape({"ready": COUNT, "open": COUNT, "least": COUNT, "most": COUNT}),
+            "pulse": _PULSE,
+            "spent": by_name(NUMBER),
+            "processor_seconds": NUMBER,
+            "estimate": shape({"source": TEXT}, {"note": TEXT}),
+            "memory": _MEMORY,
+            "shares": several(TEXT),
+            "clerk": _CLERK,
+        },
+    ),
+    "Model": shape(
+        {
+            "id": TEXT,
+            "aliases": several(TEXT),
+            "tags": several(TEXT),
+            "object": const("model"),
+            "owned_by": const("llamacpp"),
+            "created": COUNT,
+            "status": ref("Status"),
+            "architecture": shape({"input_modalities": several(TEXT), "output_modalities": several(TEXT)}),
+            "source": enum("preset", "models_dir", "cache"),
+            "can_remove": FLAG,
+            "capabilities": several(enum("chat", "completion", "tools", "vision", "embedding", "rerank")),
+            "meta": shape(
+                {},
+                {
+                    "vocab_type": WHOLE,
+                    "n_vocab": COUNT,
+                    "n_ctx": COUNT,
+                    "n_ctx_train": COUNT,
+                    "n_embd": COUNT,
+                    "n_params": COUNT,
+                    "size": COUNT,
+                    "ftype": maybe(TEXT),
+                },
+            ),
+        },
+        {"parent": TEXT},
+    ),
+    "Reload": shape(
+        {
+            "added": several(TEXT),
+            "changed": several(TEXT),
+            "restarted": several(TEXT),
+            "removed": several(TEXT),
+            "warnings": several(TEXT),
+        }
+    ),
+    "Slot": shape(
+        {
+            "id": COUNT,
+            "model": TEXT,
+            "n_ctx": COUNT,
+            "id_task": WHOLE,
+            "is_processing": FLAG,
+            "n_prompt_tokens_left": COUNT,
+            "next_token": shape({"n_decoded": COUNT, "n_remain": WHOLE}),
+        }
+    ),
+}
+
+ANSWERS: Mapping[str, Answer] = {
+    "completion": Answer(
+        body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
+        frame=ref("NativeCompletionFrame"),
+        about="Text that goes on from the prompt, with all of these fields or those of `response_fields`; a list where"
+        " several were asked for.",
+    ),
+    "infill": Answer(
+        body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
+        frame=ref("NativeCompletionFrame"),
+        about="Text that goes between two others, as of `/completion`.",
+    ),
+    "embedding": Answer(
+        body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})),
+        about="Vectors of each text: one, or without pooling one for each token.",
+    ),
+    "models": Answer(
+        body=shape({"object": const("list"), "data": several(ref("Model"))}, {"reload": ref("Reload")}),
+        about="All models.",
+    ),
+    "model": Answer(body=ref("Model"), about="One model."),
+    "models_sse": Answer(
+        frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}),
+        about="What happens to models, as it happens, each with an id.",
+    ),
+    "fetch": Answer(body=_SUCCESS, about="The hub has it; its files come. Watch the events of models."),
+    "delete": Answer(body=_SUCCESS, about="Its files are gone."),
+    "load": Answer(
+        body=shape(
+            {"success": const(True)},
+            {
+                "status": ref("Status"),
+                "evicted": several(shape({"model": TEXT, "reason": TEXT})),
+                "load_ms": NUMBER,
+            },
+        ),
+        about="Queued; with wait, loaded.",
+    ),
+    "unload": Answer(body=_SUCCESS, about="Leaving; with wait, gone."),
+    "health": Answer(body=_HEALTH, about="It is up.", further={503: _HEALTH}),
+    "ready": Answer(body=_HEALTH, about="What loads on startup is up.", further={503: _HEALTH}),
+    "metrics": Answer(media="text/plain", about="Prometheus' text format."),
+    "props": Answer(
+        body={
+            "anyOf": [
+                shape(
+                    {
+                        "role": const("router"),
+                        "max_instances": COUNT,
+                        "models_autoload": FLAG,
+                        "model_alias": TEXT,
+                        "model_path": TEXT,
+                        "default_generation_settings": ANY_OBJECT,
+                        "ui_settings": ANY_OBJECT,
+                        "build_info": TEXT,
+                        "cors_proxy_enabled": const(False),
+                        "memory_margin_mib": COUNT,
+                    }
+                ),
+                shape(
+                    {
+                        "default_generation_settings": ANY_OBJECT,
+                        "total_slots": COUNT,
+                        "model_alias": TEXT,
+                        "model_path": TEXT,
+                        "modalities": by_name(FLAG),
+                        "chat_template": TEXT,
+                        "chat_template_caps": ANY_OBJECT,
+                        "bos_token": TEXT,
+                        "eos_token": TEXT,
+                        "capabilities": several(TEXT),
+                        "build_info": TEXT,
+                        "is_sleeping": FLAG,
+                        "is_loaded": FLAG,
+                    }
+                ),
+            ]
+        },
+        about="The router's properties, or those of one model.",
+    ),
+    "tokenize": Answer(
+        body=shape(
+            {"tokens": several({"anyOf": [COUNT, shape({"id": COUNT, "piece": {"anyOf": [TEXT, several(COUNT)]}})]})}
+        ),
+        about="Token ids, with their pieces if asked for.",
+    ),
+    "detokenize": Answer(body=shape({"content": TEXT}), about="The text of the tokens."),
+    "apply_template": Answer(body=shape({"prompt": TEXT}), about="The prompt that this chat makes."),
+    "slots": Answer(body=several(ref("Slot")), about="Places in the batches of loaded models."),
+    "lora_adapters": Answer(
+        body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})),
+        about="Adapters of the model, by their number.",
+    ),
+    "streams_lookup": Answer(body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."),
+}
