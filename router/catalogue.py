@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from router import ini, presets
+from router import ini, sections
 from router.errors import ConfigError
 from router.ini import Problem
-from router.presets import Found, Loaded
+from router.sections import Found, Loaded
 from router.settings import Key, Settings, configured_keys, hub_cache
 from worker import contract
 
@@ -61,7 +61,7 @@ def load_catalogue(
         fault = "is a folder; give it as --models-dir, or name an INI file"
     file = settings.models_preset or (path.name if path else "")
     problems += [Problem(file, 0, "", "models-preset", fault)] if fault else []
-    loaded = presets.load(
+    loaded = sections.load(
         text,
         file=file,
         folder=str(path.absolute().parent) if path else "/",
@@ -148,7 +148,7 @@ def demo_preset() -> Path:
 
 
 class LocalDisk:
-    """This machine's files, as `presets` asks for them."""
+    """This machine's files, as `layers` asks for them."""
 
     def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
         if os.path.isfile(path):

@@ -19,11 +19,13 @@ from typing import Any
 import click
 import platformdirs
 
-from router import __version__, client, keys, presets, settings, sharing
+from router import __version__, client, keys, settings, sharing, written
 from router.catalogue import Further, load_catalogue, read_keys
 from router.errors import ConfigError, RouterError
+from router.ini import Problem
 from router.keys import Key, Meaningless
-from router.presets import Loaded, Problem
+from router.presets import DEFAULTS
+from router.sections import Loaded
 from router.settings import Option, Settings
 from router.values import Choice, Flag, Integer, Names, Seconds
 
@@ -378,7 +380,7 @@ def _report(loaded: Loaded, *, effective: bool) -> str:
     lines += [f"warning: {warning}" for warning in loaded.warnings]
     if effective:
         for id, preset in loaded.presets.items():
-            rows = [(key, _short(value), origin) for key, value, origin in presets.effective(preset)]
+            rows = [(key, _short(value), origin) for key, value, origin in written.effective(preset)]
             widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
             lines += ["", f"[{id}]", *(f"{key:{widths[0]}} = {value:{widths[1]}}  ; {at}" for key, value, at in rows)]
         lines.append("")
@@ -397,7 +399,7 @@ def _document(loaded: Loaded, *, effective: bool) -> dict[str, Any]:
         model: dict[str, Any] = {"id": id, "source": preset.source, "aliases": list(preset.aliases)}
         model["shares"] = [other for other in groups[id] if other != id]
         if effective:
-            rows = presets.effective(preset)
+            rows = written.effective(preset)
             model["settings"] = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
         models.append(model)
     return {
@@ -429,7 +431,7 @@ def _default(key: Key) -> str:
         return key.unset
     if key.name == "n-gpu-layers":
         return "auto"
-    return key.kind.write(presets.DEFAULTS[key.field])
+    return key.kind.write(DEFAULTS[key.field])
 
 
 def _count(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from router import calibration, checkpoint, commands, costs, kv_types, presets, remote, split
+from router import calibration, checkpoint, commands, costs, kv_types, remote, sections, split
 from router import estimate as estimates
 from router.calibration import Calibration
 from router.catalogue import LocalDisk, find_snapshot
@@ -23,7 +23,8 @@ from router.launchers import environment
 from router.launchers.devices import Devices
 from router.ledger import HOST, DeviceId, Reading
 from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, UNKNOWN
-from router.presets import Loaded, Preset
+from router.presets import Preset
+from router.sections import Loaded
 from router.settings import Settings
 from router.snapshots import Snapshots
 from router.weights import on_load, packing, weight_bytes
@@ -195,7 +196,7 @@ def find(name: str, loaded: Loaded, model_flags: Mapping[str, str], environ: Map
         raise ConfigError([f"{name!r} is no model, no folder and no repository (org/name); {hint}"])
     if any(word in name for word in "\n\r") or name != name.strip():
         raise ConfigError([f"{name!r} is no folder and no repository"])
-    alone = presets.load(
+    alone = sections.load(
         f"[model]\nmodel = {name}\n",
         file="",
         folder=str(Path.cwd()),

@@ -26,7 +26,8 @@ from router.errors import (
 from router.events import Event
 from router.lifecycle import State
 from router.members import Listed
-from router.presets import Found, Preset, repository
+from router.presets import Preset, repository
+from router.sections import Found
 from router.settings import Key
 from router.site import Site
 from router.worker import Worker

@@ -41,8 +41,9 @@ from router.limits import Limits
 from router.members import Members
 from router.metrics import Metrics
 from router.preparation import Preparation
-from router.presets import Loaded, Preset
+from router.presets import Preset
 from router.proxy import Pace, Proxy
+from router.sections import Loaded
 from router.settings import Key, Settings
 from router.sharing import members, share
 from router.site import Site

@@ -29,7 +29,8 @@ from router.lifecycle import State
 from router.log import Ring
 from router.members import Listed, Members
 from router.names import Names, choose
-from router.presets import REGISTERED, Found, Loaded, Preset
+from router.presets import Preset
+from router.sections import REGISTERED, Found, Loaded
 from router.settings import Key, Settings
 from router.sharing import Group, share
 from router.worker import Worker

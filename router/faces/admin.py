@@ -13,10 +13,10 @@ from router.errors import BadRequest
 from router.faces.llama_server import KEEP_ALIVE, pulse, status_of
 from router.lifecycle import State
 from router.log import KEPT, Line
-from router.presets import effective
 from router.requests import Requests
 from router.settings import Key
 from router.site import Site
+from router.written import effective
 
 T = TypeVar("T")
 LEVELS = {name: rank for rank, name in enumerate(("debug", "info", "warning", "error"))}

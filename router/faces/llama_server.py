@@ -19,12 +19,13 @@ from router.ledger import HOST, LOCAL, SLOTS, DeviceId, pooled
 from router.life import FETCHED
 from router.lifecycle import State
 from router.members import Listed, speaking_of
-from router.presets import Preset, args, effective
+from router.presets import Preset
 from router.settings import Key
 from router.sharing import names_in
 from router.site import BUILD, Site, Words, flag
 from router.stages import whole
 from router.worker import Worker, estimated
+from router.written import args, effective
 from worker import routes
 from worker.contract import FINAL_EXITS, Exit
 

@@ -20,7 +20,8 @@ from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
 from router.faces.llama_server import wall_clock
 from router.fleet import Model
 from router.lifecycle import State
-from router.presets import REGISTERED, Preset, repository
+from router.presets import Preset, repository
+from router.sections import REGISTERED
 from router.settings import Key
 from router.site import Site, flag
 from router.worker import Worker

@@ -24,8 +24,9 @@ from router.limits import Limits
 from router.listener import Listener
 from router.members import Members
 from router.metrics import Metrics
-from router.presets import Loaded, Preset
+from router.presets import Preset
 from router.proxy import Pace, Proxy
+from router.sections import Loaded
 from router.settings import Settings
 from router.site import Site
 from router.wire import Wire

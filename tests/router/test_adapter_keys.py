@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from router.facts import Checkpoint, Linears
-from router.presets import Preset, args, same_load
+from router.presets import Preset, same_load
 from router.weights import adapter_bytes
+from router.written import args
 from tests.router.test_presets import Disk, complaint, one, read
 from worker.contract import AdapterSource
 

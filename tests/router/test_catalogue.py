@@ -9,7 +9,7 @@ import pytest
 
 from router.catalogue import LocalDisk, demo_preset, find_snapshot, load_catalogue, missing, read_keys
 from router.errors import ConfigError
-from router.presets import Loaded
+from router.sections import Loaded
 from router.settings import Settings, parse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -18,8 +18,8 @@ from router.cli import main
 from router.forecast import cost, find
 from router.ledger import HOST, LOCAL, DeviceId
 from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
-from router.presets import Loaded
 from router.remote import RemoteError
+from router.sections import Loaded
 from router.snapshots import Snapshots
 from router.split import Choice
 from tests.children import Child

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import keys
-from router.presets import LIVE_KEYS, Found, Loaded, Preset, args, effective, load, same_load
+from router.presets import LIVE_KEYS, Preset, same_load
+from router.sections import Found, Loaded, load
 from router.values import MIB
+from router.written import args, effective
 from worker import demo
 
 steady = settings(derandomize=True, deadline=None)

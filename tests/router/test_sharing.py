@@ -6,7 +6,8 @@ import pytest
 
 from router import keys
 from router.catalogue import LocalDisk
-from router.presets import Preset, load
+from router.presets import Preset
+from router.sections import load
 from router.sharing import USES, Use, member, members, names_in, profile, share
 from worker.contract import Profile
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router import presets
+from router import sections
 from router.catalogue import LocalDisk
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_scheduler"
@@ -45,7 +45,7 @@ def test_ten_times_as_many_presets_are_ten_times_the_work_to_read() -> None:
 
     def work(count: int) -> int:
         text = bench["presets_of"](count)
-        found: int = bench["calls"](lambda: presets.load(text, file="models.ini", disk=LocalDisk(), environ={}))
+        found: int = bench["calls"](lambda: sections.load(text, file="models.ini", disk=LocalDisk(), environ={}))
         return found
 
     few, many = work(30), work(300)
