@@ -18,11 +18,12 @@ ROUTER = [
     "router.cli",
     "router.serve",
     "router.app  router.launchers.local",
+    "router.calls",
     "router.openapi  router.page",
     "router.faces.lmi_adapters",
     "router.faces.admin  router.faces.lmi  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
-    "router.hub  router.preparation  router.requests",
+    "router.hub  router.preparation  router.requests  router.bodies",
     "router.launchers.serving",
     "router.launchers.watching",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
@@ -59,6 +60,7 @@ ROUTER = [
     "router.answers.openai",
     "router.answers.words",
     "router.client  router.limits",
+    "router.noted",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.ranks"
     "  router.listener  router.watch  router.wire",
