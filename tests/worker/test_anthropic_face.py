@@ -247,6 +247,9 @@ async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() ->
             assert held.field == field
         _, headers, _ = await world.post("/v1/messages", {**HI, "output_config": {"effort": "low", "odd": 1}})
         assert headers["X-Ignored-Fields"] == "output_config.odd,output_config.effort"
+        counted = {**HI, "output_config": {"effort": "low"}}
+        _, headers, _ = await world.post("/v1/messages/count_tokens", counted)
+        assert headers["X-Ignored-Fields"] == "output_config.effort"
 
 
 async def test_what_may_be_left_out_of_a_conversation_is_reported_as_ignored() -> None:

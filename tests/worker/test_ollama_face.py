@@ -164,6 +164,18 @@ async def test_what_is_reported_or_wrong_is_called_what_the_client_calls_it() ->
         raw = {"prompt": "hi", "raw": True, "system": "S", "think": "high", "stream": False}
         _, headers, _ = await world.post("/api/generate", raw)
         assert headers["X-Ignored-Fields"] == "system,think"
+        _, headers, _ = await world.post("/api/chat", {"messages": HI, "stream": False, "top_logprobs": 2})
+        assert headers["X-Ignored-Fields"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(("path", "text"), [("/api/embed", "input"), ("/api/embeddings", "prompt")])
+async def test_options_of_texts_are_checked_for_vectors_and_reported(path: str, text: str) -> None:
+    async with serving() as world:
+        options = {"num_gpu": 9, "temperature": 0.5, "num_ctx": 64, "seed": None, "odd": 1}
+        _, headers, _ = await world.post(path, {text: "hi", "options": options})
+        assert set(headers["X-Ignored-Fields"].split(",")) == {f"options.{name}" for name in options} - {"options.seed"}
+        status, _, answer = await world.post(path, {text: "hi", "options": {"temperature": -1}})
+        assert (status, answer["error"].startswith("options.temperature")) == (400, True)
 
 
 async def test_the_context_may_be_asked_smaller_and_not_larger() -> None:

@@ -15,6 +15,7 @@ from tests.worker.serving import TOKEN, Serving, serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
 
 HI: Any = {"model": "m", "input": "hi"}
+HI_THERE: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "parameters": SCHEMA, "strict": False}
 Answer = TypeVar("Answer")
 
@@ -175,6 +176,12 @@ async def test_a_conversation_of_items_reaches_the_template() -> None:
                 await client.chat.completions.create(model="m", messages=body["messages"])
             _, _, counted = await world.post(f"/v1/{path}/input_tokens", body)
             assert counted == {"object": "response.input_tokens", "input_tokens": len(engine.requests[-1].prompt)}
+        for path, effort, ignored in (
+            ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+            ("responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ):
+            _, headers, _ = await world.post(f"/v1/{path}/input_tokens", {**HI, "messages": HI_THERE, **effort})
+            assert ignored in headers["X-Ignored-Fields"].split(",")
 
 
 class Pet(pydantic.BaseModel):
@@ -286,7 +293,14 @@ async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
             with pytest.raises(openai.BadRequestError, match=message):
                 await client.responses.create(**HI, extra_body=wrong)
         assert world.engine.requests == []
-        await client.responses.create(**HI, store=False, truncation="disabled", include=["reasoning.encrypted_content"])
+        await client.responses.create(**HI, store=False, truncation="disabled")
+
+
+async def test_encrypted_thoughts_are_none_and_that_is_reported() -> None:
+    async with serving() as world:
+        asked = {**HI, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}
+        status, headers, _ = await world.post("/v1/responses", asked)
+        assert (status, headers["X-Ignored-Fields"]) == (200, "include[reasoning.encrypted_content]")
 
 
 async def test_a_stream_that_breaks_off_is_an_error_of_the_client() -> None:

@@ -76,6 +76,15 @@ async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
         assert len(world.engine.requests) == 1
 
 
+async def test_a_temperature_that_nothing_is_drawn_by_is_reported() -> None:
+    async with serving() as world:
+        for sampled, ignored in (({}, "parameters.temperature"), ({"do_sample": True}, None)):
+            body = {"inputs": "a", "parameters": {"temperature": 0.5, **sampled}}
+            _, headers, _ = await world.post("/invocations", body)
+            assert headers.get("X-Ignored-Fields") == ignored
+            assert world.engine.requests[-1].sampling.temperature == (0.0 if ignored else 0.5)
+
+
 async def test_lmis_stream_that_breaks_off_says_so_in_its_last_line() -> None:
     async with serving() as world:
         body = {"inputs": "fail-later", "stream": True}

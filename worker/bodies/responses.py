@@ -163,7 +163,7 @@ FURTHER: Body = {
 }
 """What a response takes from chats, beside what OpenAI's has."""
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
-"""What a response may be asked to include. Of the first there is none: thoughts are not encrypted here."""
+"""What a response may be asked to include. The first is reported as ignored: thoughts are not encrypted here."""
 RESPONSES: Body = {
     **FURTHER,
     "model": MODEL,

@@ -50,8 +50,8 @@ async def count_tokens(body: Json, model: Model) -> Result:
     asked = _read(fields, model)
     fields.skip(COUNT_TOKENS)
     ignored = fields.settle(strict=model.options.strict_fields)
-    tokens = await count(asked, model)
-    return Result(body={"input_tokens": tokens}, ignored=ignored, prompt_tokens=tokens)
+    tokens, further = await count(asked, model, names=_names(fields))
+    return Result(body={"input_tokens": tokens}, ignored=(*ignored, *further), prompt_tokens=tokens)
 
 
 # Bodies

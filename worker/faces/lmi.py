@@ -73,6 +73,8 @@ def _parameters(fields: Fields, model: Model) -> tuple[Json, dict[str, bool]]:
     within.refuse("typical_p", "parameters.typical_p is not supported; leave it out")
     asked: Json = {name: within.handed(name) for name in _SAME}
     if not within.flag("do_sample"):
+        if asked["temperature"]:
+            fields.mark_unused(f"{within.path}temperature")
         asked["temperature"] = 0.0
     asked["max_tokens"] = within.integer("max_new_tokens") or _NEW_TOKENS
     asked["stop"] = read_stop(within, "stop_sequences", "stop")

@@ -101,7 +101,7 @@ async def embed(body: Json, model: Model, *, waited: float = 0.0) -> Result:
     began = time.monotonic() - waited
     fields = Fields(body, OLLAMA_EMBED)
     name, keep_alive = _named(fields, model), _keep_alive(fields)
-    _options(fields, model)
+    _pass_over_options(fields, model)
     texts = fields.take("input")
     truncate = fields.flag("truncate")
     asked = {"input": texts, "dimensions": fields.take("dimensions"), "truncate": truncate is not False}
@@ -125,7 +125,7 @@ async def embeddings(body: Json, model: Model) -> Result:
     fields = Fields(body, OLLAMA_EMBEDDINGS)
     _named(fields, model)
     keep_alive = _keep_alive(fields)
-    _options(fields, model)
+    _pass_over_options(fields, model)
     prompt = fields.text("prompt")
     ignored = fields.settle(strict=model.options.strict_fields)
     if not prompt:
@@ -184,6 +184,14 @@ def _options(fields: Fields, model: Model) -> tuple[Json, int | None]:
     return asked, room
 
 
+def _pass_over_options(fields: Fields, model: Model) -> None:
+    """Of a call for vectors: checked as for any other, and reported, as no vector depends on them."""
+    _options(fields, model)
+    for name, value in (fields.mapping("options") or {}).items():
+        if value is not None:
+            fields.mark_unused(f"options.{name}")
+
+
 def _format(fields: Fields) -> Json:
     stated = fields.take("format")
     if stated in (None, ""):
@@ -215,6 +223,8 @@ def _think(fields: Fields, model: Model) -> Json:
 
 def _logprobs(fields: Fields) -> Json:
     wanted, alternatives = fields.flag("logprobs"), fields.take("top_logprobs")
+    if alternatives is not None and not wanted:
+        fields.mark_unused("top_logprobs")
     return {"logprobs": wanted, "top_logprobs": alternatives if wanted else None}
 
 

@@ -2,8 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from worker import adapting, constraints, sampling, telling, tools
 from worker import chat as chats
@@ -55,20 +57,29 @@ async def understand(body: Json, model: Model, *, id: str, names: Mapping[str, s
 
     `names`: what its fields are called in the body that the client wrote, the longer before the shorter.
     """
-
-    def theirs(field: str) -> str:
-        within = next((ours for ours in names if field == ours or field.startswith(f"{ours}.")), "")
-        return names[within] + field.removeprefix(within) if within else field
-
-    try:
+    theirs = partial(_renamed, names)
+    with _in_their_words(theirs):
         read = await _understand(body, model, id=id, theirs=theirs)
+    return replace(read, ignored=tuple(map(theirs, read.ignored))) if names else read
+
+
+def _renamed(names: Mapping[str, str], field: str) -> str:
+    """What a field of a chat completion, or something inside of it, is called by the client."""
+    within = next((ours for ours in names if field == ours or field.startswith(f"{ours}.")), "")
+    return names[within] + field.removeprefix(within) if within else field
+
+
+@contextmanager
+def _in_their_words(theirs: Callable[[str], str]) -> Iterator[None]:
+    """A RequestError from within names the field as the client does."""
+    try:
+        yield
     except RequestError as error:
         if error.param is not None:
             if error.message.startswith(error.param):
                 error.message = theirs(error.param) + error.message.removeprefix(error.param)
             error.param = theirs(error.param)
         raise
-    return replace(read, ignored=tuple(map(theirs, read.ignored))) if names else read
 
 
 async def _understand(body: Json, model: Model, *, id: str, theirs: Callable[[str], str]) -> Chat:
@@ -136,22 +147,24 @@ async def understand_text(body: Json, model: Model, *, id: str, suffix: str = ""
 
 async def input_tokens(body: Json, model: Model) -> Result:
     """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
-    fields = Fields(body, CHAT_TOKENS)
-    fields.skip(CHAT_TOKENS)
-    ignored = fields.settle(strict=model.options.strict_fields)
-    tokens = await count(body, model)
+    tokens, ignored = await count(body, model)
     told = {"object": "response.input_tokens", "input_tokens": tokens}
     return Result(body=told, ignored=ignored, prompt_tokens=tokens)
 
 
-async def count(body: Json, model: Model) -> int:
-    """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
+async def count(body: Json, model: Model, *, names: Mapping[str, str] = _OWN_NAMES) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the prompt that a chat with this body starts from, and what of it made no difference to them although
+    it is meant to; raises RequestError. `names`: as of `understand`."""
     model.require("completion")
+    theirs = partial(_renamed, names)
     fields = Fields(body, CHAT_TOKENS)
-    conversation = chats.read(fields, model.template, blind=model.engine.blind)
-    tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
-    _, tokens, _ = await _tokens(conversation, tooling, model)
-    return len(tokens)
+    with _in_their_words(theirs):
+        conversation = chats.read(fields, model.template, blind=model.engine.blind)
+        tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
+        fields.skip(CHAT_TOKENS)
+        ignored = fields.settle(strict=model.options.strict_fields)
+        _, tokens, _ = await _tokens(conversation, tooling, model)
+    return len(tokens), tuple(map(theirs, ignored))
 
 
 async def _tokens(
@@ -344,10 +357,12 @@ def _chunks(fields: Fields, stream: bool) -> Chunks:
     options = fields.within("stream_options", STREAM_OPTIONS)
     if options.flag("include_obfuscation"):
         fields.mark_unused(f"{options.path}include_obfuscation")
-    has_usage = options.flag("include_usage") or False
+    has_usage, counts = options.flag("include_usage") or False, options.flag("continuous_usage_stats") or False
+    if counts and not has_usage:
+        fields.mark_unused(f"{options.path}continuous_usage_stats")
     return Chunks(
         has_usage=has_usage,
-        counts=(options.flag("continuous_usage_stats") or False) and has_usage,
+        counts=counts and has_usage,
         has_progress=_only_streamed(fields, "return_progress", stream),
         has_timings=_only_streamed(fields, "timings_per_token", stream),
     )

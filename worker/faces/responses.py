@@ -20,6 +20,7 @@ from worker.replies import Totals, logprobs_of, progress_of
 _STATELESS = "nothing is kept between requests here; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
 
 
 async def responses(body: Json, model: Model) -> Call:
@@ -43,9 +44,9 @@ async def input_tokens(body: Json, model: Model) -> Result:
     fields = Fields(body, RESPONSES)
     asked, _ = _read(fields, model)
     ignored = fields.settle(strict=model.options.strict_fields)
-    tokens = await count(asked, model)
+    tokens, further = await count(asked, model, names=_names(fields))
     told = {"object": "response.input_tokens", "input_tokens": tokens}
-    return Result(body=told, ignored=ignored, prompt_tokens=tokens)
+    return Result(body=told, ignored=(*ignored, *further), prompt_tokens=tokens)
 
 
 # Bodies
@@ -79,6 +80,8 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
     for name in included:
         if name not in INCLUDED:
             raise UnsupportedField(f"include: only {' and '.join(INCLUDED)} may stand there", param="include")
+        if name == _ENCRYPTED:
+            fields.mark_unused(f"include[{name}]")  # thoughts come as they are
     top = fields.integer("top_logprobs", high=model.options.max_logprobs) or 0
     instructions = fields.text("instructions")
     before = [{"role": "system", "content": instructions}] if instructions else []

@@ -1,0 +1,310 @@
+"""No field of a request is dropped in silence: it changes what happens, is refused by name, or is reported as ignored.
+
+Each one is sent alone, and what comes of the request is held against what comes of it without. Those that may make no
+difference unsaid are few, and stand here.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ollama
+import pytest
+from anthropic.types import message_create_params
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from tests import tiny
+from tests.worker.fake_engine import FakeEngine
+from tests.worker.serving import Serving, serving
+from tests.worker.speaking import CALL, SCHEMA, TOOLS, Speaking
+
+Sample = tuple[Any, Mapping[str, Any]]
+"""A value that makes a difference, and what else the request says to have it make one."""
+
+SILENT = {
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse",
+    "backend_sampling", "cache_control",
+}  # fmt: skip
+"""They say who asks, or where and for how long something is kept: nothing that an answer depends on."""
+TUNING_WHAT_IS_OFF = {
+    "mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "dynatemp_exponent", "adaptive_decay",
+}  # fmt: skip
+"""What they tune is refused by the name of its switch."""
+OF_A_FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+TEMPLATE = TOOLS + "{{ reasoning_effort }}{{ verbosity }}{{ colour }}{{ documents }}{{ enable_thinking }}"
+HI: Any = [{"role": "user", "content": "hi"}]
+STREAMS = {"stream": True}
+TOOLED = {"tools": [OF_A_FUNCTION]}
+
+
+def alone(**fields: Any) -> dict[str, Sample]:
+    return {name: (value, {}) for name, value in fields.items()}
+
+
+PICKED = alone(
+    temperature=0.3, top_p=0.5, top_k=3, min_p=0.2, presence_penalty=0.5, frequency_penalty=0.5, seed=7, stop="fox"
+)
+TUNED = {**PICKED, **alone(repeat_penalty=1.5, repeat_last_n=9, logit_bias={"70": 5}, min_tokens=3, ignore_eos=True)}
+HELD = alone(
+    response_format={"type": "json_object"},
+    json_schema=SCHEMA,
+    grammar='root ::= "a"',
+)
+MEANT = alone(
+    audio={"voice": "x", "format": "mp3"}, modalities=["audio"], web_search_options={}, store=True,
+    prediction={"type": "content", "content": "x"}, functions=[{"name": "f"}], mirostat=2, xtc_probability=0.5,
+    dry_multiplier=0.5, dynatemp_range=0.5, typical_p=0.5, typ_p=0.5, top_n_sigma=1.0,
+    t_max_predict_ms=5, adaptive_target=0.5, min_keep=2,
+)  # fmt: skip
+SAMPLERS: dict[str, Sample] = {"samplers": (["top_k"], {"temperature": 0.3, "top_k": 3})}
+OPENAIS = {
+    **TUNED,
+    **HELD,
+    **MEANT,
+    **SAMPLERS,
+    **alone(
+        model="other", n=2, stream=True, max_tokens=3, max_completion_tokens=3, n_predict=3, lora="x", adapters="x"
+    ),
+    "stream_options": ({"include_usage": True}, STREAMS),
+    "return_progress": (True, {}),
+    "timings_per_token": (True, STREAMS),
+    **dict.fromkeys(SILENT | TUNING_WHAT_IS_OFF, ("x", {})),
+}
+CHAT: dict[str, Sample] = {
+    **OPENAIS,
+    **alone(
+        messages=[{"role": "user", "content": "ho"}], reasoning_effort="low", verbosity="high", logprobs=True,
+        chat_template_kwargs={"colour": "red"}, documents=[{"text": "d"}], add_generation_prompt=False,
+        tools=[OF_A_FUNCTION],
+        function_call={"name": "f"}, reasoning_format="deepseek", include_obfuscation=True,
+    ),
+    "top_logprobs": (2, {"logprobs": True}),
+    "tool_choice": ("none", TOOLED),
+    "parallel_tool_calls": (False, {**TOOLED, "tool_choice": "required"}),
+    "continue_final_message": (True, {"messages": [*HI, {"role": "assistant", "content": "w"}]}),
+    "stream_options": ({"continuous_usage_stats": True}, STREAMS),
+}  # fmt: skip
+COMPLETIONS: dict[str, Sample] = {
+    **OPENAIS,
+    **alone(prompt="ho", echo=True, logprobs=2, suffix="x"),
+    "best_of": (2, {}),
+}
+EMBEDDINGS: dict[str, Sample] = {
+    **alone(input="ho ho", encoding_format="base64", dimensions=2, prompt_name="query", model="other", user="u"),
+    "truncate": (True, {"input": "hi " * 400}),
+}
+RESPONSES: dict[str, Sample] = {
+    **{name: PICKED[name] for name in ("temperature", "top_p")},
+    **alone(
+        input="ho", model="other", instructions="S", max_output_tokens=3, stream=True, store=True, background=True,
+        previous_response_id="r", conversation="c", prompt={"id": "p"}, truncation="auto", text={"verbosity": "low"},
+        reasoning={"effort": "low", "summary": "auto"}, max_tool_calls=1, top_logprobs=2,
+        context_management=[{"type": "x"}],
+        include=["reasoning.encrypted_content"], access_programs=["x"], image={"x": 1},
+        tools=[{"type": "function", "name": "weather", "parameters": SCHEMA}],
+    ),
+    "tool_choice": ("required", {"tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}]}),
+    "parallel_tool_calls": (False, {}),
+    "stream_options": ({"include_obfuscation": True}, STREAMS),
+    **dict.fromkeys(("user", "service_tier", "safety_identifier", "moderation"), ("x", {})),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), ("x", {})),
+    "metadata": ({"a": "b"}, {}),
+}  # fmt: skip
+WEATHER = {"name": "weather", "input_schema": SCHEMA}
+MESSAGES: dict[str, Sample] = {
+    **{name: PICKED[name] for name in ("temperature", "top_p", "top_k")},
+    **alone(
+        messages=[{"role": "user", "content": "ho"}], model="other", max_tokens=3, system="S", stop_sequences=["fox"],
+        stream=True, thinking={"type": "disabled"}, tools=[WEATHER], container="c", mcp_servers=[{"x": 1}],
+        output_config={"effort": "low"}, inference_geo="eu", speed="fast", diagnostics={"x": 1}, workspace_id="w",
+        user_profile_id="u", context_management={"edits": [{"type": "x"}]}, metadata={"user_id": "x"},
+        service_tier="auto",
+        cache_control={"type": "ephemeral"},
+    ),
+    "tool_choice": ({"type": "any"}, {"tools": [WEATHER]}),
+}  # fmt: skip
+PLAIN = {"stream": False}
+OPTIONS: dict[str, Sample] = {
+    f"options.{name}": ({name: value}, {})
+    for name, (value, _) in {
+        **PICKED,
+        **alone(
+            repeat_penalty=1.5, repeat_last_n=9, num_predict=3, num_ctx=99, tfs_z=0.5, typical_p=0.5,
+            mirostat=1, numa=True,
+            num_batch=3, num_gpu=1, main_gpu=1, low_vram=True, f16_kv=True, logits_all=True, vocab_only=True,
+            use_mmap=True, use_mlock=True, embedding_only=True, num_thread=2, num_keep=5, penalize_newline=True,
+            mirostat_tau=2.0, mirostat_eta=0.5,
+        ),
+    }.items()
+}  # fmt: skip
+OLLAMAS: dict[str, Sample] = {
+    **OPTIONS,
+    **alone(model="other", stream=True, format="json", keep_alive=60, think=True, logprobs=True, top_logprobs=2),
+}
+OLLAMA_CHAT = {**OLLAMAS, **alone(messages=[{"role": "user", "content": "ho"}], tools=[OF_A_FUNCTION])}
+OLLAMA_GENERATE = {
+    **OLLAMAS,
+    **alone(
+        prompt="ho", suffix="x", system="S", template="t", context=[1], raw=True, images=["aGk="], width=1, height=1,
+        steps=1,
+    ),
+}  # fmt: skip
+OLLAMA_EMBED: dict[str, Sample] = {
+    **OPTIONS,
+    **alone(model="other", input="ho ho", dimensions=2, keep_alive=60),
+    "truncate": (True, {"input": "hi " * 400, "truncate": False}),
+}
+OLLAMA_EMBEDDINGS: dict[str, Sample] = {**OPTIONS, **alone(prompt="ho ho", keep_alive=60)}
+COMPLETION: dict[str, Sample] = {
+    **TUNED,
+    **{name: HELD[name] for name in ("json_schema", "grammar")},
+    **SAMPLERS,
+    **{name: MEANT[name] for name in MEANT if name not in ("audio", "modalities", "functions", "prediction")},
+    **alone(
+        prompt="ho", n_predict=3, n_indent=2, n_cmpl=2, n_probs=2, return_tokens=True, response_fields=["content"],
+        t_max_prompt_ms=5, grammar_lazy=True, grammar_triggers=[{"type": 0}], preserved_tokens=["x"], stream=True,
+        return_progress=True, timings_per_token=True, image_data=[{"data": "x"}], lora=[{"id": 0, "scale": 0.5}],
+        penalize_nl=True, chat_format=1, verbose=True,
+    ),
+    "post_sampling_probs": (True, {"n_probs": 2}),
+    **alone(**{f"speculative.{name}": 3 for name in ("n_max", "n_min", "p_min", "type")}),
+    **dict.fromkeys(("id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse", "backend_sampling"), (1, {})),
+    **dict.fromkeys(TUNING_WHAT_IS_OFF, (1, {})),
+}  # fmt: skip
+INVOCATIONS: dict[str, Sample] = {
+    **alone(inputs="ho", stream=True, adapters="x"),
+    **{
+        f"parameters.{name}": ({"do_sample": True, name: value}, {"parameters": {"do_sample": True}})
+        for name, value in {
+            "temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.5, "seed": 7,
+            "presence_penalty": 0.5, "frequency_penalty": 0.5, "max_new_tokens": 3,
+            "stop_sequences": ["fox"], "stop": ["fox"],
+            "ignore_eos_token": True, "details": True, "return_full_text": True, "num_beams": 2, "typical_p": 0.5,
+            "watermark": True, "truncate": 5, "decoder_input_details": True, "best_of": 2,
+        }.items()
+    },
+    "parameters.do_sample": ({"do_sample": True}, {}),
+}  # fmt: skip
+ERICLLM: dict[str, Sample] = alone(
+    prompt="ho", max_tokens=3, temperature=0.3, top_k=3, top_p=0.4, token_repetition_penalty=1.5, stop="fox",
+    n=2, min_p=0.2,
+    skip_special_tokens=False, top_a=0.5, filters=["x"], typical=0.5,
+)  # fmt: skip
+FASTCHAT: dict[str, Sample] = alone(
+    prompt="ho", temperature=0.3, top_p=0.5, top_k=3, repetition_penalty=1.5, presence_penalty=0.5,
+    frequency_penalty=0.5,
+    max_new_tokens=3, stop="fox", stop_token_ids=[70], echo=False, logprobs=2, best_of=2, use_beam_search=True, seed=7,
+    images=["aGk="], context_len=9, stop_str="fox",
+)  # fmt: skip
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Sample]]] = {
+    "/v1/chat/completions": ({"messages": HI}, CHAT),
+    "/v1/completions": ({"prompt": "hi"}, COMPLETIONS),
+    "/v1/embeddings": ({"input": "hi"}, EMBEDDINGS),
+    "/v1/responses": ({"input": "hi"}, RESPONSES),
+    "/v1/messages": ({"messages": HI}, MESSAGES),
+    "/api/chat": ({"messages": HI, **PLAIN}, OLLAMA_CHAT),
+    "/api/generate": ({"prompt": "hi", **PLAIN}, OLLAMA_GENERATE),
+    "/api/embed": ({"input": "hi"}, OLLAMA_EMBED),
+    "/api/embeddings": ({"prompt": "hi"}, OLLAMA_EMBEDDINGS),
+    "/completion": ({"prompt": "hi"}, COMPLETION),
+    "/invocations": ({"inputs": "hi"}, INVOCATIONS),
+    "/generate": ({"prompt": "hi"}, ERICLLM),
+    "/worker_generate": ({"prompt": "hi"}, FASTCHAT),
+}
+_OF_THE_MOMENT = re.compile(rb'"(id|item_id|created|created_at|completed_at|total_duration)":("[^"]*"|[0-9.]+)')
+
+
+async def outcome(world: Serving, path: str, body: Mapping[str, Any]) -> tuple[int, bytes, set[str], Any]:
+    """Status, answer without what is of the moment, the fields that it calls ignored, what the engine was asked."""
+    world.engine.requests.clear()
+    world.engine.texts.clear()
+    async with world.client.post(world.url + path, data=json.dumps(body)) as answer:
+        told = _OF_THE_MOMENT.sub(b"", await answer.read())
+        ignored = set(filter(None, answer.headers.get("X-Ignored-Fields", "").split(",")))
+    asked = [re.sub(r"id='[^']*'", "", repr(request)) for request in world.engine.requests]
+    return answer.status, told, ignored, (asked, world.engine.texts[:], world.events[-1].keep_alive)
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_every_field_makes_a_difference_or_is_named(path: str) -> None:
+    base, samples = CALLS[path]
+    tokenizer = tiny.make_tokenizer("llama")
+    engine = FakeEngine(tokenizer)
+    silent = []
+    async with serving(engine, chat_template=TEMPLATE) as world:
+        for name, (value, beside) in samples.items():
+            field = name.partition(".")[0] if name.startswith(("options.", "parameters.")) else name
+            without = await outcome(world, path, {**base, **beside})
+            status, told, ignored, asked = await outcome(world, path, {**base, **beside, field: value})
+            assert status in (200, 400), (name, told)
+            assert without[0] == 200 or status == 200, (name, without)
+            refused = status == 400 and name.rpartition(".")[2].encode() in told
+            assert status == 200 or refused or without[0] == 400, (name, told)
+            reported = any(each.startswith(name) for each in ignored - without[2])
+            if not (refused or reported or (status, told, asked) != (without[0], without[1], without[3])):
+                silent.append(name)
+    allowed = SILENT | TUNING_WHAT_IS_OFF | {f"options.{name}" for name in TUNING_WHAT_IS_OFF}
+    assert set(silent) <= allowed
+
+
+def stated(kind: Any) -> set[str]:
+    return set(kind.__annotations__)
+
+
+def taken(method: Any) -> set[str]:
+    return set(inspect.signature(method).parameters) - {"self"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "samples"),
+    [
+        (stated(chat_create_params.CompletionCreateParamsBase), CHAT),
+        (stated(completion_create_params.CompletionCreateParamsBase), COMPLETIONS),
+        (stated(embedding_create_params.EmbeddingCreateParams), EMBEDDINGS),
+        (stated(response_create_params.ResponseCreateParamsBase), RESPONSES),
+        (stated(message_create_params.MessageCreateParamsBase), MESSAGES),
+        (taken(ollama.Client.chat) - {"options"}, OLLAMA_CHAT),
+        (taken(ollama.Client.generate) - {"options"}, OLLAMA_GENERATE),
+        (taken(ollama.Client.embed) - {"options"}, OLLAMA_EMBED),
+        (taken(ollama.Client.embeddings) - {"options", "model"}, OLLAMA_EMBEDDINGS),
+        ({f"options.{name}" for name in ollama.Options.model_fields}, OPTIONS),
+    ],
+    ids=["chat", "completions", "embeddings", "responses", "messages", "o-chat", "o-generate", "o-embed",
+         "o-embeddings",
+         "o-options"],
+)  # fmt: skip
+def test_all_that_an_official_client_can_send_is_tried(theirs: set[str], samples: dict[str, Sample]) -> None:
+    assert len(theirs) > 1
+    assert theirs <= samples.keys()
+
+
+async def test_every_member_of_a_message_of_ollamas_client_reaches_the_model_or_is_named() -> None:
+    message = ollama.Message(
+        role="assistant",
+        content="said",
+        thinking="thought",
+        tool_calls=[
+            ollama.Message.ToolCall(
+                function=ollama.Message.ToolCall.Function(name="weather", arguments={"city": "Oslo"})
+            )
+        ],
+        tool_name="named",
+    )
+    assert message.model_fields_set | {"images"} == set(ollama.Message.model_fields)
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{{ m.name }}{{ m.tool_calls }}{% endfor %}"
+    )
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=template) as world:
+        body = {"messages": [message.model_dump(exclude_none=True), *HI], **PLAIN}
+        _, headers, _ = await world.post("/api/chat", body)
+        assert "X-Ignored-Fields" not in headers
+        assert all(word in engine.prompt() for word in ("said", "thought", "named", "weather", "Oslo"))
+        assert CALL not in engine.prompt()
