@@ -8,16 +8,15 @@ answer.
 
 import asyncio
 import logging
-import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
-from router import backoff, planner, standby
+from router import planner, standby
 from router.backoff import Failure
 from router.calibration import Calibration
 from router.costs import weigh
@@ -26,7 +25,6 @@ from router.errors import (
     AlreadyRunning,
     ApiError,
     Draining,
-    LoadBackoff,
     LoadFailed,
     ModelNotFound,
     ModelNotLoaded,
@@ -36,11 +34,12 @@ from router.errors import (
 from router.events import EventLog
 from router.explain import does_not_fit, numbers, preview, refused, shortages
 from router.facts import EstimateError
-from router.holding import Holding, Wish, hold, make_room
-from router.launchers import Launcher, NotHeld, WorkerLost, WorkerProcess
+from router.failures import Failures
+from router.holding import Holding
+from router.launchers import Launcher, NotHeld
 from router.lease import Lease
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
-from router.life import end, live, lost_error, take
+from router.life import end, live, take
 from router.lifecycle import State
 from router.limits import Limits
 from router.model import COPY_PAUSE, Model
@@ -48,9 +47,9 @@ from router.plans import Eviction, Plan, Policy, Start
 from router.presets import Preset, same_load
 from router.queue import Queue
 from router.refusals import Refusals
+from router.sleepers import Sleepers
 from router.worker import Worker, tell
 from router.world import Files
-from worker.contract import Exit
 
 log = logging.getLogger("router.fleet")
 
@@ -103,7 +102,7 @@ class Fleet:
         """The readings were begun for the next plan."""
         self._looking: asyncio.Task[None] | None = None
         self._ledger = ledger
-        self._ids = 0
+        self._ids = count(1)
         self._arranging = False
         self._failed_plans = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -111,12 +110,21 @@ class Fleet:
         """All workers that are not stopped, those of removed models too."""
         self._homes: dict[int, Model] = {}
         self._reads: set[asyncio.Task[None]] = set()
-        self._holdings: dict[int, Holding] = {}
         self._errands: dict[int, Errand] = {}
         """All that are not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sleepers = Sleepers(
+            launcher=launcher,
+            events=events,
+            budget=limits.sleep_memory,
+            ids=self._ids,
+            tasks=self._tasks,
+            now=self.now,
+            changed=self.changed,
+        )
         self._loads: dict[asyncio.Task[None], Lease] = {}
         """What holds a lease and asks nothing: no request, so it takes nobody's place in a queue."""
+        self._failures = Failures(files=files, events=events, refusals=self.refusals, now=self.now)
         self._queue = Queue(
             alive=self._alive,
             homes=self._homes,
@@ -184,7 +192,7 @@ class Fleet:
             raise ModelNotLoaded(f"model '{id}' is not loaded; load it with POST /models/load or turn autoload on")
         self._queue.admit(model)
         if worker is None:
-            self._refuse_failed(model)
+            self._failures.check(model)
             worker = self._begin(model)
             self._call_companions(model)
         return self._take(model, worker)
@@ -314,32 +322,10 @@ class Fleet:
                 raise Draining("the router is shutting down", retry_after=5)
             if self.models.get(model.preset.id) is not model:
                 raise ModelNotFound(f"model '{model.preset.id}' was removed while it was loading")
-            self._refuse_failed(model)
+            self._failures.check(model)
             worker = self._begin(model)
         lease.worker = worker
         worker.leases.add(lease)
-
-    def _refuse_failed(self, model: Model) -> None:
-        """Raises LoadBackoff, LoadFailed."""
-        if (refusal := self._refusal(model)) is not None:
-            self.refusals.tell(model.preset.id, refusal)
-            raise refusal
-        if model.failure is not None and self.now() < model.failure.until:
-            model.failure = None  # its files have changed
-
-    def _refusal(self, model: Model) -> ApiError | None:
-        """What a request hears whose model has failed; None: it may be tried again."""
-        failure, now = model.failure, self.now()
-        if failure is None or now >= failure.until:
-            return None
-        if failure.final and self.files.look(model.preset) != failure.files:
-            return None
-        message = f"{model.preset.id} failed: {failure.message}"
-        if failure.final:
-            return LoadFailed(
-                f"{message} (it is not tried again before the preset or its files change, or POST /models/load)"
-            )
-        return LoadBackoff(f"{message}; next attempt in {failure.until - now:.0f} s", retry_after=failure.until - now)
 
     def eta(self, model: Model) -> float:
         """Seconds until a request for `model` can expect its turn."""
@@ -368,12 +354,11 @@ class Fleet:
     # Lives
 
     def _begin(self, model: Model, *, luxury: bool = False) -> Worker:
-        self._ids += 1
         is_here = self.files.find(model.preset) is not None and not (
             model.doubtful and self.files.can_mend(model.preset)  # a download looks at what is here
         )
         state = State.QUEUED if is_here else State.DOWNLOADING
-        worker = Worker(self._ids, model.preset, state, self.now(), attempt=model.cut_short, luxury=luxury)
+        worker = Worker(next(self._ids), model.preset, state, self.now(), attempt=model.cut_short, luxury=luxury)
         worker.family = model.workers
         model.workers.append(worker)
         self._alive[worker.id] = worker
@@ -398,7 +383,8 @@ class Fleet:
             model.no_copy_before = self.now() + COPY_PAUSE
         else:
             model.reason, model.since = worker.reason, self.now()
-            self._remember(model, worker)
+            if self._failures.remember(model, worker):
+                self._sleepers.let_go(model, "load_failed")  # it cannot be woken
         model.load_seconds = worker.load_seconds or model.load_seconds
         if self.limits.sleep_memory and not model.workers and not self.closing:
             model.wish = worker.wish(self.files.weights(worker.snapshot))
@@ -408,57 +394,6 @@ class Fleet:
             if worker.preset.id not in self.models:
                 self.events.append("removed", worker.preset.id)
         return model.failure
-
-    def _remember(self, model: Model, worker: Worker) -> None:
-        """What this end means for the model's next life."""
-        now, lost = self.now(), worker.lost
-        served = worker.ready_at is not None
-        is_curable = lost is not None and not served and (lost.memory != "" or lost.from_outside)
-        model.cut_short = int(is_curable and worker.attempt == 0)
-        if lost is not None and lost.exit in (Exit.DAMAGED, -signal.SIGBUS):
-            model.doubtful = True
-        elif served:
-            model.doubtful = False
-        if worker.ready_at is not None and worker.answered and now - worker.ready_at > backoff.CALM:
-            model.crashes.forget()
-        if lost is None and worker.refused is not None:
-            model.failure = Failure("load_failed", worker.refused.message, None, final=False, at=now, until=now)
-        elif lost is None:
-            if worker.ready_at is not None and model.failure is not None and model.failure.at < worker.ready_at:
-                model.failure = None
-        elif not model.cut_short:
-            model.failure = self._failure(model, lost, served=served)
-            self._tell_pause(model.failure, worker)
-        if not served and (worker.refused is not None or (lost is not None and not model.cut_short)):
-            self._let_go(model, "load_failed")  # it cannot be woken
-
-    def _failure(self, model: Model, lost: WorkerLost, *, served: bool) -> Failure:
-        now, before = self.now(), model.failure
-        again = before is not None and before.exit == lost.exit
-        final = lost.final or (again and lost.exit == Exit.DAMAGED)  # one clean refetch may help, and did not
-        if final:
-            pause, files = backoff.FINAL_PAUSE, self.files.look(model.preset)
-        else:
-            spread = random.uniform(*backoff.SPREAD)
-            pause = model.crashes.pause(now, allowed=model.preset.max_restarts, served=served, spread=spread)
-            files = None
-        return Failure(lost.cause, lost.message, lost.exit, final, now, now + pause, files)
-
-    def _tell_pause(self, failure: Failure, worker: Worker) -> None:
-        """Why and until when no further life of the model begins by itself; nothing if one may begin at once."""
-        pause = failure.until - self.now()
-        if pause > 0:
-            self.events.append(
-                "back_off",
-                worker.preset.id,
-                worker=worker.id,
-                cause=failure.cause,
-                error=failure.message,
-                exit_code=failure.exit,
-                final=failure.final,
-                seconds=round(pause, 3),
-                until=round(time.time() + pause, 3),
-            )
 
     def retire(self, worker: Worker, reason: str, *, drain: float | None, made_room_for: str = "") -> None:
         """Take no new leases; running ones end, or are cut after `drain` seconds (None: never).
@@ -570,7 +505,7 @@ class Fleet:
         holdings = [] if model.holding is None else [model.holding]
         if all(ending) and not (workers and force) and not model.sleeps:
             raise NotRunning(f"model '{id}' is not running")
-        self._let_go(model, "requested")
+        self._sleepers.let_go(model, "requested")
         for worker in workers:
             self.retire(worker, "requested", drain=0.0 if force else self.limits.drain_timeout)
         return [*workers, *holdings]
@@ -597,7 +532,7 @@ class Fleet:
     def remove(self, id: str, reason: str) -> list[Worker]:
         """Strike a model off; its workers, which drain and stop."""
         model = self.models.pop(id)
-        self._let_go(model, reason)
+        self._sleepers.let_go(model, reason)
         workers = list(model.workers)
         for worker in workers:
             self.retire(worker, reason, drain=self.limits.drain_timeout)
@@ -620,7 +555,7 @@ class Fleet:
             for worker in model.workers:
                 worker.preset = preset
             return False
-        self._let_go(model, "config_changed")
+        self._sleepers.let_go(model, "config_changed")
         model.failure, model.cut_short = None, 0
         model.crashes.forget()
         worker_ = model.open
@@ -634,7 +569,7 @@ class Fleet:
     async def close(self, *, force: bool = False) -> None:
         """Retire everybody; returns once all their processes are reaped. A second call with `force` cuts at once."""
         self.closing = True
-        for holding in self._holdings.values():
+        for holding in self.holdings:
             holding.release("shutdown")
         for read in self._reads:
             read.cancel()
@@ -660,7 +595,7 @@ class Fleet:
         return [
             *(each.resident(homes[each.id].comes_back) for each in self.workers() if each.state.holds_memory),
             *(worker.standby() for worker in self.workers() if worker.state is State.QUEUED and worker.standing.held),
-            *(holding.resident() for holding in self._holdings.values()),
+            *(holding.resident() for holding in self._sleepers.holdings.values()),
             *(errand.resident() for errand in self._errands.values()),
         ]
 
@@ -672,8 +607,8 @@ class Fleet:
     @contextmanager
     def errand(self, preset: Preset, size: int) -> Iterator[Errand]:
         """Charge main memory with `size` bytes for what is done in the block, which is to end once they are wanted."""
-        self._ids += 1
-        errand = self._errands[self._ids] = Errand(self._ids, preset, size, self.now())
+        errand = Errand(next(self._ids), preset, size, self.now())
+        self._errands[errand.id] = errand
         self.changed()
         try:
             yield errand
@@ -683,7 +618,7 @@ class Fleet:
 
     @property
     def holdings(self) -> Sequence[Holding]:
-        return tuple(self._holdings.values())
+        return tuple(self._sleepers.holdings.values())
 
     def _policy(self) -> Policy:
         return Policy(patience=self.limits.patience, memory=self.limits.memory)
@@ -745,7 +680,7 @@ class Fleet:
         self._bring_companions()
         if self.limits.sleep_memory:
             spare = standby.spare(plan, waiting + refining, residents, devices)
-            self._put_to_sleep(spare - sum(decision.begin.values()))
+            self._sleepers.put_to_sleep(self.models.values(), spare - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = self._loop.call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
 
@@ -800,8 +735,8 @@ class Fleet:
         for id in plan.refine:
             by_id[id].refine.set()
         for id, eviction in plan.evict.items():
-            if (holding := self._holdings.get(id)) is not None:
-                self._release(holding, eviction.reason)
+            if (holding := self._sleepers.holdings.get(id)) is not None:
+                self._sleepers.release(holding, eviction.reason)
             elif (errand := self._errands.get(id)) is not None:
                 errand.released.set()
                 self.changed()  # likewise in nobody's way
@@ -830,55 +765,6 @@ class Fleet:
                     position=ahead + 1,
                     **numbers(worker, self.devices),
                 )
-
-    def _put_to_sleep(self, spare: int) -> None:
-        """Hold the weights of those who have just left, as far as there are so many bytes that nobody needs; let go of
-        those whose model is loaded again."""
-        for model in self.models.values():
-            if model.holding is None and model.wish is None:
-                continue
-            if model.holding is not None and any(worker.state is State.READY for worker in model.workers):
-                self._let_go(model, "awake")
-            wish, model.wish = model.wish, None
-            if wish is None or model.workers or model.holding is not None or wish.size > spare:
-                continue
-            gone = make_room(self._holdings.values(), wish.size, self.limits.sleep_memory)
-            if gone is None:
-                continue
-            for holding in gone:
-                self._release(holding, "evicted")
-            spare -= wish.size
-            self._begin_holding(model, wish)
-
-    def _begin_holding(self, model: Model, wish: Wish) -> None:
-        self._ids += 1
-        model.holding = self._holdings[self._ids] = holding = Holding(self._ids, model.preset, wish)
-        life = hold(holding, self.launcher, self.events, self.changed)
-        task = self._loop.create_task(life, name=str(holding))
-        self._tasks.add(task)
-        task.add_done_callback(lambda task: self._held(task, model, holding))
-        self.changed()  # it counts from now on, and its own time to live may be over soon
-
-    def _held(self, task: asyncio.Task[None], model: Model, holding: Holding) -> None:
-        """A holding is over."""
-        self._tasks.discard(task)
-        del self._holdings[holding.id]
-        holding.stopped.set()
-        if model.holding is holding:
-            model.holding = None
-            model.since = self.now()
-        self.changed()
-
-    def _let_go(self, model: Model, reason: str) -> None:
-        model.wish = None
-        if model.holding is not None:
-            self._release(model.holding, reason)
-
-    def _release(self, holding: Holding, reason: str) -> None:
-        """Let it go: like a worker that is retired, it is in nobody's way from now on."""
-        if not holding.released.is_set():
-            holding.release(reason)
-            self.changed()
 
     def _stand_by(self, decision: standby.Decision, by_id: Mapping[int, Worker]) -> None:
         for id in decision.end:
@@ -935,7 +821,7 @@ class Fleet:
             return refused(full)
         if worker is not None and worker.state >= State.STARTING:
             return {"decision": "none", "message": f"{id} is {worker.state.name.lower()} already"}
-        if worker is None and (refusal := self._refusal(model)) is not None:
+        if worker is None and (refusal := self._failures.refusal(model)) is not None:
             return refused(refusal)
         if worker is None or worker.costs is None:
             snapshot = self.files.find(model.preset)
@@ -953,18 +839,10 @@ class Fleet:
         residents = self._residents()
         devices = self._ledger.observe(self.launcher.readings(), residents)
         found = planner.plan(line, residents, devices, self.now(), self._policy())
-        here: list[Worker | Holding | Errand] = [*self.workers(), *self._holdings.values(), *self._errands.values()]
+        here: list[Worker | Holding | Errand] = [*self.workers(), *self.holdings, *self._errands.values()]
         names = {each.id: each.preset.id for each in here}
         return preview(demand, line, found, names, numbers(worker, devices))
 
 
 async def _hold(lease: Lease) -> None:
     await lease.ready()
-
-
-def slots(limits: Limits) -> DeviceId | None:
-    """The device that counts workers, if their number is limited."""
-    return DeviceId(LOCAL, SLOTS) if limits.models_max > 0 else None
-
-
-__all__ = ["Failure", "Fleet", "Lease", "Limits", "Model", "WorkerProcess", "lost_error"]

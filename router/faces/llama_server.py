@@ -13,12 +13,13 @@ from router.checkpoint import modalities, offered
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.events import Event
 from router.facts import Checkpoint
-from router.fleet import Fleet, Model
+from router.fleet import Fleet
 from router.hub import Hub, users
 from router.ledger import HOST, LOCAL, SLOTS, DeviceId, pooled
 from router.life import FETCHED
 from router.lifecycle import State
 from router.members import Listed, speaking_of
+from router.model import Model
 from router.presets import Preset
 from router.settings import Key
 from router.sharing import names_in

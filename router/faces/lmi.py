@@ -18,8 +18,8 @@ from typing import Any
 from router import ini
 from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
 from router.faces.llama_server import wall_clock
-from router.fleet import Model
 from router.lifecycle import State
+from router.model import Model
 from router.presets import Preset, repository
 from router.sections import REGISTERED
 from router.settings import Key

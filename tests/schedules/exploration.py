@@ -154,7 +154,7 @@ class Exploration:
         fleet = self.world.fleet
         for device, total in self.totals.items():
             reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
-            reserved += sum(each.wish.size for each in fleet._holdings.values() if device == CPU)
+            reserved += sum(each.wish.size for each in fleet.holdings if device == CPU)
             assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
         if fleet.limits.models_max:
             assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
