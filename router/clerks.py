@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -396,20 +396,10 @@ class Clerks:
         """The newest that counts for model `id`, whether or not it still takes requests."""
         return next((clerk for clerk in reversed(self._alive) if clerk.preset.id == id), None)
 
-    def told(self) -> list[Mapping[str, Any]]:
-        """Each for people and programs."""
-        return [
-            {
-                "model": clerk.preset.id,
-                "state": clerk.state.name.lower(),
-                "pid": clerk.process.pid if clerk.process is not None else None,
-                "leases": len(clerk.leases),
-                "reserved": {str(device): size for device, size in clerk.reserved.items()},
-                "measured": {str(device): size for device, size in clerk.measured.items()},
-                "retired": clerk.retired.is_set(),
-            }
-            for clerk in self._alive
-        ]
+    @property
+    def alive(self) -> Sequence[Worker]:
+        """All that are not stopped, the oldest first."""
+        return tuple(self._alive)
 
 
 async def _read_out(clerk: Worker) -> None:

@@ -343,6 +343,19 @@ def tell(worker: Worker, events: EventLog, *, was: State | None, **facts: Any) -
     events.append("state", worker.preset.id, **data, **facts)
 
 
+def figures(worker: Worker) -> dict[str, Any]:
+    """What it is doing and holds, for people and programs."""
+    return {
+        "model": worker.preset.id,
+        "state": worker.state.name.lower(),
+        "pid": worker.process.pid if worker.process is not None else None,
+        "leases": len(worker.leases),
+        "reserved": _by_name(worker.reserved),
+        "measured": _by_name(worker.measured),
+        "retired": worker.retired.is_set(),
+    }
+
+
 def estimated(worker: Worker) -> dict[DeviceId, int]:
     """Estimated bytes by device of the place taken."""
     if worker.costs is None:
@@ -358,4 +371,4 @@ def _by_name(sizes: Bytes) -> dict[str, int]:
     return {str(device): size for device, size in sizes.items()}
 
 
-__all__ = ["Costs", "Held", "Standing", "Worker", "estimated", "tell"]
+__all__ = ["Costs", "Held", "Standing", "Worker", "estimated", "figures", "tell"]

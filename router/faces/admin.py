@@ -1,6 +1,5 @@
 """The router's own plane, /router/*: state, plan, events, reload."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -10,12 +9,14 @@ from typing import Any, TypeVar
 from router import __version__
 from router.access import ANYBODY
 from router.errors import BadRequest
-from router.faces.llama_server import KEEP_ALIVE, pulse, status_of
+from router.faces.llama_server import pulse, status_of
+from router.faces.pings import PING, with_pauses
 from router.lifecycle import State
 from router.log import KEPT, Line
 from router.requests import Requests
 from router.settings import Key
 from router.site import Site
+from router.worker import figures
 from router.written import effective
 
 T = TypeVar("T")
@@ -47,19 +48,13 @@ def state(site: Site) -> dict[str, Any]:
         "workers": [
             {
                 "id": worker.id,
-                "model": worker.preset.id,
-                "state": worker.state.name.lower(),
-                "pid": worker.process.pid if worker.process is not None else None,
-                "leases": len(worker.leases),
-                "reserved": {str(device): size for device, size in worker.reserved.items()},
-                "measured": {str(device): size for device, size in worker.measured.items()},
-                "retired": worker.retired.is_set(),
+                **figures(worker),
                 "steps": worker.pulse.steps if worker.pulse is not None else None,
                 "pulse": pulse(worker),
             }
             for worker in fleet.workers()
         ],
-        "clerks": site.clerks.told(),
+        "clerks": [figures(clerk) for clerk in site.clerks.alive],
         "sleeping": [
             {"model": holding.preset.id, "bytes": holding.wish.size, "held": holding.is_held}
             for holding in fleet.holdings
@@ -161,20 +156,10 @@ async def events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
 
 async def _with_pings(following: AsyncIterator[T], frame: Callable[[T], bytes]) -> AsyncGenerator[bytes]:
     """What comes, framed, and a comment when nothing has come for a while."""
-    pending: asyncio.Future[T] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(following))
-            done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE)
-            if not done:
-                yield b": ping\n\n"
-                continue
-            told, pending = frame(pending.result()), None
-            if told:
-                yield told
-    finally:
-        if pending is not None:
-            pending.cancel()
+    async with aclosing(with_pauses(following)) as told:
+        async for each in told:
+            if framed := PING if each is None else frame(each):
+                yield framed
 
 
 def _frame(id: int, kind: str, body: dict[str, Any]) -> bytes:

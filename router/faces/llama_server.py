@@ -1,10 +1,10 @@
 """What llama-server's router mode says of models, without tokens: lists, loads, events, health, properties."""
 
-import asyncio
 import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from router.access import Access
@@ -12,6 +12,7 @@ from router.backoff import Failure
 from router.checkpoint import modalities, offered
 from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.events import Event
+from router.faces.pings import PING, with_pauses
 from router.facts import Checkpoint
 from router.fleet import Fleet
 from router.hub import Hub, users
@@ -31,7 +32,6 @@ from worker import routes
 from worker.contract import FINAL_EXITS, Exit
 
 MIB = 1 << 20
-KEEP_ALIVE = 15.0
 VALUES = {
     State.DOWNLOADING: "downloading",
     State.QUEUED: "loading",
@@ -522,24 +522,17 @@ async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> A
         for known in site.visible(key):
             yield frame(after, known.id, "status_change", await _now(site, known))
     following = site.events.follow(after).__aiter__()
-    pending: asyncio.Future[Event] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(following))
-            done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE)
-            if not done:
-                yield b": ping\n\n"
+    async with aclosing(with_pauses(following)) as told_of:
+        async for event in told_of:
+            if event is None:
+                yield PING
                 continue
-            event, pending = pending.result(), None
             is_of_names = event.model == "*" or event.kind == "listed"
             names = (event.model,) if is_of_names else site.members.names_of(event.model)
             seen = [name for name in names if name == "*" or Access.may_use(key, name)]
             for name in seen:
                 for told in await render(site, event, name, last=name == seen[-1]):
                     yield told
-    finally:
-        if pending is not None:
-            pending.cancel()
 
 
 async def _now(site: Site, known: Listed) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class World(Schedule):
 
     def told(self) -> list[tuple[str, str]]:
         """(model, state) of each clerk."""
-        return [(each["model"], each["state"]) for each in self.clerks.told()]
+        return [(clerk.preset.id, clerk.state.name.lower()) for clerk in self.clerks.alive]
 
 
 @virtual
@@ -229,7 +229,7 @@ async def test_what_a_clerk_takes_is_charged_until_readings_show_it() -> None:
     await asyncio.sleep(1.0)
     assert world.told() == [("a", "starting")]
     charged = world.fleet.reserved(CPU)
-    assert charged == world.clerks.told()[0]["reserved"]["cpu"] > 64 * MIB
+    assert charged == world.clerks.alive[0].reserved[CPU] > 64 * MIB
     world.launcher.release("start a")
     await counting
     assert world.fleet.reserved(CPU) == 0
