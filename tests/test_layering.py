@@ -58,7 +58,7 @@ ROUTER = [
     "router.settings  router.keys  router.kv_types  router.log",
     "router.answers",
     "router.answers.*",
-    "router.answers.openai",
+    "router.answers.openai  router.answers.vllm",
     "router.answers.words",
     "router.client  router.limits",
     "router.noted",
@@ -75,7 +75,7 @@ WORKER = [
     "worker.packed  worker.clerk",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
-    "  worker.faces.fastchat",
+    "  worker.faces.fastchat  worker.faces.tokens",
     "worker.faces.*  worker.engine.engine",
     "worker.native  worker.engine.conversion  worker.engine.shelf",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
@@ -116,14 +116,14 @@ WORKER = [
 TABLES = [
     "worker.schemas", "worker.bodies", "worker.bodies.anthropic", "worker.bodies.common", "worker.bodies.llama_server",
     "worker.bodies.ollama", "worker.bodies.openai", "worker.bodies.own", "worker.bodies.responses",
-    "worker.bodies.seeds", "worker.unknown",
+    "worker.bodies.seeds", "worker.bodies.vllm", "worker.unknown",
 ]  # fmt: skip
 BORDER = {"worker.contract", "worker.routes", *TABLES}
 """Imported by both sides, and importing neither; the router knows of bodies and schemas what routes says."""
 
 PURE = [
     "router.answers.anthropic", "router.answers.llama_server", "router.answers.ollama", "router.answers.openai",
-    "router.answers.own", "router.answers.responses", "router.answers.seeds", "router.answers.words",
+    "router.answers.own", "router.answers.responses", "router.answers.seeds", "router.answers.vllm", "router.answers.words",
     "router.compute", "router.facts", "router.limits", "router.overhead", "router.weights",
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",

@@ -28,6 +28,7 @@ from worker.bodies.seeds import (
     FASTCHAT_EMBED,
     INVOCATIONS,
 )
+from worker.bodies.vllm import TOKENIZE_CHAT, TOKENIZE_TEXT
 from worker.schemas import Body, described
 from worker.unknown import unknown
 
@@ -260,7 +261,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
     "ollama_show": (OLLAMA_SHOW,),
     "ollama_pull": (OLLAMA_PULL,),
     "ollama_delete": (OLLAMA_SHOW,),
-    "tokenize": (TOKENIZE,),
+    "tokenize": (TOKENIZE, TOKENIZE_TEXT, TOKENIZE_CHAT),
     "detokenize": (DETOKENIZE,),
     "apply_template": (TEMPLATE,),
     "fetch": (FETCH,),

@@ -53,6 +53,7 @@ from worker.faces import (
     ollama,
     openai,
     responses,
+    tokens,
 )
 from worker.fields import Json, parse
 from worker.generation import AdapterChoice, Engine, Generation, Prefill, Timings
@@ -314,8 +315,8 @@ class Server:
             "embeddings": self._answering(embeddings.embeddings),
             "embedding": self._answering(embeddings.native),
             "rerank": self._answering(embeddings.rerank),
-            "tokenize": self._answering(llama_server.tokenize),
-            "detokenize": self._answering(llama_server.detokenize),
+            "tokenize": self._answering(tokens.tokenize),
+            "detokenize": self._answering(tokens.detokenize),
             "apply_template": self._answering(llama_server.apply_template),
             "ollama_chat": self._generating(ollama.chat, tells_load=True),
             "ollama_generate": self._generating(ollama.generate, tells_load=True),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from router.answers.openai import PROMPT_PROGRESS
+from router.answers.vllm import COUNTED
 from router.answers.words import (
     ANY_OBJECT,
     COUNT,
@@ -52,6 +53,9 @@ _NATIVE_END: dict[str, Schema] = {
     "tokens_cached": COUNT,
     "timings": ref("Timings"),
 }
+_TOKENS = shape(
+    {"tokens": several({"anyOf": [COUNT, shape({"id": COUNT, "piece": {"anyOf": [TEXT, several(COUNT)]}})]})}
+)
 _MEMORY = by_name(shape({"estimated_mib": COUNT, "measured_mib": maybe(COUNT), "reserved_mib": COUNT}))
 _CLERK = shape(
     {
@@ -244,12 +248,11 @@ ANSWERS: Mapping[str, Answer] = {
         about="The router's properties, or those of one model.",
     ),
     "tokenize": Answer(
-        body=shape(
-            {"tokens": several({"anyOf": [COUNT, shape({"id": COUNT, "piece": {"anyOf": [TEXT, several(COUNT)]}})]})}
-        ),
-        about="Token ids, with their pieces if asked for.",
+        body={"anyOf": [_TOKENS, COUNTED]},
+        about="Token ids of `content`, with their pieces if asked for; those of `prompt` or `messages`, with their number,"
+        " as at vLLM.",
     ),
-    "detokenize": Answer(body=shape({"content": TEXT}), about="The text of the tokens."),
+    "detokenize": Answer(body=shape({"content": TEXT, "prompt": TEXT}), about="The text of the tokens, by two names."),
     "apply_template": Answer(body=shape({"prompt": TEXT}), about="The prompt that this chat makes."),
     "slots": Answer(body=several(ref("Slot")), about="Places in the batches of loaded models."),
     "lora_adapters": Answer(

@@ -197,8 +197,10 @@ async def test_answers_do_not_depend_on_who_else_is_in_the_batch(client: openai.
 async def test_tokens_templates_and_errors_of_a_real_model(demo: Router) -> None:
     post = demo.client.post
     tokens = (await post("/tokenize", json={"model": "demo-chat", "content": "héllo wörld 🙂"})).json()["tokens"]
+    text = "héllo wörld 🙂"
     assert (await post("/detokenize", json={"model": "demo-chat", "tokens": tokens})).json() == {
-        "content": "héllo wörld 🙂"
+        "content": text,
+        "prompt": text,
     }
     prompt = (
         await post("/apply-template", json={"model": "demo-chat", "messages": [{"role": "user", "content": "hi"}]})

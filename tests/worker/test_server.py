@@ -265,7 +265,7 @@ async def test_a_compressed_body_is_refused() -> None:
 async def test_a_body_needs_no_content_type() -> None:
     async with serving() as world:
         status, _, body = await raw(world, "POST", "/detokenize", b'{"tokens": [40]}', **{"Content-Type": "text/plain"})
-        assert (status, body) == (200, {"content": "G"})
+        assert (status, body) == (200, {"content": "G", "prompt": "G"})
 
 
 async def test_ignored_fields_are_named_in_a_header_in_its_own_characters() -> None:

@@ -1,5 +1,4 @@
-"""llama-server's own calls: completions, gaps to fill in, texts to tokens and back, and a chat as the prompt that its
-template makes."""
+"""llama-server's own calls: completions, gaps to fill in, and a chat as the prompt that its template makes."""
 
 import uuid
 from collections.abc import Sequence
@@ -8,11 +7,11 @@ from typing import Any
 
 from worker import adapting, chat, constraints, samplers, sampling
 from worker.bodies.common import MAX_SHOWN, MAX_TEXTS
-from worker.bodies.llama_server import COMPLETION, DETOKENIZE, INFILL, TOKENIZE
+from worker.bodies.llama_server import COMPLETION, INFILL
 from worker.bodies.openai import TEMPLATE
 from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
-from worker.fields import Fields, Json, to_integer
+from worker.fields import Fields, Json
 from worker.filling import Filling
 from worker.generation import Generation, Sampling
 from worker.native import NativeReply
@@ -195,39 +194,6 @@ def _settings(picked: Sampling, max_tokens: int | None, stop: tuple[str, ...], *
     return {**known, "n_predict": -1 if max_tokens is None else max_tokens, "stop": list(stop), "stream": stream}
 
 
-async def tokenize(body: Json, model: Model) -> Result:
-    """`content` as token ids, with their pieces if `with_pieces`; raises RequestError."""
-    fields = Fields(body, TOKENIZE)
-    fields.text("model")
-    content = fields.take("content")
-    if not isinstance(content, str | list):
-        raise InvalidValue("content must be a string, or an array of strings and token ids", param="content")
-    add_special = fields.flag("add_special") or False
-    parse_special = fields.flag("parse_special")
-    with_pieces = fields.flag("with_pieces") or False
-    ignored = fields.settle(strict=model.options.strict_fields)
-    pieces = content if isinstance(content, list) else [content]
-    tokens = await model.encode_pieces(
-        pieces, param="content", add_special=add_special, parse_special=parse_special is not False
-    )
-    listed: list[Any] = [{"id": token, "piece": _piece(model, token)} for token in tokens] if with_pieces else tokens
-    return Result(body={"tokens": listed}, ignored=ignored)
-
-
-async def detokenize(body: Json, model: Model) -> Result:
-    """The text of `tokens`, special ones included; raises RequestError."""
-    fields = Fields(body, DETOKENIZE)
-    fields.text("model")
-    listed = fields.sequence("tokens")
-    if listed is None:
-        raise InvalidValue("tokens must be an array of token ids", param="tokens")
-    tokens = [id for token in listed if (id := to_integer(token)) is not None and 0 <= id < model.vocab_size]
-    if len(tokens) < len(listed):
-        raise InvalidValue(f"tokens must be token ids between 0 and {model.vocab_size - 1}", param="tokens")
-    ignored = fields.settle(strict=model.options.strict_fields)
-    return Result(body={"content": model.decode(tokens)}, ignored=ignored)
-
-
 async def apply_template(body: Json, model: Model) -> Result:
     """The prompt that a chat with this body would start from; raises RequestError."""
     fields = Fields(body, TEMPLATE)
@@ -235,12 +201,3 @@ async def apply_template(body: Json, model: Model) -> Result:
     fields.skip(TEMPLATE)
     ignored = fields.settle(strict=model.options.strict_fields)
     return Result(body={"prompt": await model.render(conversation)}, ignored=ignored)
-
-
-def _piece(model: Model, token: int) -> str | list[int]:
-    """The token's text; its bytes where they are no whole characters."""
-    piece = model.token_bytes(token)
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return list(piece)

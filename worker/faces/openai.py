@@ -155,16 +155,30 @@ async def input_tokens(body: Json, model: Model) -> Result:
 async def count(body: Json, model: Model, *, names: Mapping[str, str] = _OWN_NAMES) -> tuple[int, tuple[str, ...]]:
     """Tokens of the prompt that a chat with this body starts from, and what of it made no difference to them although
     it is meant to; raises RequestError. `names`: as of `understand`."""
+    tokens, ignored = await prompt_of(body, model, names=names)
+    return len(tokens), ignored
+
+
+async def prompt_of(
+    body: Json, model: Model, *, names: Mapping[str, str] = _OWN_NAMES, add_special: bool = False
+) -> tuple[list[int], tuple[str, ...]]:
+    """As `count`, the tokens themselves; `add_special`: with what the tokenizer puts around texts."""
     model.require("completion")
     theirs = partial(_renamed, names)
     fields = Fields(body, CHAT_TOKENS)
     with _in_their_words(theirs):
         conversation = chats.read(fields, model.template, blind=model.engine.blind)
         tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
+        if add_special and conversation.images:
+            raise UnsupportedField(
+                "add_special_tokens is not supported for prompts with images; leave it out", param="add_special_tokens"
+            )
         fields.skip(CHAT_TOKENS)
         ignored = fields.settle(strict=model.options.strict_fields)
-        _, tokens, _ = await _tokens(conversation, tooling, model)
-    return len(tokens), tuple(map(theirs, ignored))
+        prompt, tokens, _ = await _tokens(conversation, tooling, model)
+    if add_special:
+        [tokens] = await model.encode([prompt])
+    return tokens, tuple(map(theirs, ignored))
 
 
 async def _tokens(
