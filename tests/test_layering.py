@@ -123,7 +123,8 @@ BORDER = {"worker.contract", "worker.routes", *TABLES}
 
 PURE = [
     "router.answers.anthropic", "router.answers.llama_server", "router.answers.ollama", "router.answers.openai",
-    "router.answers.own", "router.answers.responses", "router.answers.seeds", "router.answers.vllm", "router.answers.words",
+    "router.answers.own", "router.answers.responses", "router.answers.seeds", "router.answers.vllm",
+    "router.answers.words",
     "router.compute", "router.facts", "router.limits", "router.overhead", "router.weights",
     "router.errors", "router.estimate", "router.ini", "router.keys", "router.kv_types", "router.ledger",
     "router.lifecycle", "router.answers", "router.backoff", "router.divided", "router.names", "router.openapi",

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -28,7 +28,7 @@ _MODALITIES = {
     "input_file": "files",
 }
 _NOT_THERE = "images may stand in messages of the user only"
-_PROBE = "probe-7f3a"
+_PROBE, _ANSWER = "probe-7f3a", "answer-7f3a"
 _STRUCTURE = re.compile(r"""['"]type['"]\s*:""")
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What a template raises about messages that it was not written for."""
@@ -44,6 +44,8 @@ class Conversation:
     documents: Sequence[Json] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    before: Sequence[int] = ()
+    """Tokens of a prompt and its answer, from which the messages go on."""
 
     @property
     def size(self) -> int:
@@ -127,6 +129,21 @@ class Template:
         except RecursionError:
             raise InvalidValue("messages are nested too deeply for the chat template", param="messages") from None
         return str(prompt)
+
+    def render_on(self, conversation: Conversation) -> str:
+        """What the conversation adds to a prompt and its answer, from the end of the answer's text on: what closes a
+        turn of the assistant, and the new messages, without what stands before the first of all. Errors and time as of
+        `render`."""
+        begun = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}]
+        if conversation.messages[0]["role"] == "system":  # many templates take such a message as the first one only
+            closing = replace(conversation, messages=begun, add_generation_prompt=False)
+            return self.render(closing).partition(_ANSWER)[2] + self._without_start(conversation)
+        whole = self.render(replace(conversation, messages=[*begun, *conversation.messages]))
+        _, found, added = whole.partition(_ANSWER)
+        return added if found else self._without_start(conversation)
+
+    def _without_start(self, conversation: Conversation) -> str:
+        return self.render(conversation).removeprefix(str(self._tokenizer.bos_token or ""))
 
     def _written(self, message: Json) -> Json:
         """The message as the template wants it: a text, or parts of which each has a type."""

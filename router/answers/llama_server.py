@@ -249,8 +249,8 @@ ANSWERS: Mapping[str, Answer] = {
     ),
     "tokenize": Answer(
         body={"anyOf": [_TOKENS, COUNTED]},
-        about="Token ids of `content`, with their pieces if asked for; those of `prompt` or `messages`, with their number,"
-        " as at vLLM.",
+        about="Token ids of `content`, with their pieces if asked for; of `prompt` or `messages`, with their number, as"
+        " at vLLM.",
     ),
     "detokenize": Answer(body=shape({"content": TEXT, "prompt": TEXT}), about="The text of the tokens, by two names."),
     "apply_template": Answer(body=shape({"prompt": TEXT}), about="The prompt that this chat makes."),

@@ -43,7 +43,7 @@ _PULLED = shape({"status": TEXT}, {"digest": TEXT, "total": COUNT, "completed": 
 
 COMPONENTS: Mapping[str, Schema] = {
     "OllamaChat": shape({**_LINE, "message": _MESSAGE}, {**_END, "response": const("")}),
-    "OllamaText": shape({**_LINE, "response": TEXT}, {**_END, **_SAID, "message": _MESSAGE}),
+    "OllamaText": shape({**_LINE, "response": TEXT}, {**_END, **_SAID, "context": several(COUNT), "message": _MESSAGE}),
     "OllamaModel": shape(_MODEL),
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.worker.fake_engine import SCRIPT
-from tests.worker.serving import TOKEN, Serving, serving
+from tests.worker.serving import TOKEN, Serving, bare_tokenizer, serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
 from worker import routes
 
@@ -115,6 +115,64 @@ async def test_a_text_answers_a_prompt_through_the_template_unless_it_is_raw() -
         assert "".join(line.response or "" for line in lines) == "fine"
         assert engine.prompt().endswith("hi")
         assert "<user>" not in engine.prompt()
+
+
+TURNS = (
+    "{% for m in messages %}{% if loop.first %}<s>{% endif %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""A chat template with something before the first message, and something that ends each."""
+
+
+async def test_the_context_of_an_answer_given_back_goes_on_with_the_conversation() -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TURNS) as world, asking(world) as client:
+        first = await client.generate("m", "hi", system="S")
+        encoded = engine.tokenizer.encode("<s>[system]S</s>\n[user]hi</s>\n[assistant]", add_special_tokens=False)
+        assert list(first.context or []) == [*encoded, *engine.tokenizer.encode("fine", add_special_tokens=False)]
+        lines = [line async for line in await client.generate("m", "more", context=first.context, stream=True)]
+        added = engine.tokenizer.encode("</s>\n[user]more</s>\n[assistant]", add_special_tokens=False)
+        assert list(engine.requests[-1].prompt) == [*(first.context or []), *added]
+        assert [line.context for line in lines[:-1]] == [None] * (len(lines) - 1)
+        assert list(lines[-1].context or [])[: len(engine.requests[-1].prompt)] == list(engine.requests[-1].prompt)
+        await client.generate("m", "more", system="T", context=first.context)
+        assert engine.prompt().endswith("[assistant]fine</s>\n[system]T</s>\n[user]more</s>\n[assistant]")
+
+
+async def test_the_context_of_a_model_that_thinks_has_its_thoughts() -> None:
+    engine = Speaking(SAID)
+    async with serving(engine, chat_template=THINKING) as world, asking(world) as client:
+        first = await client.generate("m", "hi")
+        assert first.thinking == "They ask for Oslo."
+        again = await client.generate("m", "more", context=first.context)
+        assert again.thinking == "They ask for Oslo."
+        assert engine.prompt().endswith(f"<think>\n{SAID}<user>more<assistant><think>\n")
+
+
+async def test_a_template_that_says_nothing_of_past_answers_goes_on_as_it_began() -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template="<s>[{{ messages[-1].content }}]") as world, asking(world) as client:
+        first = await client.generate("m", "hi")
+        await client.generate("m", "more", context=first.context)
+        assert engine.prompt() == "<s>[hi]fine[more]"
+
+
+async def test_a_model_without_a_template_goes_on_with_the_text() -> None:
+    engine = Speaking("fine")
+    engine.tokenizer = bare_tokenizer()
+    async with serving(engine) as world, asking(world) as client:
+        first = await client.generate("m", "hi")
+        assert len(first.context or []) > 0
+        await client.generate("m", " more", context=first.context)
+        assert engine.prompt().endswith("hifine more")
+
+
+async def test_what_is_no_conversation_has_no_context() -> None:
+    async with serving(Speaking("fine"), chat_template=TOOLS) as world, asking(world) as client:
+        assert (await client.generate("m", "hi", raw=True)).context is None
+        assert (await client.generate("m")).context is None
+        assert "context" not in (await world.post("/api/chat", {"messages": HI, "stream": False}))[2]
 
 
 async def test_a_gap_is_filled_in_by_a_model_that_can() -> None:
@@ -267,7 +325,12 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
         ("chat", {"messages": HI, "options": {"tfs_z": 0.5}}, "tfs_z"),
         ("chat", {"messages": HI, "format": "xml"}, "format"),
         ("chat", {"messages": HI, "think": "hard"}, "think"),
-        ("generate", {"prompt": "x", "context": [1]}, "context is not supported"),
+        ("generate", {"prompt": "x", "context": [1.5]}, "context must be the tokens"),
+        ("generate", {"prompt": "x", "context": [10**6]}, "context must be the tokens"),
+        ("generate", {"prompt": "x", "context": [1], "raw": True}, "context and raw exclude each other"),
+        ("generate", {"prompt": "x", "context": [1], "suffix": "y"}, "context and suffix exclude each other"),
+        ("generate", {"prompt": "x", "context": [1] * 256}, "maximum context length is 256"),
+        ("generate", {"prompt": "x", "context": "y"}, "context must be an array"),
         ("generate", {"prompt": "x", "template": "y"}, "template is not supported"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text, not images"),
     ]

@@ -31,7 +31,7 @@ OLLAMA: Body = {
     "stream": flag("true unless stated."),
     "sse_ping_interval": PING,
     "format": {"anyOf": [{"enum": [None, "", "json"]}, {"type": "object"}], "description": "json, or a JSON schema."},
-    "think": {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high"]}]},
+    "think": {"anyOf": [{"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high", "max"]}]},
     "truncate": flag("Reported as ignored: what is too long is refused."),
     "shift": flag("Reported as ignored: an answer ends with the context."),
     "keep_alive": KEEP_ALIVE,
@@ -73,7 +73,9 @@ OLLAMA_GENERATE: Body = {
     "system": text(),
     "raw": flag(),
     "images": array(BASE64, about=f"{SEEING} They stand before the prompt."),
-    "context": one_of([[]]),
+    "context": array(
+        {"type": "integer", "minimum": 0}, about="What an answer told as its context: the prompt goes on from there."
+    ),
     "template": one_of([""]),
     "suffix": text("What follows the gap, for models that can fill one in; the prompt is what goes before it."),
 }

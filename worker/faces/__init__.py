@@ -193,7 +193,8 @@ class Model:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     async def read(self, conversation: Conversation) -> tuple[str, list[int], Pictures | None]:
-        """The chat as one prompt: its text, its tokens, and the images that some of those stand for.
+        """The chat as one prompt: its text, without that of tokens before it, its tokens, and the images that some of
+        those stand for.
 
         Raises InvalidValue, and what `worker.generation.Vision` says of images.
         """
@@ -201,15 +202,16 @@ class Model:
         images = conversation.images
         if not images:
             [tokens] = await self.encode([prompt], add_special=False)
-            return prompt, tokens, None
+            return prompt, [*conversation.before, *tokens], None
         assert self.engine.vision is not None, "images have been refused"
         return prompt, *await self.engine.vision.read(prompt, images)
 
     async def render(self, conversation: Conversation) -> str:
-        """The chat as one prompt; a long one is made in a thread."""
+        """The chat as one prompt, or as what follows the tokens before it; a long one is made in a thread."""
+        render = self.template.render_on if conversation.before else self.template.render
         if conversation.size <= LONG_TEXT:
-            return self.template.render(conversation)
-        return await asyncio.to_thread(self.template.render, conversation)
+            return render(conversation)
+        return await asyncio.to_thread(render, conversation)
 
     def _encode(self, texts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
         tokenizer = self.tokenizer if parse_special else self._literal_tokenizer()

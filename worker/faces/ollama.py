@@ -17,7 +17,7 @@ from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval
 from worker.faces import embeddings as vectors
 from worker.faces.openai import Chat, understand, understand_text
-from worker.fields import Fields, Json
+from worker.fields import Fields, Json, to_integer
 from worker.generation import Delta, TokenLogprob
 from worker.images import Image, from_url, of_base64
 from worker.parts import Part, Reading
@@ -33,7 +33,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ns|us|µs|ms|s|m|h)")
 _IMPOSSIBLE = -9999.0
 """The logprob of a token that cannot be, for clients that want a number."""
-_THINKING = ("low", "medium", "high")
+_THINKING = ("low", "medium", "high", "max")
 _NAMES: Mapping[str, str] = {
     "response_format.json_schema": "format",
     "response_format": "format",
@@ -67,7 +67,7 @@ async def generate(body: Json, model: Model, *, waited: float = 0.0) -> Call | R
     asked, room, keep_alive = _read(fields, model)
     prompt, system, raw = fields.text("prompt"), fields.text("system"), fields.flag("raw") or False
     images = _images("images", fields.take("images"), model)
-    fields.refuse("context", "context is not supported; send the conversation to /api/chat")
+    context = _context(fields, model)
     fields.refuse("template", "template is not supported; set chat-template in the model's preset")
     suffix = fields.text("suffix") or ""
     if not prompt:
@@ -84,16 +84,21 @@ async def generate(body: Json, model: Model, *, waited: float = 0.0) -> Call | R
         raise UnsupportedField(f"images have no place in {why}", param="images")
     if suffix and system:
         raise InvalidValue("suffix and system exclude each other; state one", param="suffix")
+    if context and (raw or suffix or images):
+        other = "raw" if raw else "suffix" if suffix else "images"
+        raise InvalidValue(f"context and {other} exclude each other; leave one of them out", param="context")
     if raw or suffix or not model.template.exists:
         asked.pop("chat_template_kwargs", None), asked.pop("reasoning_effort", None)
         top = logprobs.get("top_logprobs") or 0 if logprobs.get("logprobs") else None
         joined = f"{system}\n{prompt}" if system and not raw else prompt
-        understood = await understand_text({**asked, "prompt": joined, "logprobs": top}, model, id=id, suffix=suffix)
+        asked |= {"prompt": [*context, joined] if context else joined, "logprobs": top}
+        understood = await understand_text(asked, model, id=id, suffix=suffix)
     else:
         before = [{"role": "system", "content": system}] if system else []
         asked["messages"] = [*before, {"role": "user", "content": _content(images, prompt)}]
-        understood = await understand({**asked, **logprobs}, model, id=id, names=_NAMES)
-    return _call(understood, room, keep_alive, ignored, is_chat=False, waited=waited)
+        understood = await understand({**asked, **logprobs}, model, id=id, names=_NAMES, before=context)
+    goes_on = not (raw or suffix or images)
+    return _call(understood, room, keep_alive, ignored, is_chat=False, waited=waited, has_context=goes_on)
 
 
 async def embed(body: Json, model: Model, *, waited: float = 0.0) -> Result:
@@ -267,6 +272,20 @@ def _images(where: str, stated: Any, model: Model) -> list[Image]:
     ]
 
 
+def _context(fields: Fields, model: Model) -> list[int]:
+    """Tokens of a prompt and its answer, as an answer has told them."""
+    listed = fields.sequence("context") or []
+    if len(listed) > model.max_prompt:  # before each is looked at
+        raise ContextExceeded(len(listed), model.engine.ctx_size, param="context")
+    tokens = [id for each in listed if (id := to_integer(each)) is not None and 0 <= id < model.vocab_size]
+    if len(tokens) < len(listed):
+        raise InvalidValue(
+            f"context must be the tokens that an answer of this model told, between 0 and {model.vocab_size - 1}",
+            param="context",
+        )
+    return tokens
+
+
 def _content(images: Sequence[Image], text: Any) -> Any:
     """Images stand before the text, as at Ollama."""
     return [*images, *([{"type": "text", "text": text}] if text else [])] if images else text
@@ -288,13 +307,20 @@ def _message(where: str, message: Any, model: Model) -> Json:
 
 
 def _call(
-    chat: Chat, room: int | None, keep_alive: float | None, ignored: tuple[str, ...], *, is_chat: bool, waited: float
+    chat: Chat,
+    room: int | None,
+    keep_alive: float | None,
+    ignored: tuple[str, ...],
+    *,
+    is_chat: bool,
+    waited: float,
+    has_context: bool = False,
 ) -> Call:
     if room is not None:
         chat = replace(chat, generations=tuple(_within(room, each) for each in chat.generations))
     return Call(
         generations=chat.generations,
-        reply=LineReply(chat, is_chat=is_chat, waited=waited),
+        reply=LineReply(chat, is_chat=is_chat, waited=waited, has_context=has_context),
         stream=chat.common.stream,
         ping_interval=chat.common.ping_interval,
         ignored=(*ignored, *chat.ignored),
@@ -323,8 +349,10 @@ def _loaded(fields: Fields, model: Model, asked: Json, keep_alive: float | None,
 class LineReply:
     """An answer whole, and as lines; `done` stands last in each."""
 
-    def __init__(self, chat: Chat, *, is_chat: bool, waited: float):
+    def __init__(self, chat: Chat, *, is_chat: bool, waited: float, has_context: bool):
+        """`has_context`: it tells the tokens of prompt and answer, so that another request can go on from them."""
         self._model = chat.common.model
+        self._context = list(chat.generations[0].prompt) if has_context else None
         self._is_chat = is_chat
         self._reading = Reading(chat.manner)
         self._totals = Totals(chat.generations)
@@ -353,6 +381,8 @@ class LineReply:
     def _add(self, number: int, delta: Delta) -> list[Part]:
         self._totals.add(number, delta)
         self._held.extend(delta.logprobs)
+        if self._context is not None:
+            self._context.extend(delta.tokens)
         return self._reading.take(delta)[0]
 
     def _line(self, parts: list[Part]) -> Json:
@@ -377,7 +407,8 @@ class LineReply:
     def _end(self, delta: Delta) -> Json:
         timings = self._totals.timings()
         usage = self._totals.usage()
-        return {
+        context = {} if self._context is None else {"context": self._context}
+        return context | {
             "done_reason": delta.finish,
             "total_duration": _nanoseconds(time.monotonic() - self._began),
             "load_duration": _nanoseconds(self._waited),

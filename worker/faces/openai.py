@@ -52,14 +52,17 @@ class Chat:
     ignored: tuple[str, ...]
 
 
-async def understand(body: Json, model: Model, *, id: str, names: Mapping[str, str] = _OWN_NAMES) -> Chat:
+async def understand(
+    body: Json, model: Model, *, id: str, names: Mapping[str, str] = _OWN_NAMES, before: Sequence[int] = ()
+) -> Chat:
     """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError.
 
-    `names`: what its fields are called in the body that the client wrote, the longer before the shorter.
+    `names`: what its fields are called in the body that the client wrote, the longer before the shorter; `before`:
+    tokens of a prompt and its answer, from which the messages go on.
     """
     theirs = partial(_renamed, names)
     with _in_their_words(theirs):
-        read = await _understand(body, model, id=id, theirs=theirs)
+        read = await _understand(body, model, id=id, theirs=theirs, before=before)
     return replace(read, ignored=tuple(map(theirs, read.ignored))) if names else read
 
 
@@ -82,10 +85,12 @@ def _in_their_words(theirs: Callable[[str], str]) -> Iterator[None]:
         raise
 
 
-async def _understand(body: Json, model: Model, *, id: str, theirs: Callable[[str], str]) -> Chat:
+async def _understand(
+    body: Json, model: Model, *, id: str, theirs: Callable[[str], str], before: Sequence[int]
+) -> Chat:
     model.require("completion")
     fields = Fields(body, CHAT)
-    conversation = chats.read(fields, model.template, blind=model.engine.blind)
+    conversation = replace(chats.read(fields, model.template, blind=model.engine.blind), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separates = _separates(fields, model)
     adapters = adapting.read(fields, "adapters", "lora")
