@@ -6,8 +6,7 @@ from pathlib import Path
 from aiohttp import web
 
 from router.listener import SWEEP
-from tests.processes.test_listener import BODY, respond
-from tests.processes.upstreams import PATH, World, until, world
+from tests.processes.upstreams import BODY, PATH, World, respond, until, world
 
 SENT = b'{"model":"a","messages":[]}'
 CHUNKED = b"1b\r\n%b\r\n0\r\n\r\n" % SENT

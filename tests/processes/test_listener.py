@@ -13,24 +13,25 @@ from hypothesis import strategies as st
 
 from router.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Asked, Listener, _Connection
 from router.proxy import Pace
-from tests.processes.upstreams import DONE, END, PATH, STREAM, Upstream, World, chunk, request, until, world
+from tests.processes.upstreams import (
+    BODY,
+    DONE,
+    END,
+    EVENT,
+    PATH,
+    STREAM,
+    Upstream,
+    World,
+    chunk,
+    request,
+    respond,
+    until,
+    world,
+)
 from worker.routes import ROUTES
 
-BODY = b'{"choices":[]}'
-WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
-EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
-STREAMED = STREAM + chunk(EVENT) + chunk(EVENT + DONE) + END
 ODD = b"Sec-Fetch-Site: none\r\n"
 """Makes a request one of aiohttp's, and means nothing."""
-
-
-async def respond(upstream: Upstream) -> None:
-    """`fake`: how many bytes of a body are answered; nothing: a word, or a stream if that was asked for."""
-    if upstream.told is not None:
-        data = b"x" * upstream.told
-        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
-        return
-    await upstream.send(STREAMED if b'"stream": true' in upstream.body else WHOLE)
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:

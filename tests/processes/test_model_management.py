@@ -1,7 +1,6 @@
 """Fetching and deleting models while the router runs: real router, real downloads, a hub program that misbehaves."""
 
 import asyncio
-import hashlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -9,14 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import ollama
 import pytest
 
+from tests.processes.hubs import HALF, WEIGHTS, Hub, running_hub
 from tests.processes.listening import events_of
 from tests.processes.routers import (
     FAKE_WORKER,
-    ROOT,
     Router,
     error_of,
     fake_snapshot,
@@ -28,52 +26,6 @@ from tests.processes.routers import (
 pytestmark = pytest.mark.slow
 
 MARGIN = ("--models-memory-margin", "64")
-WEIGHTS = "model.safetensors"
-HALF = 40_000
-
-
-class Hub:
-    """A hub program and the folder that it serves."""
-
-    def __init__(self, root: Path, address: str):
-        self.root = root
-        self.address = address
-
-    def repo(self, name: str, **behaviour: Any) -> str:
-        """Make `org/name`: a folder that the router takes for a model; `behaviour` is what its fake worker does."""
-        folder = fake_snapshot(self.root / "org" / name, **behaviour)
-        header = json.dumps({"w": {"dtype": "U8", "shape": [2 * HALF], "data_offsets": [0, 2 * HALF]}}).encode()
-        content = hashlib.shake_128(name.encode()).digest(2 * HALF)
-        (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + content)
-        (folder / "tokenizer.json").write_text("{}")
-        return f"org/{name}"
-
-    async def fails(self, **faults: Any) -> None:
-        async with httpx.AsyncClient() as client:
-            await client.put(f"{self.address}/_faults", json=faults)
-
-    async def commit(self, repo: str) -> str:
-        """What `main` means now."""
-        async with httpx.AsyncClient() as client:
-            commit: str = (await client.get(f"{self.address}/api/models/{repo}/revision/main")).json()["sha"]
-            return commit
-
-    async def journal(self) -> list[str]:
-        async with httpx.AsyncClient() as client:
-            return (await client.get(f"{self.address}/_journal")).text.split("\n")
-
-
-@asynccontextmanager
-async def running_hub(root: Path) -> AsyncIterator[Hub]:
-    program = await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "tests" / "fake_hub.py"), str(root), stdout=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    assert program.stdout is not None
-    try:
-        yield Hub(root, (await program.stdout.readline()).decode().strip())
-    finally:
-        program.terminate()
-        await program.wait()
 
 
 @asynccontextmanager

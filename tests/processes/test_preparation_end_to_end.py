@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.processes.hubs import running_hub
 from tests.processes.routers import DEADLINE, Router, router
-from tests.processes.test_model_management import running_hub
 
 pytestmark = pytest.mark.slow
 

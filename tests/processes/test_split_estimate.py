@@ -11,7 +11,7 @@ import pytest
 
 from tests import fake_nvml
 from tests.fake_nvml import Card, Driver
-from tests.router.test_checkpoint import write_weights
+from tests.sparse import write_weights
 
 pytestmark = pytest.mark.slow
 GIB = 1 << 30

@@ -252,3 +252,16 @@ def chunk(data: bytes) -> bytes:
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
+BODY = b'{"choices":[]}'
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+STREAMED = STREAM + chunk(EVENT) + chunk(EVENT + DONE) + END
+
+
+async def respond(upstream: Upstream) -> None:
+    """`fake`: how many bytes of a body are answered; nothing: a word, or a stream if that was asked for."""
+    if upstream.told is not None:
+        data = b"x" * upstream.told
+        await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
+        return
+    await upstream.send(STREAMED if b'"stream": true' in upstream.body else WHOLE)

@@ -8,7 +8,7 @@ from router.facts import Checkpoint, Linears
 from router.presets import Preset, same_load
 from router.weights import adapter_bytes
 from router.written import args
-from tests.router.test_presets import Disk, complaint, one, read
+from tests.router.preset_texts import Disk, complaint, one, read
 from worker.contract import AdapterSource
 
 FILES = Disk(

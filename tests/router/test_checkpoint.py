@@ -13,6 +13,7 @@ import pytest
 from router.checkpoint import header, meta, modalities, offered, read
 from router.facts import Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
+from tests.sparse import SIZES, Tensors, write_weights
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -20,25 +21,6 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 256, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 TENSORS = {"model.embed_tokens.weight": ("BF16", [100, 64]), "lm_head.weight": ("BF16", [100, 64])}
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
-
-Tensors = Mapping[str, tuple[str, list[int]]]
-
-
-def write_weights(file: Path, tensors: Tensors, *, missing: int = 0) -> None:
-    """A sparse safetensors file of zeros, `missing` bytes short."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        size = SIZES[dtype]
-        for each in shape:
-            size *= each
-        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(table).encode()
-    with file.open("wb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
-        opened.truncate(8 + len(text) + end - missing)
 
 
 def snapshot(folder: Path, config: Mapping[str, Any] = LLAMA, tensors: Tensors = TENSORS, **changes: Any) -> Path:

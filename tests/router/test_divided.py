@@ -17,7 +17,7 @@ from router.ledger import DeviceId
 from router.presets import Preset
 from router.split import Choice, Indivisible, choices
 from router.weights import weight_bytes
-from tests.router.test_split import BIG, CPU, GIB, GPU, LAYER
+from tests.router.large import BIG, CPU, GIB, GPU, LAYER
 
 LARGE = replace(BIG, matrices=80 * (LAYER - 2 * 8192), kv_heads=8)
 ROOM = dict.fromkeys(GPU, 100 * GIB)

@@ -11,7 +11,7 @@ from router.estimate import context_bytes, estimate
 from router.facts import Checkpoint
 from router.kv_types import head_bytes, is_compact
 from router.presets import Preset
-from tests.router.test_estimate import QWEN3_4B, checkpoints, preset, presets
+from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
 
 KINDS = ("auto", "f32", "f16", "bf16", "int8", "int4")
 

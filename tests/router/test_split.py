@@ -10,24 +10,12 @@ from hypothesis import strategies as st
 
 from router import split
 from router.estimate import estimate
-from router.facts import Checkpoint, EstimateError, Tally
+from router.facts import Checkpoint, EstimateError
 from router.keys import ALL_DEVICES
-from router.ledger import HOST, LOCAL, DeviceId
+from router.ledger import DeviceId
 from router.presets import Preset
 from router.split import Choice, Indivisible, boundaries, bounded, choices, fits
-
-GIB = 1 << 30
-GPU = [DeviceId(LOCAL, index) for index in range(4)]
-CPU = DeviceId(LOCAL, HOST)
-LAYER = 850_000_000
-"""Elements, of a model as large as they come on one node: 80 layers, 68 billion parameters, untied."""
-BIG = Checkpoint(
-    model_type="llama", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, value_dim=128, expanded=16384,
-    intermediate=28672, vocab_size=128256, max_positions=8192, windows=(0,) * 80, dtype="bfloat16",
-    tensors={"bfloat16": Tally(80 * LAYER + 2 * 128256 * 8192, 2 * (80 * LAYER + 2 * 128256 * 8192))},
-    by_layer=(LAYER,) * 80, behind=128256 * 8192, capabilities=("completion",),
-)  # fmt: skip
-"""142 GiB with its context of 8,192 tokens for 4 sequences."""
+from tests.router.large import BIG, CPU, GIB, GPU
 
 
 def preset(**changes: Any) -> Preset:

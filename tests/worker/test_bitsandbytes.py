@@ -15,10 +15,10 @@ from router.compute import compute_bytes
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests import tiny
+from tests.worker.allocated import allocated
 from tests.worker.loaded import generated, load, say, serving
 from worker import contract, estimate
 from worker.engine import attention, backends, loader
-from worker.live_bytes import Step
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,21 +110,6 @@ def held(model: Any) -> Iterator[torch.Tensor]:
                 found = getattr(source, name, None)
                 if isinstance(found, torch.Tensor):
                     yield found
-
-
-def allocated(step: Step) -> int:
-    """The most bytes that torch's allocator held at once: what operators take inside counts, too."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
-        step()
-    assert recorded.profiler is not None
-    events: Any = recorded.profiler.kineto_results.events()
-    now = peak = 0
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        now += size
-        peak = max(peak, now)
-    return peak
 
 
 def test_layers_that_were_packed_do_not_keep_the_files_in_memory(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests import tiny
+from tests.worker.families import FAMILIES
 from tests.worker.loaded import DEADLINE, Told, generated, generation, load, reference, say, serving
 from worker.engine.architectures import VERIFIED, backend
 from worker.engine.engine import TransformersEngine
@@ -21,54 +22,6 @@ from worker.engine.engine import TransformersEngine
 torch.set_num_threads(1)
 NEW = 36
 LENGTHS = (1, 7, 23, 60)
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in sorted(VERIFIED)} | {
-    "falcon with grouped heads": ("falcon-new", {}),
-    "falcon with linear biases": ("falcon-alibi", {}),
-    "t5": ("t5", {"seed": 2}),
-    "t5 with gates and a head of its own": ("flan-t5", {}),
-    "mistral without a window": ("mistral", {"sliding_window": None}),
-    "qwen2 with windows in some layers": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
-    "qwen3 with windows in some layers": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
-    "llama with scaled positions": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "llama with positions that stretch beyond its context": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
-    ),
-    "phi3 with two sets of frequencies": (
-        "phi3",
-        {
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 128,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 128,
-                "short_factor": [1.5] * 8,
-                "long_factor": [4.0] * 8,
-            },
-        },
-    ),
-    "llama with a head for each query": ("llama", {"num_key_value_heads": 4}),
-}
 
 
 FAST = ("llama", "mistral", "qwen3", "gpt2", "falcon", "mamba", "t5")

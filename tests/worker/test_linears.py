@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tests import tiny
+from tests.worker.families import FAMILIES
 from tests.worker.loaded import generated, load, reference, say, serving
-from tests.worker.test_engine_equality import FAMILIES
 from worker.engine import linears, weights
 from worker.engine.linears import PLAIN, REORDERED, Few, Linears, pieces, quickest
 from worker.live_bytes import peak_bytes

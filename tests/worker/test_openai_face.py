@@ -4,49 +4,18 @@ import base64
 import json
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests import tiny
 from tests.worker import serving
+from tests.worker.chatting import CHAT, model, only, streamed, whole
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
-from worker.faces import Call, Model, embeddings, openai
-from worker.generation import Generation, Sampling
+from worker.faces import Model, embeddings, openai
+from worker.generation import Sampling
 from worker.replies import TextReply
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-def model(capabilities: Sequence[str] = ("completion", "embedding"), *, bare: bool = False, **settings: Any) -> Model:
-    tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
-    return Model(FakeEngine(tokenizer, capabilities=capabilities), tokenizer, serving.options(**settings))
-
-
-async def only(body: dict[str, Any], made: Model | None = None) -> Generation:
-    [generation] = (await openai.chat({**CHAT, **body}, made or model())).generations
-    return generation
-
-
-async def whole(call: Call, engine: Any) -> Any:
-    deltas = [
-        (number, delta)
-        for number, generation in enumerate(call.generations)
-        async for delta in engine.generate(generation)
-    ]
-    return json.loads(json.dumps(call.reply.whole(deltas)))
-
-
-async def streamed(call: Call, engine: Any) -> list[Any]:
-    frames = b""
-    for number, generation in enumerate(call.generations):
-        async for delta in engine.generate(generation):
-            frames += call.reply.frames(number, delta)
-    frames += call.reply.closing()
-    return serving.chunks(frames.decode().split("\n\n"))
-
 
 # What a body means
 

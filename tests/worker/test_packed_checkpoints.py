@@ -13,8 +13,8 @@ from router.compute import compute_bytes
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests import packed
+from tests.worker.allocated import allocated
 from tests.worker.loaded import load, say, serving
-from tests.worker.test_bitsandbytes import allocated
 from worker import contract, estimate
 from worker.engine import attention, backends, loader, packing
 from worker.errors import StartError

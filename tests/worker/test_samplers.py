@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.test_sampling import read
+from tests.worker.sampled import read
 from worker import samplers
 from worker.errors import InvalidValue, UnsupportedField
 from worker.generation import Sampling

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.worker.sampled import read
 from worker import sampling
 from worker.bodies.common import SAMPLING
 from worker.contract import Exit
@@ -11,10 +12,6 @@ from worker.errors import InvalidValue, StartError
 from worker.fields import Fields
 from worker.generation import Sampling
 from worker.sampling import Defaults
-
-
-def read(body: dict[str, Any], defaults: Defaults | None = None, seed: int | None = None) -> Sampling:
-    return sampling.read(Fields(body, SAMPLING), defaults or Defaults(), vocab_size=100, logprobs=None, seed=seed)[0]
 
 
 def stop(body: dict[str, Any], defaults: Defaults | None = None) -> tuple[str, ...]:

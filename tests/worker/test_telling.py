@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.test_openai_face import CHAT, model, only, streamed, whole
+from tests.worker.chatting import CHAT, model, only, streamed, whole
 from worker.errors import ContextExceeded
 from worker.faces import Model, openai
 

@@ -1,0 +1,45 @@
+"""Checkpoints and presets to estimate."""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from router.facts import Checkpoint, Tally
+from router.presets import Preset
+
+QWEN3_4B = Checkpoint(
+    model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,
+    intermediate=9728, vocab_size=151936, max_positions=40960, windows=(0,) * 36, tied=True, dtype="bfloat16",
+    tensors={"bfloat16": Tally(4_022_468_096, 8_044_936_192)}, params=4_022_468_096, file_bytes=8_044_982_080,
+    by_layer=(100_930_816,) * 36, behind=2560,
+    largest=777_912_320, capabilities=("chat", "completion"),
+)  # fmt: skip
+"""Its config has head_dim 128, where hidden / heads is 80."""
+
+
+def preset(**changes: Any) -> Preset:
+    return Preset(id="a", **{"ctx_size": 4096, "parallel": 4, **changes})
+
+
+checkpoints = st.builds(
+    replace,
+    st.just(QWEN3_4B),
+    layers=st.integers(1, 64),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    head_dim=st.sampled_from([32, 64, 256]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    capabilities=st.sampled_from([("completion",), ("embedding",)]),
+    model_type=st.sampled_from(["qwen3", "bloom", "stablelm", "mamba", "bert", "nobody-measured"]),
+    aligned=st.booleans(),
+    cross_attention=st.booleans(),
+    state_elements=st.sampled_from([0, 5000]),
+    state_steps=st.sampled_from([1, 64]),
+)
+presets = st.builds(
+    preset,
+    ctx_size=st.integers(1, 40000),
+    parallel=st.integers(1, 32),
+    prefill_chunk=st.integers(1, 2048),
+    attention=st.sampled_from(["auto", "eager"]),
+)
