@@ -383,23 +383,6 @@ async def test_a_start_that_fails_backs_off_and_says_why() -> None:
 
 
 @virtual
-async def test_the_pause_grows_beyond_max_restarts() -> None:
-    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 2}})
-    world.launcher.models["a"].start_fails = [crash() for _ in range(8)]
-    pauses = []
-    for _ in range(6):
-        with pytest.raises(LoadBackoff):
-            await world.ask("a")
-        failure = world.fleet.models["a"].failure
-        assert failure is not None
-        pauses.append(failure.until - world.now)
-        await asyncio.sleep(pauses[-1] + 0.01)
-    assert pauses[:2] == [1.0, 1.0]
-    assert pauses[-1] > 10
-    await world.stop()
-
-
-@virtual
 async def test_what_would_fail_the_same_way_again_is_not_retried_by_itself() -> None:
     world = Schedule({"a": GIB})
     world.launcher.models["a"].start_fails = [WorkerLost("no such architecture", cause="load_failed", exit=3)]

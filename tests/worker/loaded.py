@@ -57,6 +57,19 @@ async def serving(engine: TransformersEngine) -> AsyncIterator[TransformersEngin
             await engine.close()
 
 
+def put_back_the_youngest(engine: TransformersEngine) -> None:
+    """Before its next step: of several that run, the one that came last is computed again later."""
+    work = engine._generating
+    assert work is not None
+
+    def put_back() -> None:
+        running = [each for _, each in work._scheduler.places]
+        if len(running) > 1:
+            work._scheduler.preempt(max(running, key=lambda each: each.id))
+
+    engine._loop.post(put_back)
+
+
 @dataclass
 class Told:
     """One choice, gathered."""

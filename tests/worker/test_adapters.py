@@ -13,7 +13,18 @@ import pytest
 import torch
 
 from tests import lora, tiny
-from tests.worker.loaded import DEADLINE, Told, generated, generation, load, reference, say, serving, tell
+from tests.worker.loaded import (
+    DEADLINE,
+    Told,
+    generated,
+    generation,
+    load,
+    put_back_the_youngest,
+    reference,
+    say,
+    serving,
+    tell,
+)
 from worker import contract
 from worker.contract import AdapterSource, encode_adapters
 from worker.engine import lora_files
@@ -117,17 +128,12 @@ async def test_those_who_are_put_back_say_the_same_with_one_slot_for_all(
         work = engine._generating
         assert work is not None
 
-        def put_back_the_youngest() -> None:
-            running = [each for _, each in work._scheduler.places]
-            if len(running) > 1:
-                work._scheduler.preempt(max(running, key=lambda each: each.id))
-
         async def talk(name: str, prompt: tuple[int, ...]) -> list[int]:
             told = Told()
             async for delta in engine.generate(generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name))):
                 told.add(delta)
                 if len(told.tokens) % 9 == 4:
-                    engine._loop.post(put_back_the_youngest)
+                    put_back_the_youngest(engine)
             return told.tokens
 
         async with asyncio.timeout(DEADLINE):

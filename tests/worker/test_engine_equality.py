@@ -15,7 +15,17 @@ import transformers
 
 from tests import tiny
 from tests.worker.families import FAMILIES
-from tests.worker.loaded import DEADLINE, Told, generated, generation, load, reference, say, serving
+from tests.worker.loaded import (
+    DEADLINE,
+    Told,
+    generated,
+    generation,
+    load,
+    put_back_the_youngest,
+    reference,
+    say,
+    serving,
+)
 from worker.engine.architectures import VERIFIED, backend
 from worker.engine.engine import TransformersEngine
 
@@ -97,17 +107,12 @@ async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_compute
         work = engine._generating
         assert work is not None
 
-        def put_back_the_youngest() -> None:
-            running = [each for _, each in work._scheduler.places]
-            if len(running) > 1:
-                work._scheduler.preempt(max(running, key=lambda each: each.id))
-
         async def talk(prompt: tuple[int, ...]) -> list[int]:
             told = Told()
             async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
                 told.add(delta)
                 if len(told.tokens) % 9 == 4:
-                    engine._loop.post(put_back_the_youngest)
+                    put_back_the_youngest(engine)
             return told.tokens
 
         async with asyncio.timeout(DEADLINE):

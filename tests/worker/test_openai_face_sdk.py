@@ -1,34 +1,15 @@
 """The official OpenAI client, synchronous and asynchronous, against a worker on TCP."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import openai
 import pytest
 
 from tests.worker.fake_engine import SCRIPT
-from tests.worker.serving import TOKEN, Serving, serving
+from tests.worker.openai_clients import asking, in_a_thread
+from tests.worker.serving import serving
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
-Answer = TypeVar("Answer")
-
-
-@contextlib.asynccontextmanager
-async def asking(world: Serving, key: str = TOKEN) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=key, max_retries=0) as client:
-        yield client
-
-
-async def in_a_thread(world: Serving, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
-    """What `ask` returns, with the synchronous client."""
-
-    def run() -> Answer:
-        with openai.OpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:
-            return ask(client)
-
-    return await asyncio.to_thread(run)
 
 
 async def test_a_chat() -> None:

@@ -1,37 +1,20 @@
 """OpenAI's responses: the official client, synchronous and asynchronous, and what it never sends."""
 
-import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import openai
 import pydantic
 import pytest
 
 from tests.worker.fake_engine import CACHED, SCRIPT
-from tests.worker.serving import TOKEN, Serving, serving
+from tests.worker.openai_clients import asking, in_a_thread
+from tests.worker.serving import serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
 
 HI: Any = {"model": "m", "input": "hi"}
 HI_THERE: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "parameters": SCHEMA, "strict": False}
-Answer = TypeVar("Answer")
-
-
-@contextlib.asynccontextmanager
-async def asking(world: Serving) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:
-        yield client
-
-
-async def in_a_thread(world: Serving, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
-    def run() -> Answer:
-        with openai.OpenAI(base_url=world.url + "/v1", api_key=TOKEN, max_retries=0) as client:
-            return ask(client)
-
-    return await asyncio.to_thread(run)
 
 
 def plain(response: Any) -> Any:

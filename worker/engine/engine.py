@@ -367,6 +367,10 @@ class TransformersEngine:
             self._prefault.start()
             self._claims.start(behind=self._prefault.finish)
 
+    def until_mapped(self) -> None:
+        """Returns once what was claimed has come, which `map_rest` began."""
+        self._claims.finish()
+
     @property
     def later(self) -> int:
         """As in `contract.Pulse`."""
