@@ -188,7 +188,7 @@ class Clerks:
         error: ApiError | Again = Again()
         try:
             clerk.stages.begin("wait", self.now())
-            await self._room(clerk)
+            await self._room()
             clerk.state, clerk.since = advance(clerk.state, State.STARTING), self.now()
             clerk.stages.begin("start", clerk.since)
             await self._serve(clerk)
@@ -241,7 +241,7 @@ class Clerks:
         self._retire(clerk, "unreachable")
         clerk.ended.set()
 
-    async def _room(self, clerk: Worker) -> None:
+    async def _room(self) -> None:
         """Returns once it is one of those that may be."""
         while sum(each.state >= State.STARTING for each in self._alive) >= self._most:
             idle = [each for each in self._alive if each.state is State.READY and not each.leases]

@@ -9,7 +9,6 @@ tried again after a pause, unless it would fail the same way again.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from router.overhead import RUNTIME_HOST
 from router.presets import Preset
 from router.worker import Worker
 from worker import contract
-
-log = logging.getLogger("router.preparation")
 
 QUIET = 3.0
 """Seconds without a request or a load before one begins."""

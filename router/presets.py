@@ -167,8 +167,6 @@ class Preset:
         return self.max_loras if self.enable_lora == "on" or (is_auto and has_some) else 0
 
 
-LIVE_KEYS = frozenset(key.name for key in keys.KEYS if key.live)
-"""Keys that a running worker does not see: when only these differ, it goes on."""
 _LIVE_FIELDS = {key.field for key in keys.KEYS if key.live} | {"source", "chat_template_file", "origins", "adapters"}
 _LOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Preset) if field.name not in _LIVE_FIELDS)
 DEFAULTS = {

@@ -135,7 +135,7 @@ class _Loading:
             return None
         fields |= self._fields(settings)
         self._place(settings, fields)
-        self._template(section.name, settings, fields)
+        self._template(settings, fields)
         self._adapters(settings, fields)
         origins = {name: setting.origin for name, setting in settings.items()}
         if fields.get("max_input_tokens", 0) and 0 < fields.get("ctx_size", 0) <= fields["max_input_tokens"]:
@@ -267,7 +267,7 @@ class _Loading:
         elif device.rank == layers.rank and device.value != ("cpu",):
             self._fail(layers.place, f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}")
 
-    def _template(self, id: str, settings: Layer, fields: dict[str, Any]) -> None:
+    def _template(self, settings: Layer, fields: dict[str, Any]) -> None:
         text, file = settings.get("chat-template"), settings.get("chat-template-file")
         if file is None or not file.value or (text is not None and text.value and text.rank > file.rank):
             fields.pop("chat_template_file", None)

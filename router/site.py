@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import difflib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,6 @@ from router.sharing import Group, share
 from router.worker import Worker
 from router.world import Files
 
-log = logging.getLogger("router.site")
 T = TypeVar("T")
 
 BUILD = f"b0-{__version__}"

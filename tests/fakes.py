@@ -31,7 +31,7 @@ P = ParamSpec("P")
 MIB = 1 << 20
 GIB = 1 << 30
 CPU = DeviceId(LOCAL, HOST)
-GPU0, GPU1, GPU2, GPU3 = (DeviceId(LOCAL, index) for index in range(4))
+GPU0, GPU1, GPU2 = (DeviceId(LOCAL, index) for index in range(3))
 
 
 # Time

@@ -147,4 +147,3 @@ _READERS: dict[str, _Reader] = {
     "guided_grammar": _text("gbnf"),
     "structured_outputs": _structured_outputs,
 }
-FIELDS = frozenset(_READERS)

@@ -171,7 +171,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
     with FakeTensorMode():
         # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
         model = build(cls, config, dtype, embeds=embeds)
-        weights = _weight_bytes(options, config, model, dtype, stored)
+        weights = _weight_bytes(options, config, model, dtype)
         ctx_size = engine.context_size(options, architectures.positions(config))
         context = graphs = kernels = reordering = pictures = 0
         if embeds or scores:
@@ -425,9 +425,7 @@ def _first_floating(stored: list[tuple[torch.dtype, int]]) -> torch.dtype | None
     return next((dtype for dtype, _ in stored if dtype.is_floating_point), None)
 
 
-def _weight_bytes(
-    options: contract.ModelOptions, config: Any, model: Any, dtype: torch.dtype, stored: list[tuple[torch.dtype, int]]
-) -> int:
+def _weight_bytes(options: contract.ModelOptions, config: Any, model: Any, dtype: torch.dtype) -> int:
     """Bytes of the weights as they will sit in memory, and of the buffers that the model makes itself."""
     saved = model.state_dict()
     own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)

@@ -208,9 +208,8 @@ class Timings:
     cached_tokens: int
     completion_tokens: int
     """All that were computed, also those that are not shown: they cost the same."""
-    queue_seconds: float
-    """From submission to the first step that carried a token of it."""
     prefill_seconds: float
+    """From the first step that carried a token of it to its first token."""
     decode_seconds: float
 
 

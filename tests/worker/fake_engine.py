@@ -247,7 +247,6 @@ class _Choice:
             prompt_tokens=len(self._request.prompt),
             cached_tokens=CACHED if self._index == 0 else len(self._request.prompt) - 1,
             completion_tokens=self.said,
-            queue_seconds=0.0,
             prefill_seconds=PREFILL,
             decode_seconds=DECODE,
         )

@@ -37,7 +37,7 @@ class Drive:
         request = generation(prompt, **changes)
         sequence = TokenSequence.of(request, id=id, limit=most, ends={1}, seed=request.sampling.seed or 0)
         answer = Answer(lambda tokens: "x" * len(tokens), request.stop)
-        stream.choices.append(Choice(0, sequence, stream, answer, 0.0))
+        stream.choices.append(Choice(0, sequence, stream, answer))
         self.streams[id] = stream
         assert self.work.admit(stream, 99)
         self.work.add(stream)

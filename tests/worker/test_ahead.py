@@ -551,7 +551,7 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
         sampling = (GREEDY, replace(WARM, top_p=0.9, logprobs=2), replace(WARM, min_p=0.1, logit_bias={5: 1.0}))[id]
         sequence = TokenSequence.of(generation(PROMPT, sampling=sampling), id=id, limit=9, ends={1}, seed=id)
         row, _ = capacity.admit(sequence)
-        choice = Choice(0, sequence, None, None, 0.0)  # type: ignore[arg-type]  # nobody reads
+        choice = Choice(0, sequence, None, None)  # type: ignore[arg-type]  # nobody reads
         parts.append(Part(Segment(sequence, row, 0, len(PROMPT), capacity.table(row)), [choice]))
     for fixed in (None, FixedRunner(made, rows=4, ctx_size=64) if isinstance(made, PackedRunner) else None):
         flown = launch(made, None, parts)
@@ -574,7 +574,7 @@ def test_a_launch_waits_for_no_device_at_all(tmp_path: Path) -> None:
 
 def test_a_token_is_drawn_with_the_number_of_its_place_however_early(loaded: Any) -> None:
     sequence = TokenSequence.of(generation(PROMPT, sampling=WARM), id=0, limit=9, ends={1}, seed=4)
-    choice = Choice(0, sequence, None, None, 0.0)  # type: ignore[arg-type]  # nobody reads
+    choice = Choice(0, sequence, None, None)  # type: ignore[arg-type]  # nobody reads
     sequence.append(50)
 
     class Even:

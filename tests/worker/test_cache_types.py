@@ -18,7 +18,6 @@ from worker.errors import StartError
 torch.set_num_threads(1)
 CTX, NEW = 128, 24
 QUANTISED = ("int8", "int4")
-CPU = torch.device("cpu")
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:

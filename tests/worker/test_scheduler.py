@@ -153,7 +153,6 @@ class AnyTraffic(RuleBasedStateMachine):
     def begin(self, rows: int, chunk: int) -> None:
         self.scheduler, self.rows, self.chunk = Scheduler(Rows(rows), chunk), rows, chunk
         self.live: dict[int, Sequence] = {}
-        self.admitted: list[int] = []
         self.next_id = 0
 
     @rule(prompt=st.integers(1, 30), limit=st.integers(1, 5), prompt_logprobs=st.booleans())

@@ -55,7 +55,7 @@ def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:
     stream = Stream(asyncio.get_running_loop())
     request = Generation(id="", prompt=(3,) * prompt, sampling=Sampling(temperature=0.0))
     sequence = Sequence.of(request, id=number, limit=limit, ends=(), seed=0)
-    stream.choices.append(Choice(0, sequence, stream, Answer(lambda tokens: "x" * len(tokens)), 0.0))
+    stream.choices.append(Choice(0, sequence, stream, Answer(lambda tokens: "x" * len(tokens))))
     assert work.admit(stream, 10)
     work.add(stream)
     return stream

@@ -14,5 +14,3 @@ PIN: Body = {
     "model": {"type": "string", "minLength": 1},
     "pinned": {"type": "boolean", "description": "true unless stated."},
 }
-NOTHING: Body = {}
-"""A call whose body, if it has one, is not looked at."""

@@ -281,7 +281,7 @@ def _convert_weights(options: contract.ModelOptions, config: Any, part: Path, sa
     with loader.quiet(), Sink(part / weights.SINGLE, 2 * len(tensors) + 64, told) as sink:
         with _caught(sink):
             model = loader.build_around(cls, config, tensors, dtype, embeds)
-        missing = _name(model, sink, tensors)
+        missing = _name(model, sink)
         if missing:
             raise StartError(f"{cls.__name__} was loaded without {missing[0]}; it is left to loads")
         if lost := _narrowed(tensors, sink.dtypes(), dtype):
@@ -328,7 +328,7 @@ def _caught(sink: "Sink") -> Iterator[None]:
         handle.remove()
 
 
-def _name(model: Any, sink: "Sink", tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _name(model: Any, sink: "Sink") -> list[str]:
     """Say what the weights are called that were written, and write the buffers that were stored; returns the names of
     those that the model has from nowhere."""
     paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}

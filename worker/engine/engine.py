@@ -454,7 +454,6 @@ class TransformersEngine:
     ) -> Stream:
         """The request's sequences, with fresh seeds where it has none."""
         stream = Stream(asyncio.get_running_loop())
-        now = time.monotonic()
         limit = answer_limit(len(prompt), request.max_tokens, self._options.n_predict, self.ctx_size)
         seed = request.sampling.seed
         if seed is None and self._options.seed >= 0:
@@ -474,7 +473,7 @@ class TransformersEngine:
             decode = partial(self._decode_with, request.shown) if request.shown else self._decode
             context = () if self._reads_first else prompt
             answer = Answer(decode, request.stop, context, shows_stop=request.shows_end)
-            choice = Choice(index, sequence, stream, answer, now)
+            choice = Choice(index, sequence, stream, answer)
             choice.shows_end = request.shows_end
             choice.matcher = matcher and matcher.copy()
             choice.tells_progress = request.progress

@@ -68,7 +68,6 @@ class Choice:
     sequence: Sequence
     stream: Stream
     answer: Answer
-    submitted: float
     repeats: Repeats | None = None
     matcher: Matcher | None = None
     """Where it stands in its grammar."""
@@ -96,7 +95,6 @@ class Choice:
             prompt_tokens=self.sequence.prompt_tokens,
             cached_tokens=self.sequence.cached,
             completion_tokens=self.sequence.answered,
-            queue_seconds=self.started - self.submitted,
             prefill_seconds=answered - self.started,
             decode_seconds=now - answered,
         )

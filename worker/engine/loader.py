@@ -4,7 +4,6 @@ Safetensors only; on the CPU the weights are the mapped files themselves, unless
 in the way is a StartError that names it and the way out.
 """
 
-import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ from worker.errors import StartError
 
 Report = Callable[[contract.Progress], None]
 
-log = logging.getLogger(__name__)
 
 _UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
 """Layers behind the last hidden state, which pooling reads; checkpoints often leave them out."""
