@@ -86,11 +86,14 @@ WORKER = [
     "worker.engine.vision",
     "worker.engine.forward  worker.engine.aligned_cache",
     "worker.engine.kept",
+    "worker.engine.warmup",
     "worker.engine.graphs  worker.engine.flight",
     "worker.engine.runner  worker.engine.loader  worker.engine.peers  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.slices",
     "worker.engine.split",
+    "worker.engine.bounds",
+    "worker.engine.vocabulary",
     "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
     "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot",

@@ -18,11 +18,11 @@ from tests import tiny
 from tests.worker.loaded import load, options, say, serving
 from tests.worker.stepped import Drive
 from worker.engine import attention, backends, flash, loader, memory
-from worker.engine.engine import record
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Batch, Segment
 from worker.engine.sequence import Sequence as TokenSequence
+from worker.engine.warmup import record
 from worker.generation import Sampling
 
 pytestmark = [

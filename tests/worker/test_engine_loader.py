@@ -262,7 +262,7 @@ async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
         answer = generated(model, PROMPT, 40)
         ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
         assert told.tokens == answer[: min(ends, default=40)]
-        assert engine._ends == {1, 217, 303}
+        assert engine._vocabulary.ends == {1, 217, 303}
 
 
 CODE = """

@@ -5,11 +5,8 @@ and reads what comes back; everything that computes happens on the loop's thread
 """
 
 import asyncio
-import json
 import logging
-import math
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,29 +20,30 @@ import transformers
 
 from worker import contract
 from worker.contract import Exit
-from worker.detokenize import Answer, TokenBytes
+from worker.detokenize import Answer
 from worker.engine import architectures, attention, backends, cache_types, encoders, loader, lockstep, memory, slices
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
+from worker.engine.bounds import Bounds
 from worker.engine.claims import Claims, claiming
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
-from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.linears import Linears
 from worker.engine.lockstep import Leader
 from worker.engine.overhead import overhead
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
-from worker.engine.sampler import Pick, has_penalties, sample
-from worker.engine.scheduler import Segment
+from worker.engine.sampler import has_penalties
 from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.shelf import shelf
 from worker.engine.slots import Use
 from worker.engine.steploop import Outbox, StepLoop
 from worker.engine.vision import Eyes, Tower, see
+from worker.engine.vocabulary import Vocabulary
+from worker.engine.warmup import record, warm_up
 from worker.engine.weights import Prefault
 from worker.errors import (
     ContextExceeded,
@@ -56,7 +54,7 @@ from worker.errors import (
     StartError,
     UnsupportedByModel,
 )
-from worker.generation import Delta, Generation, Occupancy, Sampling, Text, TokenLogprob
+from worker.generation import Delta, Generation, Occupancy, Text, TokenLogprob
 from worker.images import TEXT_ONLY
 from worker.ranks import Ranks
 
@@ -116,11 +114,9 @@ class TransformersEngine:
         self._prefault, self._claims = prefault, claims or Claims()
         self._reads_first = bool(getattr(config, "is_encoder_decoder", False))
         """An encoder reads the prompt; the answer is a text of its own, and does not go on with it."""
-        self._vocab_size = int(config.get_text_config().vocab_size)
-        self._ends = _ends(config, Path(options.snapshot), tokenizer)
-        self._piece = _token_bytes(tokenizer)
-        self._special = _special(tokenizer)
-        self._grammars = Grammars(tokenizer, ends=self._ends, vocab_size=self._vocab_size)
+        self._vocabulary = vocabulary = Vocabulary(tokenizer, config, Path(options.snapshot))
+        self._bounds = Bounds(options, vocabulary, ctx_size, reads_first=self._reads_first)
+        self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size)
         self.vision, self.blind = vision, "" if vision is not None else blind
         self._ids = count()
         outbox = Outbox()
@@ -132,7 +128,7 @@ class TransformersEngine:
             work = self._generating = Generating(
                 runner,
                 outbox,
-                self._piece,
+                vocabulary.piece,
                 capacity=capacity,
                 chunk=options.prefill_chunk,
                 pace=pace or Pace(),
@@ -406,7 +402,7 @@ class TransformersEngine:
         work = self._generating
         if work is None:
             raise UnsupportedByModel("this model embeds or scores texts; it cannot generate any")
-        prompt = self._check(request)
+        prompt = self._bounds.check(request)
         adapter = self._adapter(request)
         matcher = None
         if request.grammar is not None:
@@ -453,7 +449,7 @@ class TransformersEngine:
         self, request: Generation, prompt: Sequence[int], matcher: Matcher | None, adapter: Use | None
     ) -> Stream:
         """The request's sequences, with fresh seeds where it has none."""
-        stream = Stream(asyncio.get_running_loop())
+        stream, vocabulary = Stream(asyncio.get_running_loop()), self._vocabulary
         limit = answer_limit(len(prompt), request.max_tokens, self._options.n_predict, self.ctx_size)
         seed = request.sampling.seed
         if seed is None and self._options.seed >= 0:
@@ -463,14 +459,14 @@ class TransformersEngine:
                 request,
                 id=next(self._ids),
                 limit=limit,
-                ends=self._ends,
+                ends=vocabulary.ends,
                 seed=secrets.randbits(63) if seed is None else seed + index,
                 prompt=prompt,
                 adapter=adapter,
             )
             if request.n > 1:
                 sequence.group = stream.choices[0].sequence.id if index else sequence.id
-            decode = partial(self._decode_with, request.shown) if request.shown else self._decode
+            decode = partial(vocabulary.decode_with, request.shown) if request.shown else vocabulary.decode
             context = () if self._reads_first else prompt
             answer = Answer(decode, request.stop, context, shows_stop=request.shows_end)
             choice = Choice(index, sequence, stream, answer)
@@ -482,86 +478,9 @@ class TransformersEngine:
                 first = len(prompt) if self._reads_first else 0
                 choice.repeats = Repeats(sequence, request.sampling.repeat_last_n, first)
             if request.prompt_logprobs:
-                choice.prompt = [TokenLogprob(prompt[0], self._piece(prompt[0]), None)]
+                choice.prompt = [TokenLogprob(prompt[0], vocabulary.piece(prompt[0]), None)]
             stream.choices.append(choice)
         return stream
-
-    def _check(self, request: Generation) -> tuple[int, ...]:
-        """The prompt to compute. Raises ContextExceeded or InvalidValue for what no sequence could be made of."""
-        prompt = request.prompt
-        if not prompt:
-            bos = self.tokenizer.bos_token_id
-            if not isinstance(bos, int):
-                raise InvalidValue("the prompt is empty, and this model has no token to begin with", param="prompt")
-            prompt = (bos,)
-        self._check_tokens(prompt)
-        if len(prompt) >= self.ctx_size:
-            raise ContextExceeded(len(prompt), self.ctx_size)
-        if 0 < self._options.max_input_tokens < len(prompt):
-            raise ContextExceeded(len(prompt), self._options.max_input_tokens)
-        if request.n < 1:
-            raise InvalidValue(f"n is {request.n}; it must be at least 1", param="n")
-        if request.max_tokens is not None and request.max_tokens < 0:
-            raise InvalidValue(f"max_tokens is {request.max_tokens}; it must not be negative", param="max_tokens")
-        if not all(request.stop):
-            raise InvalidValue("a stop string is empty", param="stop")
-        if request.prompt_logprobs and self._reads_first:
-            raise UnsupportedByModel("this model's encoder reads the prompt: there are no logprobs of it")
-        if not all(0 <= token < self._vocab_size for token in request.ends):
-            raise InvalidValue(
-                f"stop_token_ids must be tokens of this model, from 0 to {self._vocab_size - 1}", param="stop_token_ids"
-            )
-        self._check_sampling(request)
-        return prompt
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-            wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise InvalidValue(
-                f"token {wrong} is outside this model's vocabulary of {self._vocab_size} tokens", param="prompt"
-            )
-
-    def _check_sampling(self, request: Generation) -> None:
-        sampling = request.sampling
-        numbers = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": sum(sampling.logit_bias.values()),
-        }
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                raise InvalidValue(f"{name} is {value}; it must be a finite number", param=name)
-        if sampling.temperature < 0.0:
-            raise InvalidValue(f"temperature is {sampling.temperature}; it must not be negative", param="temperature")
-        if sampling.repetition_penalty <= 0.0:
-            raise InvalidValue("repetition_penalty must be greater than 0", param="repetition_penalty")
-        for token in sampling.logit_bias:
-            if not 0 <= token < self._vocab_size:
-                raise InvalidValue(
-                    f"token {token} is outside this model's vocabulary of {self._vocab_size} tokens", param="logit_bias"
-                )
-        most = min(self._options.max_logprobs, self._vocab_size)
-        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
-            raise InvalidValue(
-                f"{sampling.logprobs} logprobs were asked for; this model gives 0 to {most}", param="logprobs"
-            )
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        if self.tokenizer.is_fast:  # the library's own decode does the same, with 20 microseconds on top
-            text: str = self.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
-            return text
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _decode_with(self, shown: frozenset[int], tokens: Sequence[int]) -> str:
-        """As `_decode`, but with the text of those special tokens that are `shown`."""
-        if shown.isdisjoint(tokens):
-            return self._decode(tokens)
-        kept = [token for token in tokens if token not in self._special or token in shown]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     # Vectors and scores
 
@@ -593,7 +512,7 @@ class TransformersEngine:
         for text in texts:
             if not text.tokens:
                 raise InvalidValue("an input is empty", param="input")
-            self._check_tokens(text.tokens)
+            self._bounds.check_tokens(text.tokens)
             if len(text.tokens) > limit:
                 raise ContextExceeded(len(text.tokens), limit)
         if not texts:
@@ -609,67 +528,6 @@ class TransformersEngine:
         finally:
             work.release()
             self._loop.post(partial(work.cancel, job))
-
-
-def warm_up(
-    runner: Runner,
-    capacity: Capacity,
-    pace: Pace,
-    *,
-    chunk: int,
-    ctx_size: int,
-    progress: Callable[[contract.Progress], None],
-) -> None:
-    """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
-    the beginning of the context, and of all, twice. Buffers reach their size, kernels are chosen, and `pace` learns
-    what a token costs.
-    """
-    size = min(chunk, 16)
-    while True:
-        _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
-        progress(contract.Progress(stage="warmup", done=size, total=chunk))
-        if size == chunk:
-            break
-        size = min(2 * size, chunk)
-    batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
-    for _ in range(2):
-        _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
-        _time_step(runner, pace, batch)
-
-
-def record(
-    runner: PackedRunner,
-    capacity: Capacity,
-    pace: Pace,
-    *,
-    ctx_size: int,
-    progress: Callable[[contract.Progress], None],
-) -> FixedRunner:
-    """`runner` with its steps of decoding recorded as CUDA graphs; `pace` learns how fast they are."""
-    fixed = FixedRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
-    fixed.record(lambda: progress(contract.Progress(stage="warmup")))
-    for rows in (1, capacity.rows) * 4:
-        _time_step(fixed, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
-    return fixed
-
-
-def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
-    """A part of a sequence that nobody asked for."""
-    tokens = [0] * (start + length)
-    sequence = TokenSequence(
-        id=row, prompt_tokens=max(start, 1), tokens=tokens, limit=len(tokens), ends=frozenset(), computed=start
-    )
-    return Segment(sequence, row, start, length, capacity.trial(row, start + length))
-
-
-def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
-    begin = time.monotonic()
-    sample(runner.run(batch), [Pick(Sampling())] * len(batch))
-    seconds = time.monotonic() - begin
-    for segment in batch:
-        runner.forget(segment.row)
-    pace.learn(batch, seconds)
-    return seconds
 
 
 def _check(options: contract.Serve) -> None:
@@ -722,34 +580,3 @@ def context_size(options: contract.ModelOptions, positions: int) -> int:
     if positions and options.ctx_size > positions:
         log.warning("ctx-size %d is beyond the model's %d positions; using %d", options.ctx_size, positions, positions)
     return min(filter(None, (options.ctx_size, positions)))
-
-
-def _ends(config: Any, snapshot: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    """All tokens that end an answer, by generation_config.json, config.json and tokenizer."""
-    found = [getattr(config.get_text_config(), "eos_token_id", None), tokenizer.eos_token_id]
-    path = snapshot / "generation_config.json"
-    if path.is_file():
-        try:
-            found.append(json.loads(path.read_bytes()).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
-            raise StartError(f"{path} is damaged: {error}", Exit.DAMAGED) from error
-    tokens: set[int] = set()
-    for value in found:
-        tokens.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
-    return frozenset(tokens)
-
-
-def _special(tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that an answer's text leaves out."""
-    added = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
-    return frozenset(added.union(tokenizer.all_special_ids))
-
-
-def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """The bytes of single tokens, as `tokenizer` writes them."""
-    if not tokenizer.is_fast:
-        return lambda token: str(tokenizer.decode([token])).encode()
-    decoder = tokenizer.backend_tokenizer.decoder
-    added = {token: str(each.content) for token, each in tokenizer.added_tokens_decoder.items()}
-    state = decoder.__getstate__().decode() if decoder is not None else ""
-    return TokenBytes(state, tokenizer.backend_tokenizer.id_to_token, added)

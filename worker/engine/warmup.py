@@ -1,0 +1,75 @@
+"""Steps that nobody asked for, before the first request: kernels are chosen, buffers grow, and the pace is known."""
+
+import time
+from collections.abc import Callable
+
+from worker import contract
+from worker.engine.graphs import FixedRunner
+from worker.engine.kv_cache import Capacity
+from worker.engine.pace import Pace
+from worker.engine.runner import PackedRunner, Runner
+from worker.engine.sampler import Pick, sample
+from worker.engine.scheduler import Segment
+from worker.engine.sequence import Sequence
+from worker.generation import Sampling
+
+
+def warm_up(
+    runner: Runner,
+    capacity: Capacity,
+    pace: Pace,
+    *,
+    chunk: int,
+    ctx_size: int,
+    progress: Callable[[contract.Progress], None],
+) -> None:
+    """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
+    the beginning of the context, and of all, twice. Buffers reach their size, kernels are chosen, and `pace` learns
+    what a token costs.
+    """
+    size = min(chunk, 16)
+    while True:
+        _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
+        progress(contract.Progress(stage="warmup", done=size, total=chunk))
+        if size == chunk:
+            break
+        size = min(2 * size, chunk)
+    batch = tuple(_segment(capacity, row, ctx_size - 1, 1) for row in range(capacity.rows))
+    for _ in range(2):
+        _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
+        _time_step(runner, pace, batch)
+
+
+def record(
+    runner: PackedRunner,
+    capacity: Capacity,
+    pace: Pace,
+    *,
+    ctx_size: int,
+    progress: Callable[[contract.Progress], None],
+) -> FixedRunner:
+    """`runner` with its steps of decoding recorded as CUDA graphs; `pace` learns how fast they are."""
+    fixed = FixedRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
+    fixed.record(lambda: progress(contract.Progress(stage="warmup")))
+    for rows in (1, capacity.rows) * 4:
+        _time_step(fixed, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
+    return fixed
+
+
+def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
+    """A part of a sequence that nobody asked for."""
+    tokens = [0] * (start + length)
+    sequence = Sequence(
+        id=row, prompt_tokens=max(start, 1), tokens=tokens, limit=len(tokens), ends=frozenset(), computed=start
+    )
+    return Segment(sequence, row, start, length, capacity.trial(row, start + length))
+
+
+def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
+    begin = time.monotonic()
+    sample(runner.run(batch), [Pick(Sampling())] * len(batch))
+    seconds = time.monotonic() - begin
+    for segment in batch:
+        runner.forget(segment.row)
+    pace.learn(batch, seconds)
+    return seconds
