@@ -1,0 +1,139 @@
+"""What holds for every path of the table, asked over a socket: HEAD, OPTIONS, methods, pages of other origins, and what
+of a request's head goes on to a worker."""
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.access import Access
+from tests.processes.upstreams import BODY, PATH, World, request, respond, world
+from worker.routes import ROUTES, Route
+
+METHODS = {"GET", "POST", "PUT", "DELETE"}
+ENDLESS = {"models_sse", "events", "logs_sse"}
+OF_THE_MOMENT = {"state", "metrics", "requests"}
+"""Their lengths tell of time and of the requests before."""
+SECRETS = (
+    b"Authorization: Bearer hunter2\r\nX-Api-Key: hunter2\r\nProxy-Authorization: Basic hunter2\r\n"
+    b"Cookie: session=hunter2\r\nX-Amz-Security-Token: hunter2\r\nReferer: http://x/hunter2\r\n"
+    b"Connection: X-Hop\r\nX-Hop: hunter2\r\nKeep-Alive: hunter2\r\nTE: trailers, hunter2\r\nUpgrade: hunter2\r\n"
+    b"X-Router-Profile: hunter2\r\nX-Router-Waited: hunter2\r\nAccept-Encoding: gzip, hunter2\r\n"
+)
+
+
+def filled(route: Route) -> str:
+    return re.sub(r"\{\w+\}", "a", route.path)
+
+
+def by_path() -> dict[str, set[str]]:
+    methods = defaultdict(set)
+    for route in ROUTES:
+        methods[filled(route)].add(route.method)
+    return methods
+
+
+@asynccontextmanager
+async def asking(folder: Path) -> AsyncIterator[tuple[World, httpx.AsyncClient]]:
+    async with world(folder, respond) as up:
+        transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
+            yield up, client
+
+
+async def test_head_is_get_without_its_body(tmp_path: Path) -> None:
+    looks = [route for route in ROUTES if route.method == "GET"]
+    assert len(looks) > 20
+    async with asking(tmp_path) as (_, client):
+        for route in looks:
+            path = filled(route)
+            head = await client.head(path)
+            assert head.content == b"", path
+            assert {"x-request-id", "request-id"} <= head.headers.keys(), path
+            if route.name in ENDLESS:
+                assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream"), path
+                continue
+            whole = await client.get(path)
+            assert (head.status_code, head.headers["content-type"]) == (
+                whole.status_code,
+                whole.headers["content-type"],
+            ), path
+            if route.name not in OF_THE_MOMENT:
+                assert int(head.headers["content-length"]) == len(whole.content), path
+
+
+async def test_options_is_fine_everywhere_and_a_wrong_method_names_the_right_ones(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (up, client):
+        for path, methods in by_path().items():
+            assert (await client.options(path)).status_code == 200, path
+            for method in METHODS - methods:
+                answer = await client.request(method, path)
+                if method == "GET" and path.startswith("/models/a/"):  # a model may be called so
+                    assert answer.status_code == 404, path
+                    continue
+                assert answer.status_code == 405, (method, path)
+                allowed = set(answer.headers["allow"].split(", "))
+                assert methods <= allowed, (method, path)
+                assert method not in allowed, (method, path)
+        assert up.requests == []
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "allowed"),
+    [
+        ((), "https://ui.example", None),
+        ((), "http://localhost:3000", None),
+        (("https://ui.example",), "https://ui.example", "https://ui.example"),
+        (("https://ui.example",), "https://evil.example", None),
+        (("https://ui.example",), "http://localhost:3000", None),
+        (("localhost",), "http://localhost:3000", "http://localhost:3000"),
+        (("localhost",), "http://127.0.0.1:5", "http://127.0.0.1:5"),
+        (("localhost",), "https://localhost.evil.example", None),
+        (("*",), "https://any.example", "*"),
+    ],
+)
+async def test_a_preflight_is_200_and_a_foreign_one_is_told_nothing(
+    origins: tuple[str, ...], origin: str, allowed: str | None, tmp_path: Path
+) -> None:
+    asked = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type",
+    }
+    async with asking(tmp_path) as (up, client):
+        up.site.access = Access((), cors_origins=origins)
+        for path in (PATH, "/models/load", "/v1/messages", "/nothing"):
+            answer = await client.options(path, headers=asked)
+            told = {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
+            assert (answer.status_code, answer.content) == (200, b"")
+            assert told.get("access-control-allow-origin") == allowed
+            assert "access-control-allow-credentials" not in told
+            if allowed is None:
+                assert told == {}
+                continue
+            assert "POST" in told["access-control-allow-methods"]
+            assert told["access-control-allow-headers"] == "authorization, content-type"
+        posted = await client.post(PATH, json={"model": "a"}, headers={"Origin": origin})
+        assert posted.status_code == (403 if allowed is None else 200)
+        assert posted.headers.get("access-control-allow-origin") == allowed
+
+
+@pytest.mark.parametrize("more", [b"", b"X-Odd: \xff\r\n"], ids=["plain", "odd"])
+async def test_nothing_that_is_between_a_client_and_the_router_reaches_a_worker(more: bytes, tmp_path: Path) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(request({}, headers=SECRETS + more))
+        async with asyncio.timeout(30):
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert await reader.readexactly(len(BODY)) == BODY
+        writer.close()
+        assert head.startswith(b"http/1.1 200 ")
+        assert b"content-encoding" not in head
+        [asked] = up.requests
+        assert "hunter2" not in asked.head
+        assert "accept-encoding: identity" in asked.head.lower()
