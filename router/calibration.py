@@ -5,6 +5,7 @@ What is recorded counts at once; the file follows. A record that cannot be kept 
 and a full disk are warnings.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -12,7 +13,6 @@ import json
 import logging
 import os
 import statistics
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -280,16 +280,18 @@ class Calibration:
         del self._unsaved[:saved]
 
     def _write(self, records: _Records) -> str:
-        """A file beside ours with `records`, safe on the disk: its name."""
+        """A file beside ours with `records`, safe on the disk: its name. With the lock held nobody else writes it; that
+        of a router that was killed is written over."""
         body = json.dumps({"version": _VERSION, **records})
-        descriptor, draft = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name, suffix=".draft")
+        draft = f"{self._path}.draft"
         try:
-            with os.fdopen(descriptor, "w") as file:
+            with open(draft, "w", opener=_private) as file:
                 file.write(body)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
-            os.unlink(draft)
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
             raise
         return draft
 
@@ -379,6 +381,10 @@ def _to_seconds(record: Any) -> list[float]:
 
 def _decayed(before: int, measured: int) -> int:
     return max(measured, round(before + (measured - before) * DECAY))
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

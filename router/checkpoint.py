@@ -87,9 +87,11 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
 """How classes are called that have a head for text."""
 
-_STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv")
+_BOTH = "hybrid"
+"""In the name of a kind of layer: it has a state beside keys and values."""
+_STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv", _BOTH)
 _HYBRIDS = frozenset({"falcon_h1"})
-"""Architectures whose layers all have a state beside keys and values."""
+"""Architectures whose layers all are of that kind, whether the config says so or not."""
 _OFFSET_POSITIONS = frozenset(
     {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
      "xlm-roberta-xl", "xmod"}
@@ -253,6 +255,8 @@ def _no_weights(folder: Path) -> str:
     if packed := sorted(file.name for file in folder.glob("*.gguf")):
         return f"{folder} has only GGUF weights ({packed[0]}), which this version does not load; take safetensors ones"
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
+    if "model.safetensors" in parts:
+        return f"{folder / 'model.safetensors'} is no file, or a link to none; fetch it again"
     if parts:
         return f"{folder} has {parts[0]}, but no model.safetensors and no index that names parts; fetch it again"
     return f"{folder} has no model.safetensors; fetch the snapshot again, or set load-format = dummy"
@@ -311,7 +315,7 @@ def _assemble(
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
         state_steps=_state_steps(text) if states else 1,
-        hybrid=model_type in _HYBRIDS,
+        hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in _layer_kinds(text)), states),
         aligned=model_type not in _PACKED or bool(config.get("is_encoder_decoder")),
         cross_attention=bool(config.get("is_encoder_decoder")),
         tied=tied,
@@ -375,7 +379,8 @@ def _heads(
     values of one token as attention reads them. Where the config is silent, the projections' own shapes speak.
     """
     keys, queries = _rows(tensors, ".k_proj.weight"), _rows(tensors, ".q_proj.weight")
-    head_dim = _first(config, "head_dim", "d_kv", "kv_channels") or (hidden // heads if heads else keys)
+    stated = _first(config, "head_dim", "attention_head_dim", "d_kv", "kv_channels")
+    head_dim = stated or (hidden // heads if heads else keys)
     heads = heads or (queries // head_dim if head_dim else 0)
     rank, rope = _first(config, "kv_lora_rank"), _first(config, "qk_rope_head_dim")
     if rank and rope:  # multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row, one rotary key

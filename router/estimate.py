@@ -117,6 +117,11 @@ class Estimate:
         return sum(self.shards) + self.host
 
     @property
+    def lowered_by(self) -> str:
+        """The keys of a preset that make it smaller."""
+        return "required-memory" if self.source == "preset" else "ctx-size or parallel"
+
+    @property
     def sure(self) -> bool:
         """Whether somebody may be evicted or refused on it."""
         return self.source not in ("static", "weights")
@@ -279,11 +284,11 @@ def _weights_by_shard(facts: Checkpoint, preset: Preset, total: int, layers: tup
 def _part(facts: Checkpoint, layers: int) -> Checkpoint:
     """A model of so many of its layers; of two kinds as many of each as their share is, rounded up: the files do not
     say which is which."""
-    if facts.hybrid or not facts.state_layers:
-        return replace(facts, layers=layers, state_layers=layers if facts.hybrid else 0)
-    states = -(-facts.state_layers * layers // facts.layers)
-    attending = -(-(facts.layers - facts.state_layers) * layers // facts.layers)
-    return replace(facts, layers=states + attending, state_layers=states)
+    states, others, hybrids = (
+        -(-count * layers // facts.layers)
+        for count in (facts.state_layers, facts.layers - facts.state_layers, facts.hybrids)
+    )
+    return replace(facts, layers=states + others, state_layers=states, hybrids=hybrids)
 
 
 def layer_costs(facts: Checkpoint, preset: Preset) -> tuple[int, ...]:
@@ -382,7 +387,7 @@ def context_bytes(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bo
             f"{preset.id}: kv-tokens {preset.kv_tokens} is less than the {tokens} tokens that one request may have"
             " (ctx-size); raise kv-tokens or lower ctx-size"
         )
-    attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
+    attending = facts.attending
     if facts.layers <= 0 or (attending and not (facts.kv_heads and facts.head_dim)):
         raise UnknownArchitecture(
             preset.id,

@@ -99,8 +99,9 @@ def does_not_fit(worker: Worker, refusal: Refusal) -> DoesNotFit:
     )
     spread = f", split over {refusal.needs} devices" if refusal.needs > 1 else ""
     name = worker.preset.id
+    lower = worker.costs.estimate.lowered_by if worker.costs is not None else "ctx-size or parallel"
     return DoesNotFit(
-        f"{name} does not fit even alone{spread}: it needs {parts}; lower ctx-size or parallel, or the margin",
+        f"{name} does not fit even alone{spread}: it needs {parts}; lower {lower}, or the margin",
         extra={"devices": devices},
     )
 

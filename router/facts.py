@@ -93,13 +93,14 @@ class Checkpoint:
     windows: tuple[int, ...] = ()
     """By layer: tokens that its attention looks back at; 0: all."""
     state_layers: int = 0
-    """Layers that keep a state of constant size in place of keys and values (state-space, linear attention)."""
+    """Layers that keep a state of constant size, most of them in place of keys and values (state-space, linear
+    attention)."""
     state_elements: int = 0
     """Elements of that state, of one layer for one sequence."""
     state_steps: int = 1
     """Tokens that share one such state while many are computed at once."""
-    hybrid: bool = False
-    """Its state layers keep keys and values, too."""
+    hybrids: int = 0
+    """Of its state layers, those that keep keys and values, too."""
     aligned: bool = False
     """The worker runs it by the model's own forward, on the cache that any model can use (worker/engine/aligned.py)."""
     cross_attention: bool = False
@@ -149,6 +150,11 @@ class Checkpoint:
     chat_template: bool = False
     vocab_type: int = 0
     """As llama.cpp numbers them: 0 none, 1 SentencePiece, 2 byte pairs, 3 word pieces, 4 unigrams."""
+
+    @property
+    def attending(self) -> int:
+        """Layers that keep keys and values."""
+        return self.layers - self.state_layers + self.hybrids
 
 
 def effective_ctx(facts: Checkpoint, preset: Preset) -> int:

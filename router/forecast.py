@@ -62,12 +62,11 @@ class Room:
     def fits(self) -> bool:
         return self.needs <= self.capacity
 
-    @property
-    def remedy(self) -> str:
-        """What lets the model fit, if it does not."""
+    def remedy(self, estimate: Estimate) -> str:
+        """What lets the model of this estimate fit, if it does not."""
         without_margin = min(self.total, self.capacity + self.margin)
         margin = f"--models-memory-margin ({_size(self.margin)}), " if self.needs <= without_margin else ""
-        return f"lower {margin}ctx-size or parallel"
+        return f"lower {margin}{estimate.lowered_by}"
 
 
 @dataclass(frozen=True)
@@ -455,7 +454,7 @@ def text(found: Forecast) -> str:
         else:
             lines.append(
                 f"{room.id:9} does not fit: {_size(room.needs)} needed, {_size(room.capacity)} usable when empty;"
-                f" {room.remedy}"
+                f" {room.remedy(estimate)}"
             )
     if found.beside:
         lines.append(f"{'beside':9} fits, one of: {', '.join(found.beside)}")
@@ -508,14 +507,13 @@ def _context_words(found: Forecast) -> str:
         return "no cache"
     if found.estimate.source == "weights":
         return "not known"
-    attending = facts.layers - (0 if facts.hybrid else facts.state_layers)
     size, kept_as = DTYPE_BYTES.get(found.dtype, 4), found.preset.kv_cache_dtype
     sides = facts.head_dim, facts.value_dim or facts.head_dim
     head = f"{sum(sides)} elements x {size} B"
     if kv_types.is_compact(kept_as, found.dtype):
         head = f"{sum(kv_types.head_bytes(kept_as, elements, size) for elements in sides)} B of {kept_as}"
     words = []
-    if attending:
+    if attending := facts.attending:
         words.append(f"{_count(attending, 'layer')} x {_count(facts.kv_heads, 'KV head')} x {head} x {tokens} tokens")
     if facts.cross_attention:
         words.append("as much for what the encoder read")

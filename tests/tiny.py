@@ -280,6 +280,20 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
             "mamba_chunk_size": 8,
         },
     ),
+    "zamba2": (
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 4,
+            "chunk_size": 8,
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",

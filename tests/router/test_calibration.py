@@ -3,6 +3,7 @@
 import json
 import logging
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,6 +218,30 @@ def test_a_write_that_fails_leaves_nothing_behind(file: Path, caplog: pytest.Log
     assert learned.shards == (190,)
     assert "cannot be kept" in caplog.text
     assert [left.name for left in file.parent.iterdir() if left.suffix == ".draft"] == []
+
+
+KILLED_AS_IT_WRITES = """
+import resource, signal, sys
+from pathlib import Path
+from router.calibration import Calibration
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+Calibration(Path(sys.argv[1])).record_load("a", 1.0)
+"""
+
+
+def test_the_draft_of_a_router_that_was_killed_is_written_over(file: Path) -> None:
+    Calibration(file).record("a", GUESS, [190])
+    before, root = file.read_bytes(), Path(__file__).resolve().parents[2]
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", KILLED_AS_IT_WRITES, str(file)], cwd=root, check=False)
+        assert killed.returncode == -signal.SIGXFSZ
+    assert file.read_bytes() == before
+    assert len([left for left in file.parent.iterdir() if left.suffix == ".draft"]) == 1
+    Calibration(file).record("b", GUESS, [190])
+    assert [left for left in file.parent.iterdir() if left.suffix == ".draft"] == []
 
 
 def test_what_was_not_used_for_longest_is_forgotten(file: Path) -> None:

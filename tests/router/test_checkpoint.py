@@ -124,6 +124,7 @@ def test_each_layer_has_its_window(tmp_path: Path, changes: dict[str, Any], wind
         ({"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}, 3),
         ({"attn_layer_period": 4, "attn_layer_offset": 1}, 3),
         ({"attn_layer_indices": [2]}, 3),
+        ({"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}, 4),
         ({"full_attention_interval": 4}, 3),
         ({"model_type": "mamba", "num_attention_heads": None, "num_key_value_heads": None, "state_size": 16}, 4),
         ({}, 0),
@@ -491,6 +492,10 @@ def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None
         read(folder)
     (folder / "pytorch_model.bin").rename(folder / "model.gguf")
     with pytest.raises(UnknownCheckpoint, match="only GGUF weights"):
+        read(folder)
+    (folder / "model.gguf").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors is no file, or a link to none; fetch it again"):
         read(folder)
 
 

@@ -86,7 +86,7 @@ def test_a_state_costs_the_same_whatever_the_length() -> None:
 
 def test_a_state_beside_keys_and_values_costs_both() -> None:
     keys = replace(QWEN3_4B, layers=8, state_elements=1000, aligned=True)
-    both = replace(keys, state_layers=8, hybrid=True)
+    both = replace(keys, state_layers=8, hybrids=8)
     states = 4 * 8 * 1000 * 2 * 4
     assert context_bytes(both, preset(), 96, on_host=False) == context_bytes(keys, preset(), 96, on_host=False) + states
 

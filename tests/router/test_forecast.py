@@ -278,7 +278,7 @@ def test_a_margin_that_leaves_nothing_is_what_is_to_be_lowered(
     assert main(["estimate", folder, "--models-memory-margin", "100000000"]) == 4
     assert "lower --models-memory-margin (97656.2 GiB), ctx-size or parallel" in capsys.readouterr().out
     assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
-    assert "usable when empty; lower ctx-size or parallel" in capsys.readouterr().out
+    assert "usable when empty; lower required-memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.commands import options, question, serve_fields, threads
-from router.errors import LoadFailed
+from router.errors import DoesNotFit, LoadFailed
 from router.estimate import SAFETY_FACTOR, estimate
 from router.faces.llama_server import status
 from router.launchers import WorkerLost
@@ -333,6 +333,15 @@ async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
         await world.ask("a")
     assert world.journal == ["estimate a"]
     await world.stop()
+
+
+@virtual
+async def test_a_model_that_never_fits_names_the_keys_that_say_what_it_needs() -> None:
+    for stated, keys in ((True, "required-memory"), (False, "ctx-size or parallel")):
+        world = Schedule({"a": GIB}, totals={CPU: GIB // 2}, models={"a": FakeModel(shards=(GIB,))}, stated=stated)
+        with pytest.raises(DoesNotFit, match=rf"MiB\); lower {keys}, or the margin$"):
+            await world.ask("a")
+        await world.stop()
 
 
 @virtual

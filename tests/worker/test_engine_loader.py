@@ -405,6 +405,10 @@ def _invalid(folder: Path) -> None:
     edit(folder / "config.json", num_attention_heads="many")
 
 
+def _of_another_version(folder: Path) -> None:
+    edit(folder / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+
+
 def _quantised(folder: Path) -> None:
     edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
@@ -418,9 +422,10 @@ def _quantised(folder: Path) -> None:
         (_without_tokenizer, ["tokenizer"]),
         (_unknown, ["brandnew"]),
         (_with_code, ["brandnew", "trust-remote-code"]),
-        (_without_a_tensor, ["model.layers.1.self_attn.q_proj.weight"]),
+        (_without_a_tensor, ["model.layers.1.self_attn.q_proj.weight", "fetch the snapshot again"]),
         (_of_another_shape, ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"]),
         (_invalid, ["config.json", "llama"]),
+        (_of_another_version, ["config.json", "llama", "KeyError: 'spiral'"]),
         (_quantised, ["gptq", "pip install"]),
     ],
 )

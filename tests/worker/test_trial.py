@@ -167,3 +167,15 @@ async def test_an_architecture_of_transformers_that_no_test_of_ours_covers_is_se
     async with serving(load(folder)) as engine:
         told = await asyncio.gather(*(say(engine, prompt, max_tokens=12) for prompt in PROMPTS))
     assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_an_architecture_of_transformers_that_takes_no_cache_but_its_own_is_refused(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "m")
+    small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MiniMaxConfig(
+        **small, num_key_value_heads=2, head_dim=16, vocab_size=512, num_local_experts=2, num_experts_per_tok=1
+    )
+    transformers.MiniMaxForCausalLM(config).save_pretrained(folder)
+    with pytest.raises(StartError, match=r"architecture 'minimax' does not run here .*cache of its own") as error:
+        load(folder)
+    assert error.value.exit is Exit.UNUSABLE

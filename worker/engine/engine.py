@@ -189,7 +189,8 @@ class TransformersEngine:
         prepared = prepared or cls.prepare(options, over=over)
         _come_to_devices(options, prepared.imported)
         try:
-            with loader.own_code("its model", runs=loader.is_own_code(options, prepared.config)):
+            own = loader.is_own_code(options, prepared.config)
+            with loader.own_code("its model", runs=own), loader.native_code(prepared.config, runs=not own):
                 if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
                     if options.tensor_parallel > 1:
                         raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")

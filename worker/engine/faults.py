@@ -1,6 +1,11 @@
 """What an error says of memory and devices. By the names of its kinds: torch may never have been imported."""
 
+from types import TracebackType
+
 from worker.errors import RankLost, StartError
+
+OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""What code raises for values that it makes nothing of, the same each time; torch and devices fail otherwise."""
 
 
 def is_exhausted(error: BaseException) -> bool:
@@ -24,6 +29,14 @@ def one_line(error: BaseException, most: int = 240) -> str:
     """What `error` says, for a message of one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def comes_from(error: BaseException, package: str) -> bool:
+    """Whether code of `package` itself has raised `error`."""
+    at: TracebackType | None = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and str(at.tb_frame.f_globals.get("__name__")).partition(".")[0] == package
 
 
 def _kinds(error: BaseException) -> set[str]:

@@ -24,6 +24,7 @@ from worker.engine.snapshot import is_cross_encoder as is_cross_encoder
 from worker.engine.snapshot import is_embedder as is_embedder
 from worker.engine.snapshot import load_config as load_config
 from worker.engine.snapshot import load_tokenizer as load_tokenizer
+from worker.engine.snapshot import native_code as native_code
 from worker.engine.snapshot import own_code as own_code
 from worker.engine.snapshot import remote_generator
 from worker.engine.split import Split
@@ -512,7 +513,11 @@ def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype:
         name for name in info["missing_keys"] if not (embeds and any(part in name for part in _UNUSED_IN_EMBEDDERS))
     )
     if missing:
-        raise StartError(f"{cls.__name__} needs {len(missing)} tensors that the files lack, {missing[0]} for one")
+        what = missing[0] if len(missing) == 1 else f"{len(missing)} tensors, {missing[0]} for one"
+        raise StartError(
+            f"the files lack what {cls.__name__} needs: {what}; fetch the snapshot again, or one whose config.json is"
+            " that of its weights"
+        )
     return model
 
 

@@ -137,6 +137,21 @@ def own_code(what: str, *, runs: bool = True) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def native_code(config: Any, *, runs: bool = True) -> Iterator[None]:
+    """A block that runs transformers' own code of this architecture, if it `runs` any. What that code finds wrong with
+    the config, or with a cache that it does not know, is a StartError: it would be found again."""
+    try:
+        yield
+    except faults.OF_CODE as error:
+        if not runs or not faults.comes_from(error, "transformers"):
+            raise
+        raise StartError(
+            f"architecture {config.model_type!r} does not run here as config.json describes it:"
+            f" {type(error).__name__}: {faults.one_line(error)}"
+        ) from error
+
+
 def _override(text: str) -> dict[str, Any]:
     if not text:
         return {}
