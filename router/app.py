@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from router import __version__
 from router.access import ANYBODY, SAFE_METHODS
-from router.bodies import BUFFERED_IN_ALL, CLOSE, Bodies, Peek, expect, peek
+from router.bodies import BUFFERED_IN_ALL, CLOSE, Bodies, Peek, expect, is_openais, peek
 from router.calls import Calls, Work
 from router.connections import Connection, Reply
 from router.errors import (
@@ -259,11 +259,12 @@ class App:
             autoload = False
         preset = self._site.members.find(id).preset
         timeout = self._site.settings.timeout if preset.request_timeout is None else preset.request_timeout
+        streams = _streams(route, seen)
         call = Call(
             route=route,
             model=id,
             body=errand.body,
-            stream=_streams(route, seen),
+            stream=streams,
             autoload=autoload,
             request_id=errand.id,
             arrived=arrived,
@@ -271,6 +272,7 @@ class App:
             timeout=max(0.0, timeout),
             adapter=adapter,
             asked=name if named is None else "",
+            speaks=Face.OPENAI if streams and route.face is Face.LMI and is_openais(errand.body) else None,
         )
         shown = f"{id}@{adapter}" if adapter else id
         headers = {"X-Router-Model": shown, **_own_headers(errand.id)}

@@ -10,7 +10,7 @@ from aiohttp import web
 from router.errors import BadRequest, BodyTimeout, EncodingUnsupported, QueueFull, TooLarge
 from router.noted import BUFFERED, IGNORED, ROUTE
 from router.site import Site
-from worker.routes import ignored_fields, unknown_fields
+from worker.routes import OPENAIS, ignored_fields, unknown_fields
 
 BUFFERED_IN_ALL = 512 << 20
 """Bytes of request bodies held at once; more are refused."""
@@ -27,6 +27,7 @@ class Peek(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(Peek)
+_OPENAIS = msgspec.json.Decoder(msgspec.defstruct("_Openais", [(name, msgspec.Raw, msgspec.Raw()) for name in OPENAIS]))
 
 
 def peek(body: bytes) -> Peek:
@@ -35,6 +36,12 @@ def peek(body: bytes) -> Peek:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         raise BadRequest(f"the body is not a JSON object: {str(bad)[:200]}", reason="invalid_json") from None
+
+
+def is_openais(body: bytes) -> bool:
+    """Whether a body that `peek` has read says what OpenAI's do, at a path of LMI's."""
+    found = _OPENAIS.decode(body)
+    return any(bytes(getattr(found, name)) for name in OPENAIS)
 
 
 class Bodies:

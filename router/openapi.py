@@ -210,6 +210,9 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
         manner = stream(route.face)
         media = manner.headers["Content-Type"]
         content[media] = {"schema": _stream(media, answer.frame, route.face)}
+    if answer.events is not None:
+        media = stream(Face.OPENAI).headers["Content-Type"]
+        content[media] = {"schema": _stream(media, answer.events, Face.OPENAI)}
     if not content:
         return {}
     headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}

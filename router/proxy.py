@@ -41,6 +41,7 @@ from worker.routes import (
     Face,
     Route,
     error_frame,
+    in_openais_words,
     refusal_frame,
     silence,
     stream,
@@ -83,6 +84,8 @@ class Call:
     """The adapter that it names beside its body."""
     asked: str = ""
     """The model's name as the client said it, where that is not in the body."""
+    speaks: Face | None = None
+    """In whose frames it streams, where those are not its path's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +177,8 @@ class Answer:
         self.outlet = outlet
         self.call = call
         self.headers = dict(headers)
-        self.form = stream(call.route.face)
-        self._face = call.route.face
+        self._face = call.speaks or call.route.face
+        self.form = stream(self._face)
         self._pace = pace
 
     @property
@@ -262,6 +265,10 @@ class Answer:
         with contextlib.suppress(ClientGone):
             await self.write(frame)
         await self.break_off()
+
+    def refusal(self, body: bytes) -> bytes:
+        """A worker's error as a frame of this stream."""
+        return refusal_frame(self._face, body if self.call.speaks is None else in_openais_words(body))
 
     async def break_off(self) -> None:
         """End the connection so that the client cannot take what it has for the whole answer.
@@ -513,7 +520,7 @@ class Proxy:
         answer.first_byte = time.monotonic()
         if answer.committed:  # the worker refused what is a stream to the client by now
             answer.failed = exchange.status
-            await answer.write(refusal_frame(answer.call.route.face, body))
+            await answer.write(answer.refusal(body))
             await answer.break_off()
             return
         if exchange.at_end:

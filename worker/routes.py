@@ -502,6 +502,11 @@ _STREAMS: Mapping[Face, Stream] = {
 }
 
 
+OPENAIS = frozenset({"messages", "prompt"})
+"""What a body of OpenAI's has at least one of, and one of LMI's has not: at LMI's paths it is answered as OpenAI's are,
+and so is its stream."""
+
+
 def stream(face: Face) -> Stream:
     """How `face` streams."""
     return _STREAMS.get(face, _STREAM)
@@ -540,6 +545,16 @@ def refusal_frame(face: Face, body: bytes) -> bytes:
         body = json.dumps({**event_body, "sequence_number": -1, "error": told}, ensure_ascii=False).encode()
     event = b"event: error\n" if face in (Face.ANTHROPIC, Face.RESPONSES) else b""
     return event + b"data: " + body.replace(b"\n", b" ") + b"\n\n"
+
+
+def in_openais_words(body: bytes) -> bytes:
+    """The body of an error of LMI's, as OpenAI's clients know it."""
+    told = json.loads(body)
+    rows = [row for row in ERRORS if (row.status, row.type) == (told["code"], told["type"])]
+    reasons = [reason for row in rows for reason in row.reasons]
+    reason = "invalid_value" if "invalid_value" in reasons else reasons[0] if reasons else "internal"
+    error = {"status": told["code"], "type": told["type"], "message": told["message"], "reason": reason}
+    return json.dumps(error_body(Face.OPENAI, **error), ensure_ascii=False).encode()
 
 
 def silence(face: Face, text: str, *, has_begun: bool, model: str) -> bytes:

@@ -475,11 +475,12 @@ class Server:
     async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas, name: str) -> web.StreamResponse:
         """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
         status."""
-        face = exchange.request[_FACE]
+        face = call.speaks or exchange.request[_FACE]
         told = _Told(call, face, name)
         connection = exchange.connection
         response = web.StreamResponse(headers={**routes.stream(face).headers, **_headers(exchange, call.ignored)})
         frames = await told.first(deltas, exchange)
+        exchange.request[_FACE] = face
         await connection.begin(response)
         try:
             while frames is not None:

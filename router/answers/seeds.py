@@ -88,7 +88,12 @@ ANSWERS: Mapping[str, Answer] = {
         about="Well, or still loading.",
         further={500: shape({"code": WHOLE, "type": TEXT, "message": TEXT})},
     ),
-    "invocations": Answer(body=_INVOCATION, frame=ref("LmiLine"), about="Generated text."),
+    "invocations": Answer(
+        body=_INVOCATION,
+        frame=ref("LmiLine"),
+        events={"anyOf": [ref("ChatCompletionChunk"), ref("Completion")]},
+        about="Generated text.",
+    ),
     "ericllm_generate": Answer(
         body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}), about="The prompt and what follows it."
     ),

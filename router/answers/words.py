@@ -23,6 +23,8 @@ class Answer:
     """Of an answer in one piece; None: it has no JSON."""
     frame: Schema | None = None
     """What stands behind `data:`, or in one line, of a stream; None: it does not stream."""
+    events: Schema | None = None
+    """The same of a stream of OpenAI's, where a body of theirs gets one at a path that is not."""
     about: str = ""
     media: str = "application/json"
     has_page: bool = False

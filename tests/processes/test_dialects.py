@@ -275,6 +275,65 @@ async def test_lmis_stream_ends_with_an_error_line_when_a_worker_is_lost(tmp_pat
             assert lines[1]["details"] == {"finish_reason": "error"}
 
 
+SAID = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"a","choices":[]}\n\n'
+
+
+async def frames_of(up: World, path: str, **body: Any) -> AsyncIterator[str]:
+    """The lines of a stream that are not empty, until it ends or breaks off."""
+    transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        client.stream("POST", path, json={"model": "a", "stream": True, **body}) as answer,
+    ):
+        assert answer.headers["content-type"] == "text/event-stream"
+        async for line in answer.aiter_lines():
+            if line:
+                yield line
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/predictions/a", "/models/a/invoke"])
+@pytest.mark.parametrize("body", [{"messages": []}, {"prompt": "hi"}], ids=["chat", "text"])
+async def test_a_body_of_openais_gets_a_stream_of_openais_at_lmis_paths(
+    path: str, body: dict[str, Any], tmp_path: Path
+) -> None:
+    async def answer(upstream: Upstream) -> None:
+        assert upstream.head.startswith("POST /invocations ")
+        await upstream.send(STREAM + chunk(SAID) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with world(tmp_path, answer, pace=Pace(commit=0.02, ping=0.02), load_seconds=0.2) as up:
+        lines = [line async for line in frames_of(up, path, **body)]
+        assert lines[0].startswith(": ")
+        assert lines[-2:] == [SAID.decode().strip(), "data: [DONE]"]
+
+
+async def test_a_stream_of_openais_at_lmis_path_breaks_off_as_openais_do(tmp_path: Path) -> None:
+    async with dying(tmp_path, SAID) as (up, seen):
+        lines = []
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
+            async for line in frames_of(up, "/invocations", messages=[]):
+                lines.append(line)
+                seen.set()
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["reason"] == "worker_crashed"
+
+
+async def test_a_late_refusal_at_lmis_path_is_told_to_openais_client_in_its_words(tmp_path: Path) -> None:
+    async def refuse(upstream: Upstream) -> None:
+        waiting = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.15, waiting.set)
+        await waiting.wait()
+        body = b'{"code":400,"type":"invalid_request_error","message":"too odd"}'
+        head = f"HTTP/1.1 400 Bad\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await upstream.send(head.encode() + body)
+
+    async with world(tmp_path, refuse, pace=Pace(commit=0.05)) as up:
+        lines = []
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the end of the connection comes last
+            async for line in frames_of(up, "/invocations", messages=[]):
+                lines.append(line)  # noqa: PERF401
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+        assert (error["code"], error["message"], error["reason"]) == (400, "too odd", "invalid_value")
+
+
 @pytest.mark.parametrize("path", ["/predictions/a", "/models/a/invoke", "/predictions/A"])
 async def test_a_model_named_in_lmis_path_is_asked_for_its_invocation(tmp_path: Path, path: str) -> None:
     async def answer(upstream: Upstream) -> None:

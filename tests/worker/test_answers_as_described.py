@@ -48,6 +48,8 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/invocations": [
         {"inputs": "hi", "parameters": {"details": True}},
         {"inputs": "hi"},
+        {"messages": HI, "stream_options": {"include_usage": True}},
+        {"prompt": "hi"},
     ],
 }
 

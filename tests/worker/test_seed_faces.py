@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.worker.fake_engine import SCRIPT
-from tests.worker.serving import serving
+from tests.worker.serving import chunks, serving
 
 
 async def test_invocations_have_lmis_fields_and_defaults() -> None:
@@ -52,6 +52,14 @@ async def test_invocations_take_openais_bodies_too() -> None:
         assert chat["choices"][0]["message"]["content"] == "0 G"
         _, _, text = await world.post("/invocations", {"prompt": "hi", "max_tokens": 2})
         assert text["choices"][0]["text"] == "0 G"
+        assert chunks(await world.stream("/invocations", {"messages": messages}))[-1] == "[DONE]"
+        lines = []
+        late = {"prompt": " fail-later ", "stream": True}
+        with pytest.raises(Exception, match=r"payload|closed"):  # noqa: PT012 - the end of the connection comes last
+            async with world.client.post(world.url + "/invocations", json=late) as answer:
+                async for line in answer.content:
+                    lines.append(line)  # noqa: PERF401
+        assert "logits" in json.loads(lines[-2].removeprefix(b"data: "))["error"]["message"]
 
 
 async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
@@ -63,7 +71,7 @@ async def test_what_lmis_calls_cannot_do_is_refused_in_its_shape() -> None:
         ({"inputs": "a", "parameters": {"num_beams": 2}}, "num_beams"),
         ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "typical_p"),
         ({"inputs": "a", "adapters": ["x", "y"]}, "adapters"),
-        ({"messages": [], "stream": True}, "/v1/chat/completions"),
+        ({"messages": [], "stream": True}, "messages"),
     ]
     async with serving() as world:
         for body, message in refused:

@@ -19,6 +19,7 @@ from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, Uns
 from worker.fields import Fields
 from worker.generation import Delta, Engine, Generation, Pictures, Text
 from worker.parts import Manner, Reading
+from worker.routes import Face
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,6 +268,8 @@ class Call:
     """Names of fields that made no difference."""
     keep_alive: float | None = None
     """As `contract.Request` has it."""
+    speaks: Face | None = None
+    """In whose frames it streams, where those are not its path's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,13 @@ import orjson
 
 from worker import adapting
 from worker.bodies.seeds import INVOCATIONS, PARAMETERS
-from worker.errors import InvalidValue, UnsupportedField
+from worker.errors import InvalidValue
 from worker.faces import Call, Model, openai
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta
 from worker.replies import finite
+from worker.routes import OPENAIS, Face
 from worker.sampling import read_stop
 
 _NEW_TOKENS = 30
@@ -33,15 +34,11 @@ _FINISHES = {"length": "length", "stop": "eos_token"}
 
 
 async def invocations(body: Json, model: Model) -> Call:
-    """Text that goes on from `inputs`, or from each of several; raises RequestError."""
-    if "messages" in body or "prompt" in body:
-        if body.get("stream") is True:
-            raise UnsupportedField(
-                "stream with messages or prompt is not supported on this path; use POST /v1/chat/completions or"
-                " /v1/completions",
-                param="stream",
-            )
-        return await (openai.chat if "messages" in body else openai.completions)(body, model)
+    """Text that goes on from `inputs`, or from each of several; with messages or a prompt, a completion of OpenAI's.
+    Raises RequestError."""
+    if not OPENAIS.isdisjoint(body):
+        call = await (openai.chat if "messages" in body else openai.completions)(body, model)
+        return replace(call, speaks=Face.OPENAI)
     fields = Fields(body, INVOCATIONS)
     name, stream = fields.text("model"), fields.flag("stream") or False
     inputs = fields.take("inputs")
