@@ -36,7 +36,7 @@ from router.explain import does_not_fit, numbers, preview, refused, shortages
 from router.facts import EstimateError
 from router.failures import Failures
 from router.holding import Holding
-from router.launchers import Launcher, NotHeld
+from router.launchers import Launcher
 from router.lease import Lease
 from router.ledger import HOST, LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident
 from router.life import end, live, take
@@ -46,6 +46,7 @@ from router.model import COPY_PAUSE, Model
 from router.plans import Eviction, Plan, Policy, Start
 from router.presets import Preset, same_load
 from router.queue import Queue
+from router.reading_ahead import ReadingAhead
 from router.refusals import Refusals
 from router.sleepers import Sleepers
 from router.worker import Worker, tell
@@ -109,7 +110,7 @@ class Fleet:
         self._alive: dict[int, Worker] = {}
         """All workers that are not stopped, those of removed models too."""
         self._homes: dict[int, Model] = {}
-        self._reads: set[asyncio.Task[None]] = set()
+        self._ahead = ReadingAhead(launcher, files, self._in_queue)
         self._errands: dict[int, Errand] = {}
         """All that are not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -194,7 +195,9 @@ class Fleet:
         if worker is None:
             self._failures.check(model)
             worker = self._begin(model)
-            self._call_companions(model)
+            if companions := [each.preset for each in self._companions(model)]:
+                devices = self._ledger.observe(self.launcher.readings(), self._residents())
+                self._ahead.call(companions, devices)
         return self._take(model, worker)
 
     def _take(self, model: Model, worker: Worker) -> Lease:
@@ -226,26 +229,6 @@ class Fleet:
             (model for model in self.models.values() if name in model.preset.aliases), None
         )
 
-    def _call_companions(self, model: Model) -> None:
-        """Read the files of a model's companions ahead, as far as memory is free."""
-        sizes = []
-        for each in self._companions(model):
-            snapshot = self.files.find(each.preset) or ""
-            files = self.files.weights(self.files.loads_from(each.preset, snapshot))
-            sizes.append((tuple(files), sum(files.values())))
-        devices = self._ledger.observe(self.launcher.readings(), self._residents()) if sizes else []
-        for files_ in standby.readable(sizes, devices, self._reading):
-            assert isinstance(files_, tuple)
-            task = self._loop.create_task(self._read(files_), name="read ahead")
-            self._reads.add(task)
-            task.add_done_callback(self._reads.discard)
-
-    async def _read(self, files: tuple[str, ...]) -> None:
-        try:
-            await self.launcher.read_ahead(files)
-        except NotHeld as failed:
-            log.warning("files of a companion are not read ahead: %s", failed)
-
     def _bring_companions(self) -> None:
         """Begin the companions of who has just become ready, if there is room at once: luxuries, in nobody's way."""
         for model in self._inhabited():
@@ -261,30 +244,6 @@ class Fleet:
     def _is_in_use(self, model: Model) -> bool:
         here = self.models.get(model.preset.id) is model
         return here and any(worker.state is State.READY and not worker.companion for worker in model.workers)
-
-    @property
-    def _reading(self) -> int:
-        """Bytes that are being read ahead for those who wait."""
-        waiting = [w for w in self.workers() if w.state is State.QUEUED and w.reads.is_set()]
-        return sum(map(self._to_read, waiting))
-
-    def _to_read(self, worker: Worker) -> int:
-        """Bytes of its files, which are looked up once: it may wait for long, and plans are many."""
-        if worker.sizes is None:
-            worker.sizes = self.files.weights(worker.snapshot)
-        return sum(worker.sizes.values())
-
-    def _read_ahead(self, plan: Plan, queued: Sequence[Worker]) -> None:
-        """Those who have to wait for room have their files read meanwhile, the first in line first."""
-        line = sorted(queued, key=lambda worker: (-worker.preset.priority, worker.since))
-        sizes = [
-            (worker.id, self._to_read(worker))
-            for worker in line if worker.id in plan.waits and not (worker.luxury or worker.reads.is_set())
-        ]  # fmt: skip
-        if sizes:
-            chosen = set(standby.readable(sizes, self.devices, self._reading))
-            for worker in (worker for worker in line if worker.id in chosen):
-                worker.reads.set()
 
     def give_back(self, lease: Lease) -> None:
         worker = lease.worker
@@ -571,8 +530,7 @@ class Fleet:
         self.closing = True
         for holding in self.holdings:
             holding.release("shutdown")
-        for read in self._reads:
-            read.cancel()
+        self._ahead.cancel()
         for worker in self.workers():
             self.retire(worker, "shutdown", drain=0.0 if force else self.limits.drain_timeout)
             if force:
@@ -581,8 +539,8 @@ class Fleet:
             self._timer.cancel()
         if self._looking is not None:
             await asyncio.wait({self._looking})
-        while self._tasks or self._loads or self._reads:
-            await asyncio.wait({*self._tasks, *self._loads, *self._reads})
+        while left := {*self._tasks, *self._loads, *self._ahead.tasks}:
+            await asyncio.wait(left)
 
     # Arranging
 
@@ -676,13 +634,17 @@ class Fleet:
         if plan.start:
             self.changed()  # who starts is a resident from now on, and counts as one
         self._stand_by(decision, by_id)
-        self._read_ahead(plan, queued)
+        self._ahead.begin(plan, queued, self.devices)
         self._bring_companions()
         if self.limits.sleep_memory:
             spare = standby.spare(plan, waiting + refining, residents, devices)
             self._sleepers.put_to_sleep(self.models.values(), spare - sum(decision.begin.values()))
         if plan.look_again is not None:
             self._timer = self._loop.call_later(max(0.0, plan.look_again - now) + 0.001, self.changed)
+
+    def _in_queue(self) -> list[Worker]:
+        """Those who wait for room, or for what they would cost."""
+        return [worker for worker in self._alive.values() if worker.state is State.QUEUED]
 
     def _in_line(self) -> list[Worker]:
         """Those who wait for room, and whose costs are known."""

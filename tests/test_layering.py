@@ -31,7 +31,7 @@ ROUTER = [
     "router.members",
     "router.clerks",
     "router.fleet  router.access  router.launchers.orphans",
-    "router.queue  router.failures  router.sleepers",
+    "router.queue  router.failures  router.sleepers  router.reading_ahead",
     "router.lease",
     "router.explain  router.model  router.forecast  router.adapters  router.refusals",
     "router.launchers.neighbours  router.launchers.losses",
