@@ -10,7 +10,7 @@ from aiohttp import web
 from router import __version__, page
 from router.bodies import Bodies
 from router.errors import Forbidden, NotOffered
-from router.faces import admin, fastchat, llama_server, lmi, lmi_adapters, ollama
+from router.faces import admin, fastchat, llama_server, lmi, lmi_adapters, model_events, ollama
 from router.hub import Hub
 from router.metrics import CONTENT_TYPE, Metrics
 from router.noted import NO_QUERY, PHASE, ROUTE, asked_of
@@ -268,7 +268,7 @@ class Calls:
 
     async def _models_sse(self, request: web.Request, key: Key) -> web.StreamResponse:
         snapshot = bool(flag(asked_of(request), "snapshot"))
-        frames = llama_server.sse(self._site, key, _last_event_id(request), snapshot=snapshot)
+        frames = model_events.sse(self._site, key, _last_event_id(request), snapshot=snapshot)
         return await self._stream(request, frames)
 
     async def _events(self, request: web.Request, key: Key) -> web.StreamResponse:

@@ -23,7 +23,7 @@ ROUTER = [
     "router.faces.lmi_adapters",
     "router.faces.admin  router.faces.lmi  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
-    "router.faces.pings",
+    "router.faces.pings  router.faces.status",
     "router.hub  router.preparation  router.requests  router.bodies",
     "router.launchers.serving",
     "router.launchers.watching",

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from router import __version__
 from router.access import ANYBODY
 from router.errors import BadRequest
-from router.faces.llama_server import pulse, status_of
 from router.faces.pings import PING, with_pauses
+from router.faces.status import pulse, status_of
 from router.lifecycle import State
 from router.log import KEPT, Line
 from router.requests import Requests

@@ -17,7 +17,7 @@ from typing import Any
 
 from router import ini
 from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
-from router.faces.llama_server import wall_clock
+from router.faces.status import wall_clock
 from router.lifecycle import State
 from router.model import Model
 from router.presets import Preset, repository

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from router.errors import ApiError, BadRequest, ModelNotFound
-from router.faces.llama_server import capabilities, wall_clock
+from router.faces.status import capabilities, wall_clock
 from router.hub import Hub, Pull
 from router.ledger import DeviceId
 from router.lifecycle import State

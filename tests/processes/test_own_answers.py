@@ -8,7 +8,7 @@ import pytest
 
 from router.access import ANYBODY
 from router.answers import ANSWERS
-from router.faces.llama_server import status_of
+from router.faces.status import status_of
 from router.openapi import document
 from tests.processes.questioner import closed
 from tests.processes.upstreams import Upstream, world

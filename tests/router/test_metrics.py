@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.faces.llama_server import status
+from router.faces.status import status
 from router.launchers import WorkerLost
 from router.limits import Limits
 from router.log import state_line

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.errors import QueueFull
-from router.faces.llama_server import status
+from router.faces.status import status
 from router.launchers import WorkerLost
 from router.lifecycle import State
 from router.limits import Limits

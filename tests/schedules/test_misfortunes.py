@@ -20,7 +20,7 @@ from router.errors import (
     QueueTimeout,
 )
 from router.events import Event
-from router.faces.llama_server import status
+from router.faces.status import status
 from router.launchers import WorkerLost
 from router.ledger import Reading
 from router.lifecycle import State

@@ -9,7 +9,7 @@ import pytest
 from router.commands import options, question, serve_fields, threads
 from router.errors import DoesNotFit, LoadFailed
 from router.estimate import SAFETY_FACTOR, estimate
-from router.faces.llama_server import status
+from router.faces.status import status
 from router.launchers import WorkerLost
 from router.ledger import LOCAL, DeviceId
 from router.overhead import RUNTIME_DEVICE, RUNTIME_DEVICE_HOST, SERVING_HOST

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from router.errors import AlreadyRunning, LoadFailed, NotRunning
-from router.faces.llama_server import status, value_of
+from router.faces.status import status, value_of
 from router.launchers import WorkerLost
 from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
