@@ -21,10 +21,11 @@ from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident, Stages, View
+from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId, Resident
 from router.places import Place, Places
 from router.plans import Cause, Demand, Eviction, Keep, Plan, Policy, Refusal, Shortage, Start, Wait
 from router.victims import NOBODY, WORTH, Line, Victims, disturbance_by
+from router.views import Stages, View
 
 Floor = tuple[Any, ...]
 """What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""

@@ -9,8 +9,9 @@ somebody does. Law: PURE.
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.ledger import HOST, Device, DeviceId, Resident, View
+from router.ledger import HOST, Device, DeviceId, Resident
 from router.plans import Demand, Plan
+from router.views import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

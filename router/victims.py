@@ -6,7 +6,7 @@ patience. STARTING and awaited: not yet. Pinned: never. For a luxury: idle luxur
 The order is one sort key: who may leave now before who may not yet (of these, whose turn and patience end first), idle
 before busy, luxuries before needs, lower priority, least recently used, cheaper to bring back. On one place they are
 taken in that order, skipping who is not in the way, until the claim fits on every device; then whoever is not needed
-after all is let off, beginning with the last (`View.enough`). So of equals the least recently used leave, and none of
+after all is let off, beginning with the last (`router.views`). So of equals the least recently used leave, and none of
 them in vain. Law: PURE.
 """
 

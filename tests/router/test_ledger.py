@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, Stages, View, pooled
+from router.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, pooled
+from router.views import Stages, View
 from tests.router.fleets import COUNT, CPU, GPU, machine, resident
 
 WORLD = 100
