@@ -379,4 +379,4 @@ def flag(query: Mapping[str, str], name: str) -> bool | None:
     raise BadRequest(f"{name} must be true, 1, false or 0, not '{text[:40]}'", param=name)
 
 
-__all__ = ["BUILD", "ModelNotFound", "Site", "flag", "problem_row"]
+__all__ = ["BUILD", "Site", "flag", "problem_row"]

@@ -46,6 +46,7 @@ from worker.engine import (
 )
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
+from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Capacity, Table
 from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.engine.pooling import Embedder, Encoder
@@ -375,7 +376,7 @@ def make_runner(
             return backends.make_runner(
                 model, config, options, ctx_size, CPU, caches=False, tower=tower, split=parts, ranks=ranks
             )
-        except backends.Unsupported as error:
+        except Unsupported as error:
             raise StartError(f"architecture {config.model_type!r} cannot be served by this engine: {error}") from error
 
 

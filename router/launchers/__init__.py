@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from router.errors import RouterError
-from router.ledger import Bytes, DeviceId, Reading
+from router.ledger import Bytes, Reading
 from router.wire import Wire
 from worker import contract
 
@@ -217,6 +217,6 @@ class Launcher(Protocol):
 
 
 __all__ = [
-    "Cause", "DeviceId", "Held", "Launcher", "Listen", "NotForked", "NotHeld", "Program", "Standby", "WorkerLost",
+    "Cause", "Held", "Launcher", "Listen", "NotForked", "NotHeld", "Program", "Standby", "WorkerLost",
     "WorkerProcess",
 ]  # fmt: skip

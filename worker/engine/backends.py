@@ -12,7 +12,6 @@ from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
 from worker.engine.cache_types import CacheType
 from worker.engine.compact import CompactPool
-from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Blocks, Capacity, Rows, pool_blocks
 from worker.engine.runner import PackedRunner
 from worker.engine.split import Pools, Split, tail_of
@@ -21,7 +20,6 @@ from worker.errors import StartError, UnsupportedByModel
 
 __all__ = [
     "ATTENTION",
-    "Unsupported",
     "choose_flash",
     "demand_flash",
     "implementation",

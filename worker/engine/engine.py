@@ -29,6 +29,7 @@ from worker.engine.claims import Claims, claiming
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
+from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.linears import Linears
 from worker.engine.lockstep import Leader
@@ -272,7 +273,7 @@ class TransformersEngine:
             elif isinstance(backend, PackedRunner) and records and share is None:
                 runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
                 overhead.look()  # recorded graphs are part of what this model takes, and not of what any would
-        except (NotImplementedError, backends.Unsupported) as error:
+        except (NotImplementedError, Unsupported) as error:
             raise StartError(
                 f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
                 " another engine may do it"

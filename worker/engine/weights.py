@@ -312,4 +312,4 @@ def _populate(stretch: torch.Tensor) -> None:
     )
 
 
-__all__ = ["INDEX", "NAMES", "SINGLE", "Prefault", "ReadAhead", "WeightFile", "are_cached", "files"]
+__all__ = ["NAMES", "Prefault", "ReadAhead", "WeightFile", "are_cached", "files"]
