@@ -120,12 +120,12 @@ def missing(folder: Path) -> str:
     """What a snapshot lacks, in words; empty if it is complete."""
     if not _is_file(folder / "config.json"):
         return "config.json"
-    index = folder / "model.safetensors.index.json"
+    index = folder / contract.INDEX
     if _is_file(index):
         try:
             names = contract.shard_names(index.read_bytes())
         except (OSError, ValueError):
-            return "a readable model.safetensors.index.json"
+            return f"a readable {contract.INDEX}"
         return next((name for name in names if not _is_file(folder / name)), "")
     try:
         files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))

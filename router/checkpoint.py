@@ -232,7 +232,7 @@ def _config(folder: Path, override: str) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model, in order; none if there are none."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / contract.INDEX
     if index.is_file():
         try:
             files = [folder / name for name in contract.shard_names(index.read_bytes())]
@@ -244,7 +244,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if missing:
             raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
         return files
-    single = folder / "model.safetensors"
+    single = folder / contract.WEIGHTS
     return [single] if single.is_file() else []
 
 
@@ -448,7 +448,7 @@ def _head_elements(folder: Path) -> int:
     total = 0
     for module in _json_list(folder / "modules.json"):
         path = str(module.get("path") or "")
-        file = folder / path / "model.safetensors"
+        file = folder / path / contract.WEIGHTS
         if path and contract.is_below(path) and file.is_file():  # of any other a worker says what is wrong with it
             total += sum(math.prod(shape) for _, shape, _ in header(file).values())
     return total

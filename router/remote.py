@@ -13,6 +13,7 @@ import httpx
 
 from router.errors import RouterError
 from worker import contract
+from worker.contract import INDEX, WEIGHTS
 
 HUB = "https://huggingface.co"
 TIMEOUT = 30.0
@@ -23,10 +24,9 @@ MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""
 MAX_SMALL = 64 << 20
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SMALL = frozenset({
     "config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "modules.json",
-    "sentence_bert_config.json", _INDEX,
+    "sentence_bert_config.json", INDEX,
 })  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def skeleton(repo: str, revision: str, folder: Path, *, environ: Mapping[str, st
             hub = _Hub(client, base, repo, commit or revision)
             _check_model(names, repo)
             for name in names:
-                if name in _SMALL and not (name == _INDEX and _SINGLE in names):  # as a download takes them
+                if name in _SMALL and not (name == INDEX and WEIGHTS in names):  # as a download takes them
                     _write(folder / name, hub.whole(name))
             for name in _weights(folder, names, repo):
                 head, size = hub.header(name)
@@ -150,11 +150,11 @@ def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:
     Raises RemoteError if one of them is not there.
     """
     known = set(names)
-    index = folder / _INDEX
+    index = folder / INDEX
     try:
-        parts = set(contract.shard_names(index.read_bytes())) if index.is_file() else {_SINGLE}
+        parts = set(contract.shard_names(index.read_bytes())) if index.is_file() else {WEIGHTS}
     except ValueError as error:
-        raise RemoteError(f"{_INDEX} of {repo} {error}; choose another revision") from None
+        raise RemoteError(f"{INDEX} of {repo} {error}; choose another revision") from None
     if missing := sorted(parts - known):
         raise RemoteError(f"{repo} lacks {missing[0]}, of which its weights are made; choose another revision")
     behind = {name for name in known if name.count("/") == 1 and name.endswith("/model.safetensors")}

@@ -217,6 +217,8 @@ class AdapterSource:
     """Once in device memory it stays there."""
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""A model's weights in one file; where they lie in several, what names these."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT writes of an adapter, and all that is read of one."""
 

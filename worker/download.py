@@ -37,7 +37,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
 from worker import contract
-from worker.contract import Exit
+from worker.contract import INDEX, WEIGHTS, Exit
 from worker.errors import StartError
 from worker.room import PARTIAL, claimed
 
@@ -55,7 +55,6 @@ LOCK_INTERVAL = 0.25
 """Seconds between two looks at a file that another process is fetching."""
 READ_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SMALL = re.compile(
     r"[^/]+\.(json|jinja|model|tiktoken|py)|(vocab|merges)\.txt"
     r"|additional_chat_templates/[^/]+\.jinja"

@@ -18,7 +18,6 @@ from worker import contract
 
 Stretch = TypeVar("Stretch")
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 STRETCH = 16 << 20
 """Bytes that one thread reads at a time."""
 READERS = 4
@@ -166,9 +165,9 @@ def _have_cached(stretch: tuple[Path, int, int]) -> None:
 
 def _stretches(snapshot: Path) -> Iterator[tuple[Path, int, int]]:
     """Of all files of its weights: where each begins, and its bytes."""
-    names = [SINGLE]
+    names = [contract.WEIGHTS]
     with suppress(OSError, ValueError):
-        names = contract.shard_names((snapshot / INDEX).read_bytes())
+        names = contract.shard_names((snapshot / contract.INDEX).read_bytes())
     for path in (snapshot / name for name in names):
         size = 0
         with suppress(OSError):
@@ -177,4 +176,4 @@ def _stretches(snapshot: Path) -> Iterator[tuple[Path, int, int]]:
             yield path, start, min(STRETCH, size - start)
 
 
-__all__ = ["INDEX", "READERS", "SINGLE", "STRETCH", "Reading", "cached", "read"]
+__all__ = ["READERS", "STRETCH", "Reading", "cached", "read"]

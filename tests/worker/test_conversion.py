@@ -18,7 +18,6 @@ from worker.contract import Exit
 from worker.engine import conversion, loader
 from worker.engine.conversion import PROBES, Sink, check_room
 from worker.errors import StartError
-from worker.pagecache import INDEX
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -99,7 +98,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
     for file, part in shards.items():
         save_file({name: tensors[name] for name in part}, snapshot / file)
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (snapshot / INDEX).write_text(json.dumps(index))
+    (snapshot / contract.INDEX).write_text(json.dumps(index))
     (snapshot / "model.safetensors").unlink()
     convert(snapshot, target)
     assert sorted(path.name for path in target.glob("*.safetensors*")) == ["model.safetensors"]

@@ -26,7 +26,7 @@ from worker import contract
 from worker.contract import Exit
 from worker.engine import loader, packing, weights
 from worker.errors import StartError
-from worker.pagecache import INDEX, SINGLE, Pieces
+from worker.pagecache import Pieces
 
 Say = Callable[[contract.Event], None]
 
@@ -137,7 +137,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _link_others(snapshot: Path, part: Path, *, weights_are_here: bool) -> None:
     """Links to what of the snapshot is right as it lies."""
-    replaced = {path.name for path in weights.files(snapshot)} | {INDEX} if weights_are_here else set()
+    replaced = {path.name for path in weights.files(snapshot)} | {contract.INDEX} if weights_are_here else set()
     for path in snapshot.iterdir():
         if path.name not in replaced and not (part / path.name).exists():
             (part / path.name).symlink_to(path.resolve())
@@ -278,7 +278,7 @@ def _convert_weights(options: contract.ModelOptions, config: Any, part: Path, sa
             file.keep_only(frozenset())  # what was read is the kernel's again
         say(contract.Progress(stage="convert", done=min(done, total - 1), total=total))
 
-    with loader.quiet(), Sink(part / SINGLE, 2 * len(tensors) + 64, told) as sink:
+    with loader.quiet(), Sink(part / contract.WEIGHTS, 2 * len(tensors) + 64, told) as sink:
         with _caught(sink):
             model = loader.build_around(cls, config, tensors, dtype, embeds)
         missing = _name(model, sink)
@@ -357,7 +357,7 @@ def _narrowed(
 
 def _prove(cls: Any, config: Any, part: Path, dtype: torch.dtype, embeds: bool) -> None:
     """Raises StartError unless a load of what was written takes the weights as they lie."""
-    file = weights.WeightFile(part / SINGLE)
+    file = weights.WeightFile(part / contract.WEIGHTS)
     views = dict(file.tensors())
     model = loader.build_around(cls, config, views, dtype, embeds)
     ours = {view.data_ptr() for view in views.values()}

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 import torch
 
-from worker.contract import Exit, shard_names
+from worker.contract import INDEX, WEIGHTS, Exit, shard_names
 from worker.errors import StartError
-from worker.pagecache import INDEX, READERS, SINGLE, STRETCH, Reading, cached, read
+from worker.pagecache import READERS, STRETCH, Reading, cached, read
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -60,14 +60,14 @@ def files(snapshot: Path) -> list[Path]:
                 Exit.DAMAGED,
             )
         return [snapshot / name for name in names]
-    if (snapshot / SINGLE).is_file():
-        return [snapshot / SINGLE]
+    if (snapshot / WEIGHTS).is_file():
+        return [snapshot / WEIGHTS]
     if any(next(snapshot.glob(pattern), None) for pattern in _PICKLES):
         raise StartError(
             f"{snapshot} has pickled weights only, and loading those runs code from the file;"
             " take a revision with safetensors, or convert it once with save_pretrained"
         )
-    raise StartError(f"{snapshot} has no {SINGLE}; is it a complete snapshot?")
+    raise StartError(f"{snapshot} has no {WEIGHTS}; is it a complete snapshot?")
 
 
 @dataclass(frozen=True, slots=True)
