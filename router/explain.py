@@ -5,7 +5,7 @@ from typing import Any
 
 from router.errors import ApiError, DoesNotFit
 from router.ledger import HOST, SLOTS, Device, DeviceId
-from router.plans import Demand, Plan, Refusal, Shortage
+from router.plans import Demand, Eviction, Plan, Refusal, Shortage, Wait
 from router.standby import place_in_line
 from router.worker import Worker
 
@@ -30,6 +30,18 @@ def numbers(worker: Worker, devices: Sequence[Device]) -> dict[str, Any]:
     estimate = worker.costs.estimate
     note = {"note": estimate.note} if estimate.note else {}
     return {"needs": list(estimate.shards), "source": estimate.source, **note, "devices": rows}
+
+
+def evicted(worker: Worker, eviction: Eviction, asker: Worker | None, wait: Wait | None, now: float) -> dict[str, Any]:
+    """Why one leaves, for whom and what for; `wait` is that of the asker. Seconds, and bytes by device."""
+    return {
+        "reason": eviction.reason,
+        "short_of": [str(id) for id in wait.shortage] if wait is not None else [],
+        "for": asker.preset.id if asker else "",
+        "resident_seconds": None if worker.ready_at is None else round(now - worker.ready_at, 1),
+        "idle_seconds": 0.0 if worker.leases else round(now - worker.last_used, 1),
+        "frees": {str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
+    }
 
 
 def refused(error: ApiError) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from router.errors import (
     QueueTimeout,
 )  # fmt: skip
 from router.events import EventLog
-from router.explain import does_not_fit, numbers, preview, refused, shortages
+from router.explain import does_not_fit, evicted, numbers, preview, refused, shortages
 from router.facts import EstimateError
 from router.failures import Failures
 from router.holding import Holding
@@ -687,12 +687,12 @@ class Fleet:
         for id, refusal in plan.refuse.items():
             worker = by_id[id]
             if not worker.room.done():
-                told = numbers(worker, self.devices) | {"shortage": shortages(refusal.devices)}
-                self.events.append("plan", worker.preset.id, decision="refuse", worker=worker.id, **told)
+                self._tell_plan(
+                    "refuse", worker, {**numbers(worker, self.devices), "shortage": shortages(refusal.devices)}
+                )
                 worker.room.set_exception(does_not_fit(worker, refusal))
         for worker in [by_id[id] for id in plan.drop]:
-            told = numbers(worker, self.devices)
-            self.events.append("plan", worker.preset.id, decision="drop", worker=worker.id, **told)
+            self._tell_plan("drop", worker, numbers(worker, self.devices))
             self.retire(worker, "no_room", drain=0.0)
         for id in plan.refine:
             by_id[id].refine.set()
@@ -717,16 +717,9 @@ class Fleet:
                 worker.waits_for_slot = bool(wait.shortage) and all(id.index == SLOTS for id in wait.shortage)
             if wait is not None and self._said.get(worker.id) != wait.cause:
                 self._said[worker.id] = wait.cause
-                self.events.append(
-                    "plan",
-                    worker.preset.id,
-                    decision="wait",
-                    worker=worker.id,
-                    cause=wait.cause,
-                    on=[by_id[id].preset.id for id in wait.on if id in by_id],
-                    position=ahead + 1,
-                    **numbers(worker, self.devices),
-                )
+                on = [by_id[id].preset.id for id in wait.on if id in by_id]
+                why = {"cause": wait.cause, "on": on, "position": ahead + 1}
+                self._tell_plan("wait", worker, {**why, **numbers(worker, self.devices)})
 
     def _stand_by(self, decision: standby.Decision, by_id: Mapping[int, Worker]) -> None:
         for id in decision.end:
@@ -738,9 +731,7 @@ class Fleet:
                 continue
             worker.reserved[DeviceId(LOCAL, HOST)] = worker.standing.held = held
             worker.standing.wanted.set()
-            self.events.append(
-                "plan", worker.preset.id, decision="prepare", worker=worker.id, **numbers(worker, self.devices)
-            )
+            self._tell_plan("prepare", worker, numbers(worker, self.devices))
 
     def _start(self, worker: Worker, start: Start) -> None:
         worker.reserved = dict(start.claim)
@@ -749,9 +740,7 @@ class Fleet:
         worker.waits_for, worker.ahead, worker.progress = "", 0, None
         was, worker.state, worker.since = worker.state, State.STARTING, self.now()
         worker.considered.set()
-        self.events.append(
-            "plan", worker.preset.id, decision="start", worker=worker.id, **numbers(worker, self.devices)
-        )
+        self._tell_plan("start", worker, numbers(worker, self.devices))
         tell(worker, self.events, was=was)
         worker.room.set_result(start)
 
@@ -759,21 +748,13 @@ class Fleet:
         asker = by_id.get(eviction.for_demand) if eviction.for_demand is not None else None
         wait = plan.waits.get(asker.id) if asker is not None else None
         limit = self.limits.evict_timeout
-        self.events.append(
-            "plan",
-            worker.preset.id,
-            decision="evict",
-            worker=worker.id,
-            reason=eviction.reason,
-            short_of=[str(id) for id in wait.shortage] if wait is not None else [],
-            **{"for": asker.preset.id if asker else ""},
-            resident_seconds=None if worker.ready_at is None else round(self.now() - worker.ready_at, 1),
-            idle_seconds=0.0 if worker.leases else round(self.now() - worker.last_used, 1),
-            frees={str(id): size for id, size in worker.reserved.items() if id.index != SLOTS},
-            **(numbers(asker, self.devices) if asker else {}),
-        )
+        why = evicted(worker, eviction, asker, wait, self.now())
+        self._tell_plan("evict", worker, {**why, **(numbers(asker, self.devices) if asker else {})})
         drain = None if limit < 0 else limit
         self.retire(worker, eviction.reason, drain=drain, made_room_for=asker.preset.id if asker else "")
+
+    def _tell_plan(self, decision: str, worker: Worker, facts: Mapping[str, Any]) -> None:
+        self.events.append("plan", worker.preset.id, decision=decision, worker=worker.id, **facts)
 
     async def preview(self, id: str) -> dict[str, Any]:
         """What would become of a request for `id` now; changes nothing. Raises ApiError if its files are not usable."""
