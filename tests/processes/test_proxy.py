@@ -302,6 +302,20 @@ async def test_comments_of_a_worker_reach_the_client_and_are_no_first_token(tmp_
         writer.close()
 
 
+@pytest.mark.parametrize("commit", [0.02, 30.0])
+async def test_ignored_fields_are_told_in_a_comment_where_the_head_has_gone(commit: float, tmp_path: Path) -> None:
+    async def answer(upstream: Upstream) -> None:
+        head = STREAM.replace(b"\r\n\r\n", b"\r\nX-Ignored-Fields: wibble,tools[].odd\r\n\r\n")
+        await upstream.send(head + b"".join(map(chunk, [*WORDS, DONE])) + END)
+
+    async with world(tmp_path, answer, pace=Pace(commit=commit, ping=30.0), load_seconds=0.2) as up:
+        got = await ask(up, {"stream": True})
+        assert got.whole
+        is_late = commit < 0.2
+        assert (b": ignored-fields wibble,tools[].odd\n\n" in got.body) is is_late
+        assert ("\r\nx-ignored-fields: wibble,tools[].odd\r\n" in got.head) is not is_late
+
+
 async def test_what_a_pulse_says_is_told_wherever_somebody_looks(tmp_path: Path) -> None:
     async def whole(upstream: Upstream) -> None:
         await upstream.send(WHOLE)
