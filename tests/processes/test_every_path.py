@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from router.access import Access
+from router.settings import Key, digest
 from tests.processes.upstreams import BODY, PATH, World, request, respond, world
 from worker.routes import ROUTES, Route
 
@@ -19,6 +20,8 @@ METHODS = {"GET", "POST", "PUT", "DELETE"}
 ENDLESS = {"models_sse", "events", "logs_sse"}
 OF_THE_MOMENT = {"state", "metrics", "requests"}
 """Their lengths tell of time and of the requests before."""
+OPEN = {"/health", "/v1/health", "/ready", "/ping", "/", "/ui/page.css", "/ui/page.js"}
+ADMINS = ("/router/", "/api/pull", "/api/delete", "/api/push", "/api/create", "/api/copy", "/api/blobs/")
 SECRETS = (
     b"Authorization: Bearer hunter2\r\nX-Api-Key: hunter2\r\nProxy-Authorization: Basic hunter2\r\n"
     b"Cookie: session=hunter2\r\nX-Amz-Security-Token: hunter2\r\nReferer: http://x/hunter2\r\n"
@@ -81,6 +84,32 @@ async def test_options_is_fine_everywhere_and_a_wrong_method_names_the_right_one
                 assert methods <= allowed, (method, path)
                 assert method not in allowed, (method, path)
         assert up.requests == []
+
+
+def plane(route: Route) -> str:
+    """Who may ask, by the words of the contract."""
+    if route.path in OPEN:
+        return "public"
+    changes = route.method != "GET" and not route.path.endswith("/invoke")
+    is_below = route.path.startswith(("/models", "/lmi", "/adapters"))
+    return "admin" if (changes and is_below) or route.path.startswith(ADMINS) else "user"
+
+
+async def test_every_call_wants_the_key_of_its_plane(tmp_path: Path) -> None:
+    keys = [Key(name=name, digest=digest(name), admin=name == "boss") for name in ("somebody", "boss")]
+    async with asking(tmp_path) as (up, client):
+        up.site.access = Access(keys)
+        up.site.keys = lambda: tuple(keys)  # for the call that reads them anew
+        for route in ROUTES:
+            method = "HEAD" if route.name in ENDLESS else route.method
+            wanted = plane(route)
+            for key, ranks in ((None, 0), ("nobody", 0), ("somebody", 1), ("boss", 2)):
+                headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                answer = await client.request(method, filled(route), headers=headers, content=b"{}")
+                is_refused = answer.status_code in (401, 403) and b"feature_disabled" not in answer.content
+                assert is_refused is (ranks < ["public", "user", "admin"].index(wanted)), (method, route.path, key)
+                if is_refused:
+                    assert answer.status_code == (403 if ranks else 401), (method, route.path, key)
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ async def test_paths_methods_and_encodings(shared: Router) -> None:
 async def test_request_ids_are_kept_if_they_are_fit(shared: Router) -> None:
     response = await shared.client.get("/health", headers={"X-Request-Id": "my.id-1"})
     assert response.headers["x-request-id"] == response.headers["request-id"] == "my.id-1"
+    await shared.says("rid=my.id-1")
     response = await shared.client.get("/health", headers={"X-Request-Id": "not fit"})
     assert response.headers["x-request-id"].startswith("req_")
 
