@@ -266,6 +266,7 @@ class Child:
                 stdout=stdout,
                 stderr=stderr,
                 env=dict(env),
+                cwd=_folder(),
                 close_fds=True,
                 pass_fds=tuple(pass_fds),
                 start_new_session=True,
@@ -445,6 +446,16 @@ class Child:
 _ENDED = b'{"event":"request",'
 """How the event begins that comes with every request, and that is read without a detour."""
 _ENDED_DECODER = msgspec.json.Decoder(contract.Request)
+
+
+def _folder() -> str | None:
+    """Where a child begins: in our own folder, from which variables may name others; in the root where that has been
+    deleted, as no program with oneMKL starts in a folder that is gone."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
 
 
 def _decode(line: bytes) -> contract.Event | None:

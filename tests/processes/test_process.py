@@ -85,6 +85,22 @@ async def test_its_exit_is_told(code: str, exit: int) -> None:
         assert not is_there(child.pid)
 
 
+async def test_it_starts_in_our_folder_or_where_that_was_deleted_in_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    monkeypatch.chdir(ours)
+    says_where = "import os, sys; sys.stderr.write(os.getcwd()); sys.exit(1)"
+    async with running(says_where) as (child, _):
+        await child.exited
+        assert child.said == str(ours)
+    ours.rmdir()
+    async with running(says_where) as (child, _):
+        await child.exited
+        assert child.said == "/"
+
+
 async def test_its_last_words_are_the_cause() -> None:
     async with running(
         "import sys; print('first', file=sys.stderr); sys.stderr.write('cannot read x\\n\\n'); sys.exit(1)"
