@@ -152,6 +152,37 @@ async def test_a_preflight_is_200_and_a_foreign_one_is_told_nothing(
         assert posted.headers.get("access-control-allow-origin") == allowed
 
 
+async def lines_of(client: httpx.AsyncClient, path: str, last: int | None, count: int) -> list[str]:
+    """The first lines of a stream of events that are neither empty nor comments."""
+    headers = {} if last is None else {"Last-Event-ID": str(last)}
+    heard: list[str] = []
+    async with asyncio.timeout(30), client.stream("GET", path, headers=headers) as stream:
+        async for line in stream.aiter_lines():
+            if line and not line.startswith(":"):
+                heard.append(line)
+            if len(heard) == count:
+                break
+    return heard
+
+
+async def test_who_comes_back_to_the_routers_events_hears_what_was_missed_or_how_things_are(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (up, client):
+        events = up.site.events
+        first = events.append("state", "a", state="queued").id
+        for number in range(3):
+            events.append("state", "a", state=f"s{number}")
+        again = await lines_of(client, "/router/events", first, 9)
+        assert again[::3] == [f"id: {first + 1 + number}" for number in range(3)]
+        assert [f'"s{number}"' in line for number, line in enumerate(again[2::3])] == [True] * 3
+        for last in (None, first + 1000, 10**17):
+            told = await lines_of(client, "/router/events", last, 3)
+            assert told[:2] == [f"id: {first + 3}", "event: snapshot"]
+        for _ in range(1001):
+            events.append("state", "a", state="more")
+        assert (await lines_of(client, "/router/events", first, 2))[1] == "event: snapshot", "more than the ring has"
+        assert "models_reload" in (await lines_of(client, "/models/sse", first, 2))[1]
+
+
 @pytest.mark.parametrize("more", [b"", b"X-Odd: \xff\r\n"], ids=["plain", "odd"])
 async def test_nothing_that_is_between_a_client_and_the_router_reaches_a_worker(more: bytes, tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:

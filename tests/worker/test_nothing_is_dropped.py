@@ -202,6 +202,15 @@ FASTCHAT: dict[str, Sample] = alone(
     max_new_tokens=3, stop="fox", stop_token_ids=[70], echo=False, logprobs=2, best_of=2, use_beam_search=True, seed=7,
     images=["aGk="], context_len=9, stop_str="fox",
 )  # fmt: skip
+RERANK: dict[str, Sample] = {
+    **alone(documents=["a b c", "d"], top_n=1, return_documents=True, return_text=True, raw_scores=True, model="other"),
+    **alone(query="ho ho", rank_fields=["x"], max_tokens_per_doc=5, priority=3),
+    "truncate": (True, {"documents": ["hi " * 400], "truncate": False}),
+}
+EMBEDDING: dict[str, Sample] = {
+    **alone(prompt_name="query", encoding_format="base64", dimensions=2),
+    "truncate": (True, {"content": "hi " * 400, "truncate": False}),
+}
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Sample]]] = {
     "/v1/chat/completions": ({"messages": HI}, CHAT),
@@ -214,6 +223,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Sample]]] = {
     "/api/embed": ({"input": "hi"}, OLLAMA_EMBED),
     "/api/embeddings": ({"prompt": "hi"}, OLLAMA_EMBEDDINGS),
     "/completion": ({"prompt": "hi"}, COMPLETION),
+    "/embedding": ({"content": "hi"}, EMBEDDING),
+    "/v1/rerank": ({"query": "hi", "documents": ["a", "b"]}, RERANK),
     "/invocations": ({"inputs": "hi"}, INVOCATIONS),
     "/generate": ({"prompt": "hi"}, ERICLLM),
     "/worker_generate": ({"prompt": "hi"}, FASTCHAT),
@@ -236,7 +247,7 @@ async def outcome(world: Serving, path: str, body: Mapping[str, Any]) -> tuple[i
 async def test_every_field_makes_a_difference_or_is_named(path: str) -> None:
     base, samples = CALLS[path]
     tokenizer = tiny.make_tokenizer("llama")
-    engine = FakeEngine(tokenizer)
+    engine = FakeEngine(tokenizer, capabilities=("completion", "embedding", "rerank"))
     silent = []
     async with serving(engine, chat_template=TEMPLATE) as world:
         for name, (value, beside) in samples.items():
