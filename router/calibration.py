@@ -33,6 +33,8 @@ MOST_RECORDS = 1000
 """Of each kind; those not written for longest are forgotten."""
 MOST_SECONDS = 5
 """Load times remembered of one model."""
+MOST_BYTES = 1 << 60
+"""A figure beyond it is none: no machine has so much, and JSON's writer takes none of more than 64 bits."""
 AGREE_BYTES = 64 << 20
 """Two loads agree on what a process takes of a device if they differ by no more."""
 
@@ -364,7 +366,9 @@ def _to_lesson(record: Any) -> _Lesson | None:
 
 
 def _is_sizes(segment: Any) -> bool:
-    return isinstance(segment, (list, tuple)) and all(isinstance(each, int) and each >= 0 for each in segment)
+    return isinstance(segment, (list, tuple)) and all(
+        isinstance(each, int) and 0 <= each <= MOST_BYTES for each in segment
+    )
 
 
 def _to_overhead(record: Any) -> Overhead:

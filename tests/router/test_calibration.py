@@ -158,7 +158,7 @@ def test_a_record_that_is_none_is_passed_over(file: Path) -> None:
     Calibration(file).record("a", GUESS, [190])
     body = json.loads(file.read_text())
     good = body["learned"]["a"]
-    broken = [None, 3, {}, {**good, "weights": ["x"]}, {**good, "weights": [-1]}, {**good, "weights": [1, 2]}]
+    broken = [None, 3, {}, *({**good, "weights": weights} for weights in (["x"], [-1], [1, 2], [1 << 70]))]
     for record in broken:
         file.write_text(json.dumps({**body, "learned": {"a": record}}))
         assert Calibration(file).learned("a") is None
