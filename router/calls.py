@@ -74,7 +74,8 @@ class Calls:
             "fastchat_check": self._fastchat_check,
             "ollama_tags": self._ollama_tags,
             "ollama_ps": self._ollama_ps,
-            "ollama_version": self._ollama_version,
+            "ollama_version": self._version,
+            "version": self._version,
             "ollama_show": self._ollama_show,
             "ollama_pull": self._ollama_pull,
             "ollama_delete": self._ollama_delete,
@@ -250,7 +251,7 @@ class Calls:
     async def _ollama_ps(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await ollama.ps(self._site, key))
 
-    async def _ollama_version(self, request: web.Request, key: Key) -> web.StreamResponse:
+    async def _version(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json({"version": __version__})
 
     async def _ollama_show(self, request: web.Request, key: Key) -> web.StreamResponse:

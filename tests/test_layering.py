@@ -75,7 +75,7 @@ WORKER = [
     "worker.packed  worker.clerk",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
-    "  worker.faces.fastchat  worker.faces.tokens",
+    "  worker.faces.fastchat  worker.faces.tokens  worker.faces.cohere",
     "worker.faces.*  worker.engine.engine",
     "worker.native  worker.engine.conversion  worker.engine.shelf",
     "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
@@ -117,7 +117,8 @@ WORKER = [
     "worker  worker.engine",
 ]
 TABLES = [
-    "worker.schemas", "worker.bodies", "worker.bodies.anthropic", "worker.bodies.common", "worker.bodies.llama_server",
+    "worker.schemas", "worker.bodies", "worker.bodies.anthropic", "worker.bodies.cohere",
+    "worker.bodies.common", "worker.bodies.llama_server",
     "worker.bodies.ollama", "worker.bodies.openai", "worker.bodies.own", "worker.bodies.responses",
     "worker.bodies.seeds", "worker.bodies.vllm", "worker.unknown",
 ]  # fmt: skip

@@ -147,8 +147,9 @@ class _Choice:
 class _ChatAnswer:
     """One choice of a chat: its message, part by part."""
 
-    def __init__(self, manner: Manner):
+    def __init__(self, manner: Manner, *, shows_thoughts: bool):
         self._reading = Reading(manner)
+        self._shows_thoughts = shows_thoughts
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
@@ -156,7 +157,8 @@ class _ChatAnswer:
     def add(self, delta: Delta) -> tuple[list[Json], int]:
         """What `delta` adds to the message, as OpenAI's deltas, and how many of its tokens were thoughts."""
         parts, reasoning_tokens = self._reading.take(delta)
-        return [self._delta(part) for part in parts], reasoning_tokens
+        shown = [part for part in parts if self._shows_thoughts or not part.reasoning]
+        return [self._delta(part) for part in shown], reasoning_tokens
 
     def message(self) -> Json:
         """The whole of it."""
@@ -195,6 +197,7 @@ class ChatReply:
         shape: Chunks,
         telling: Telling,
         manner: Manner | None = None,
+        shows_thoughts: bool = True,
     ):
         """`manner`: how the parts of an answer are told apart."""
         [self._generation] = generations
@@ -205,7 +208,7 @@ class ChatReply:
         self._begun: set[int] = set()
         self._held: dict[int, _Choice] = {}
         """Tokens that no chunk has told of yet, by choice."""
-        self._answers = [_ChatAnswer(self._manner) for _ in range(self._generation.n)]
+        self._answers = [_ChatAnswer(self._manner, shows_thoughts=shows_thoughts) for _ in range(self._generation.n)]
 
     @property
     def _has_logprobs(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from worker.bodies.anthropic import ANTHROPIC, COUNT_TOKENS
+from worker.bodies.cohere import EMBED
 from worker.bodies.common import NEUTRAL, NO_OPS
 from worker.bodies.llama_server import COMPLETION, DETOKENIZE, INFILL, TOKENIZE
 from worker.bodies.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OLLAMA_PULL, OLLAMA_SHOW
@@ -28,7 +29,7 @@ from worker.bodies.seeds import (
     FASTCHAT_EMBED,
     INVOCATIONS,
 )
-from worker.bodies.vllm import TOKENIZE_CHAT, TOKENIZE_TEXT
+from worker.bodies.vllm import SCORE, TOKENIZE_CHAT, TOKENIZE_TEXT
 from worker.schemas import Body, described
 from worker.unknown import unknown
 
@@ -128,6 +129,8 @@ ROUTES: tuple[Route, ...] = (
     *_both("POST", "/rerank", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     *_both("POST", "/reranking", _L, "rerank", worker=True, loads=Loads.FOLLOWS),
     Route("POST", "/v2/rerank", _L, "rerank", True, loads=Loads.FOLLOWS),
+    *_both("POST", "/score", _O, "score", worker=True, loads=Loads.FOLLOWS),
+    Route("POST", "/v2/embed", _O, "cohere_embed", True, loads=Loads.FOLLOWS),
     *_both("POST", "/chat/completions/input_tokens", _O, "chat_input_tokens", worker=True, counts=True),
     *_both("POST", "/responses", _R, "responses", worker=True, loads=Loads.FOLLOWS, streams=True),
     *_both("POST", "/responses/input_tokens", _R, "responses_input_tokens", worker=True, counts=True),
@@ -196,6 +199,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/models/load", _L, "load", False, Plane.ADMIN),
     Route("POST", "/models/unload", _L, "unload", False, Plane.ADMIN),
     *_both("GET", "/health", _L, "health", worker=False, plane=Plane.PUBLIC),
+    Route("GET", "/version", _O, "version", False),
     Route("GET", "/ready", _L, "ready", False, Plane.PUBLIC),
     Route("GET", "/metrics", _L, "metrics", False),
     Route("GET", "/props", _L, "props", False),
@@ -226,6 +230,8 @@ ROUTES: tuple[Route, ...] = (
     *_not_offered("POST", "/slots/{slot}", "prefix-caching: what prompts have in common is kept by itself"),
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
     *_not_offered("POST", "/lora-adapters", "lora of a request: a scale for all would change other clients' answers"),
+    *_not_offered("POST", "/pooling /classify", "POST /v1/embeddings, or POST /v1/rerank", face=_O),
+    *_not_offered("GET", "/tokenizer_info", "GET /props?model=, or POST /tokenize", face=_O),
     *_not_offered(
         "POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations", "another server"
     ),
@@ -240,6 +246,8 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
     "infill": (INFILL,),
     "embedding": (EMBEDDING,),
     "rerank": (RERANK,),
+    "score": (SCORE,),
+    "cohere_embed": (EMBED,),
     "chat_input_tokens": (CHAT_TOKENS,),
     "responses": (RESPONSES,),
     "responses_input_tokens": (RESPONSES,),

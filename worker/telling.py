@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from worker.errors import InvalidValue
-from worker.fields import Fields
+from worker.fields import Fields, to_integer
 from worker.generation import Delta, TokenLogprob
 
 
@@ -63,9 +63,20 @@ class Telling:
         }
 
 
+def alternatives(fields: Fields, name: str, most: int) -> int | None:
+    """How many alternatives of each token field `name` asks for, at most `most`. Raises InvalidValue, which says how
+    more may be had: -1 is vLLM's word for the whole vocabulary."""
+    stated = to_integer(fields.take(name))
+    if stated is not None and (stated == -1 or stated > most):
+        raise InvalidValue(
+            f"{name} must be between 0 and {most}, the model's max-logprobs; its preset may allow more", param=name
+        )
+    return fields.integer(name)
+
+
 def read(fields: Fields, *, logprobs: int | None, most: int, stream: bool) -> Telling:
     """`logprobs`: as each call spells that in its own way; `most`: the model's max-logprobs. Raises InvalidValue."""
-    of_prompt = fields.integer("prompt_logprobs", high=most)
+    of_prompt = alternatives(fields, "prompt_logprobs", most)
     if of_prompt is not None and stream:
         raise InvalidValue(
             "prompt_logprobs cannot be streamed; leave out stream or prompt_logprobs", param="prompt_logprobs"

@@ -5,7 +5,7 @@ Written by hand beside the code that answers; the tests hold every answer to it,
 
 from collections.abc import Mapping
 
-from router.answers import anthropic, llama_server, ollama, openai, own, responses, seeds
+from router.answers import anthropic, llama_server, ollama, openai, own, responses, seeds, vllm
 from router.answers.words import Answer, Schema
 
 COMPONENTS: Mapping[str, Schema] = {
@@ -15,6 +15,6 @@ COMPONENTS: Mapping[str, Schema] = {
 """What several answers have in common, by the name that they refer to it by."""
 ANSWERS: Mapping[str, Answer] = {
     **openai.ANSWERS, **llama_server.ANSWERS, **responses.ANSWERS, **anthropic.ANSWERS, **ollama.ANSWERS,
-    **seeds.ANSWERS, **own.ANSWERS,
+    **seeds.ANSWERS, **vllm.ANSWERS, **own.ANSWERS,
 }  # fmt: skip
 """By the name of the route. Calls that are never answered well are not here."""

@@ -26,7 +26,7 @@ import schemathesis
 
 def named(context, value, names):
     path = context.operation.path
-    model = "embed" if "embed" in path or "rank" in path else "chat"
+    model = "embed" if any(word in path for word in ("embed", "rank", "score")) else "chat"
     if isinstance(value, dict):
         value = {**value, **{name: model for name in names if isinstance(value.get(name), str)}}
         value.setdefault(names[0], model)

@@ -122,8 +122,14 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
     assert (await read({}, n_predict=6)).generations[0].max_tokens == 6
     assert (await read({"prompt": [5, 6]})).generations[0].prompt == (5, 6)
     plain = (await read({"prompt": ["a b", "c"]})).generations
-    spelt = {"prompt": [{"prompt_string": "a b", "multimodal_data": []}, "c"]}
-    assert [each.prompt for each in (await read(spelt)).generations] == [each.prompt for each in plain]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    for first in ({"prompt_string": "a b", "multimodal_data": []}, {"content": "a b"}, {"content": parts}):
+        spelt = await read({"prompt": [first, {"prompt_string": "c"}]}, strict_fields=True)
+        assert [each.prompt for each in spelt.generations] == [each.prompt for each in plain]
+    mixed = await read({"prompt": {"prompt_string": [5, "c"]}})
+    assert [each.prompt for each in mixed.generations] == [
+        each.prompt for each in (await read({"prompt": [5, "c"]})).generations
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,12 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
     [
         ({"prompt": None}, "prompt", "invalid_value"),
         ({"prompt": {"prompt_string": 5}}, "prompt", "invalid_value"),
+        ({"prompt": {}}, "prompt", "invalid_value"),
+        ({"prompt": [{"content": []}]}, "prompt", "invalid_value"),
+        ({"prompt": {"content": ["a"]}}, "prompt", "invalid_value"),
+        ({"prompt": {"content": [{"type": "text", "text": 5}]}}, "prompt", "invalid_value"),
+        ({"prompt": {"content": [{"type": ["x"]}]}}, "prompt", "unsupported_parameter"),
+        ({"prompt": {"content": [{"type": "image_url", "image_url": {}}]}}, "prompt", "unsupported_parameter"),
         ({"prompt": {"prompt_string": "x", "multimodal_data": ["aGk="]}}, "prompt", "unsupported_parameter"),
         ({"n": 2, "n_cmpl": 3}, "n_cmpl", "invalid_value"),
         ({"post_sampling_probs": 1}, "post_sampling_probs", "invalid_value"),

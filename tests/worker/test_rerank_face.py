@@ -7,7 +7,7 @@ import pytest
 
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
+from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
 from worker.faces import Model, embeddings
 from worker.generation import Encoding
 
@@ -212,3 +212,69 @@ async def test_a_client_that_leaves_takes_its_reranking_along() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         await up.engine.until("cancelled")
+
+
+async def test_objects_that_llama_server_takes_for_texts_are_embedded_without_media() -> None:
+    made = embedder()
+    plain = await embeddings.embeddings({"input": ["a", "bc"]}, made)
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    spelt = await embeddings.embeddings({"input": [{"prompt_string": "a"}, {"content": parts}]}, made)
+    assert (spelt.body, spelt.ignored) == (plain.body, ())
+    for media in ({"prompt_string": "a", "multimodal_data": ["aGk="]}, {"content": [{"type": "image_url"}]}):
+        with pytest.raises(UnsupportedField) as caught:
+            await embeddings.native({"input": media}, made)
+        assert caught.value.param == "input"
+
+
+async def test_texts_are_scored_pair_by_pair_or_one_with_each_of_several() -> None:
+    made = model()
+    others = ["hi", "a much longer one"]
+    sizes = [len(made.tokenizer("what?", text)["input_ids"]) for text in others]
+    result = await embeddings.score({"text_1": "what?", "text_2": others, "model": "m"}, made)
+    assert {**result.body, "id": "", "created": 0} == {
+        "id": "",
+        "object": "list",
+        "created": 0,
+        "model": "m",
+        "data": [{"index": index, "object": "score", "score": float(size)} for index, size in enumerate(sizes)],
+        "usage": {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)},
+    }
+    paired = await embeddings.score({"queries": ["what?"] * 2, "documents": others}, made)
+    assert paired.body["data"] == result.body["data"]
+    for first, second in (("queries", "items"), ("data_1", "data_2")):
+        single = await embeddings.score({first: "what?", second: "hi"}, made)
+        assert [each["score"] for each in single.body["data"]] == [sizes[0]]
+
+
+async def test_an_embedder_scores_by_the_angle_between_vectors_with_its_prompts() -> None:
+    made = embedder()
+    one, two, left, right = (len(made.tokenizer(text)["input_ids"]) for text in ("? a", "? a b", "b", "c d"))
+    for queries, sizes in (("a", (one, one)), (["a", "a b"], (one, two))):
+        result = await embeddings.score({"queries": queries, "documents": ["b", "c d"]}, made)
+        # the engine's vectors are (1, 2, 3, 4) times the number of tokens, and it does not normalize
+        assert [each["score"] for each in result.body["data"]] == [sizes[0] * left * 30.0, sizes[1] * right * 30.0]
+    assert seen(made) == ["? a", "b", "c d", "? a", "? a b", "b", "c d"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text_1"),
+        ({"text_1": "a"}, "text_1"),
+        ({"text_1": "a", "documents": ["b"]}, "text_1"),
+        ({"text_1": "a", "text_2": "b", "items": "c"}, "text_1"),
+        ({"queries": ["a", "b"], "documents": ["c"]}, "documents"),
+        ({"queries": ["a", "b"], "documents": ["c", "d", "e"]}, "documents"),
+        ({"queries": "a", "documents": []}, "documents"),
+        ({"queries": 5, "documents": ["c"]}, "queries"),
+        ({"queries": "a", "documents": [{"text": "c"}]}, "documents"),
+        ({"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
+        ({"text_1": "a", "text_2": "b", "truncate": 5}, "truncate"),
+        ({"text_1": "a", "text_2": "b " * 300}, "text_2"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_scored_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await embeddings.score(body, model())
+    assert caught.value.param == param

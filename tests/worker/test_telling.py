@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from tests.worker.chatting import CHAT, model, only, streamed, whole
+from tests.worker.serving import chunks, serving
+from tests.worker.speaking import THINKING, Speaking
 from worker.errors import ContextExceeded
 from worker.faces import Model, openai
 
@@ -138,3 +140,41 @@ async def test_documents_go_to_templates_that_have_a_place_for_them() -> None:
 
 async def test_a_salt_goes_to_the_engine() -> None:
     assert (await only({"cache_salt": "mine"})).salt == "mine"
+
+
+@pytest.mark.parametrize("stated", [-1, 21])
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/chat/completions", "top_logprobs", {**CHAT, "logprobs": True}),
+        ("/v1/chat/completions", "prompt_logprobs", CHAT),
+        ("/v1/completions", "logprobs", {"prompt": "a"}),
+        ("/completion", "n_probs", {"prompt": "a"}),
+    ],
+)
+async def test_who_asks_for_more_alternatives_than_there_are_hears_how_to_have_them(
+    path: str, name: str, body: dict[str, Any], stated: int
+) -> None:
+    async with serving() as world:
+        status, _, told = await world.post(path, {**body, name: stated})
+        assert (status, told["error"]["param"]) == (400, name)
+        assert told["error"]["message"] == (
+            f"{name} must be between 0 and 20, the model's max-logprobs; its preset may allow more"
+        )
+
+
+async def test_thoughts_are_left_out_where_nobody_wants_them() -> None:
+    path, body = "/v1/chat/completions", {**CHAT, "include_reasoning": False, "stream_options": {"include_usage": True}}
+    async with serving(Speaking("They ask.</think>\n\nLet me look."), chat_template=THINKING) as world:
+        _, headers, answer = await world.post(path, {**CHAT, "include_reasoning": False})
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Let me look."}
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert "X-Ignored-Fields" not in headers
+        told = chunks(await world.stream(path, body))
+        deltas = [each["choices"][0]["delta"] for each in told if each != "[DONE]" and each["choices"]]
+        assert not any("reasoning_content" in delta for delta in deltas)
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
+        _, _, shown = await world.post(path, {**CHAT, "include_reasoning": True})
+        assert shown["choices"][0]["message"]["reasoning_content"] == "They ask."
+        status, _, refused = await world.post(path, {**CHAT, "include_reasoning": False, "reasoning_format": "none"})
+        assert (status, refused["error"]["param"]) == (400, "include_reasoning")

@@ -2,23 +2,13 @@
 
 from worker.bodies.common import GRAMMAR, MAX_CHOICES, MAX_SHOWN, MAX_TEXTS, SAMPLING
 from worker.bodies.openai import ADAPTERS, MODEL, PIECES, PING, TEXTS, ZERO_TOO
-from worker.schemas import Body, Schema, array, described, flag, integer, one_of, required, text
+from worker.schemas import Body, array, described, flag, integer, one_of, required, text
 
-_WITH_MEDIA: Schema = {
-    **described({"prompt_string": required(text()), "multimodal_data": one_of([[]], "Not supported: send a chat.")}),
-    "required": ["prompt_string"],
-}
-_PROMPTS: Schema = {
-    "type": "array",
-    "items": {"anyOf": [{"type": "string"}, PIECES, _WITH_MEDIA]},
-    "minItems": 1,
-    "maxItems": MAX_TEXTS,
-}
 COMPLETION: Body = {
     "model": MODEL,
     **SAMPLING,
     **GRAMMAR,
-    "prompt": {**TEXTS, "anyOf": [*TEXTS["anyOf"], _WITH_MEDIA, _PROMPTS]},
+    "prompt": TEXTS,
     "n_predict": ZERO_TOO,
     "max_tokens": ZERO_TOO,
     "n_probs": integer(0, None, "At most the model's max-logprobs."),

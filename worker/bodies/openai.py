@@ -66,18 +66,26 @@ PIECES: Schema = {
     "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
     "minItems": 1,
 }
+_PART: Schema = described({"type": {"const": "text"}, "text": required(text())})
+OBJECTS: tuple[Schema, ...] = (
+    described({"prompt_string": required(text()), "multimodal_data": one_of([[]], "Not supported: send a chat.")}),
+    described({"content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}}),
+)
+"""What llama-server takes for a text."""
 TEXTS: Schema = {
     "anyOf": [
         {"type": "string"},
         PIECES,
+        *OBJECTS,
         {
             "type": "array",
-            "items": {"anyOf": [{"type": "string"}, PIECES]},
+            "items": {"anyOf": [{"type": "string"}, PIECES, *OBJECTS]},
             "minItems": 1,
             "maxItems": MAX_TEXTS,
         },
     ],
-    "description": "A text, several, token ids, or several arrays of them; texts may stand between token ids.",
+    "description": "A text, several, token ids, or several arrays of them; texts may stand between token ids, and in"
+    " objects of a prompt_string or of content.",
 }
 MAX_ENDS = 128
 TELLING: Body = {
@@ -255,6 +263,7 @@ CHAT: Body = {
     "logprobs": flag(),
     "top_logprobs": integer(0, None, "At most the model's max-logprobs."),
     "reasoning_format": choice(("none", "auto", "deepseek")),
+    "include_reasoning": flag("false: what the model thinks is left out."),
     "add_special_tokens": one_of([False], "Not supported: the chat template writes them."),
     "adapters": ADAPTERS,
     "lora": ADAPTERS,
@@ -289,6 +298,8 @@ _TRUNCATE: Schema = {
 }
 _CUT: Schema = one_of([-1], "The same as `truncate`; other numbers are not supported.")
 _CUT_SIDE: Schema = one_of(["right"], "Where `truncate_prompt_tokens` cuts: at the end, nowhere else.")
+CUTS: Body = {"truncate": _TRUNCATE, "truncate_prompt_tokens": _CUT, "truncation_side": _CUT_SIDE}
+"""What becomes of texts that are too long."""
 _PROMPT_NAME: Schema = text("One of the model's own instructions, to put before each text.")
 EMBEDDINGS: Body = {
     "model": MODEL,
@@ -296,9 +307,7 @@ EMBEDDINGS: Body = {
     "encoding_format": choice(("float", "base64")),
     "dimensions": integer(1),
     "prompt_name": _PROMPT_NAME,
-    "truncate": _TRUNCATE,
-    "truncate_prompt_tokens": _CUT,
-    "truncation_side": _CUT_SIDE,
+    **CUTS,
 }
 EMBEDDING: Body = {
     "model": MODEL,
@@ -306,9 +315,7 @@ EMBEDDING: Body = {
     "content": {**TEXTS, "anyOf": [*TEXTS["anyOf"], {"type": "null"}]},
     "embd_normalize": integer(-1, 1 << 20, "-1 none, 0 largest value, 1 taxicab, 2 Euclidean."),
     "prompt_name": _PROMPT_NAME,
-    "truncate": _TRUNCATE,
-    "truncate_prompt_tokens": _CUT,
-    "truncation_side": _CUT_SIDE,
+    **CUTS,
 }
 RERANK: Body = {
     "model": MODEL,
@@ -326,7 +333,5 @@ RERANK: Body = {
     "return_documents": flag(),
     "return_text": flag("The same as `return_documents`."),
     "raw_scores": one_of([False]),
-    "truncate": _TRUNCATE,
-    "truncate_prompt_tokens": _CUT,
-    "truncation_side": _CUT_SIDE,
+    **CUTS,
 }

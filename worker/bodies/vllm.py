@@ -1,7 +1,8 @@
 """Bodies of vLLM's own calls."""
 
-from worker.bodies.openai import CHAT_TOKENS, MODEL
-from worker.schemas import Body, flag, required, text
+from worker.bodies.common import MAX_TEXTS
+from worker.bodies.openai import CHAT_TOKENS, CUTS, MODEL
+from worker.schemas import Body, Schema, array, flag, one_of, required, text
 
 _TELLING: Body = {"return_token_strs": flag("The tokens come as the tokenizer spells them, too.")}
 TOKENIZE_TEXT: Body = {
@@ -14,4 +15,16 @@ TOKENIZE_CHAT: Body = {
     **CHAT_TOKENS,
     "add_special_tokens": flag("With what the tokenizer puts around texts, beside what the chat template writes."),
     **_TELLING,
+}
+SCORED = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""What is scored, by the names that one request may have for it."""
+_SCORED: Schema = {
+    "anyOf": [{"type": ["string", "null"]}, array({"type": "string"}, least=1, most=MAX_TEXTS)],
+    "description": "A text, or several: as many as of the other kind, or one for all of them.",
+}
+SCORE: Body = {
+    "model": MODEL,
+    **{name: _SCORED for pair in SCORED for name in pair},
+    "use_activation": one_of([True], "Not supported: scores are those that can be compared."),
+    **CUTS,
 }

@@ -16,7 +16,7 @@ from worker.chat import Conversation, Template
 from worker.contract import ModelOptions, Profile, Serve
 from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
-from worker.fields import Fields
+from worker.fields import Fields, Json
 from worker.generation import Delta, Engine, Generation, Pictures, Text
 from worker.parts import Manner, Reading
 from worker.routes import Face
@@ -297,15 +297,16 @@ async def read_texts(
 ) -> tuple[list[list[int]], list[str | None]]:
     """Token ids of each text in field `name`, and the texts, where they were texts.
 
-    The field holds a text, or several; each is a string, token ids, or pieces of both, one behind another. `prefix`
-    stands before each string, but not before token ids; `add_special`: with what the tokenizer puts around a text.
-    Raises InvalidValue naming the field, and ContextExceeded for
-    more than `longest` (None: the context) token ids.
+    The field holds a text, or several; each is a string, token ids, pieces of both, one behind another, or an object
+    that llama-server takes for one of these. `prefix` stands before each string, but not before token ids;
+    `add_special`: with what the tokenizer puts around a text. Raises InvalidValue or UnsupportedField naming the field,
+    and ContextExceeded for more than `longest` (None: the context) token ids.
     """
     value = fields.take(name)
     items = value if isinstance(value, list) and value and not any(map(_is_number, value)) else [value]
     if len(items) > MAX_TEXTS:
         raise InvalidValue(f"{name} must have at most {MAX_TEXTS} entries", param=name)
+    items = [_without_media(item, name) if isinstance(item, dict) else item for item in items]
     for item in items:
         if not (isinstance(item, str) or (isinstance(item, list) and item)):
             raise InvalidValue(f"{name} must be a string, an array of strings, token ids or arrays of them", param=name)
@@ -322,6 +323,23 @@ async def read_texts(
     if not all(prompts):
         prompts = [prompt or model.start_of_text(name) for prompt in prompts]
     return prompts, [item if isinstance(item, str) else None for item in items]
+
+
+def _without_media(item: Json, name: str) -> Any:
+    """What an object holds that may have media beside it: `prompt_string`, or the text of `content`, which is one or
+    has parts as of a message. Raises UnsupportedField for media."""
+    text = item.get("prompt_string")
+    content = item.get("content") if text is None else None
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if item.get("multimodal_data") or any(part.get("type") != "text" for part in parts):
+        raise UnsupportedField(
+            f"{name} may hold texts only; a model that takes images has them in messages of POST /v1/chat/completions",
+            param=name,
+        )
+    texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+    if parts and len(texts) == len(content or ()):
+        return "".join(texts)
+    return content if isinstance(content, str) else text
 
 
 async def _ids(pieces: list[Any], name: str, model: Model, *, add_special: bool) -> list[int]:

@@ -1,8 +1,10 @@
-"""Texts to vectors, in OpenAI's shape and in llama-server's, and documents by how well they fit a query."""
+"""Texts to vectors, in OpenAI's shape and in llama-server's, and texts by how well they fit others."""
 
 import asyncio
 import base64
 import struct
+import time
+import uuid
 from collections.abc import Sequence
 from math import hypot
 from operator import mul
@@ -10,6 +12,7 @@ from typing import Any
 
 from worker.bodies.common import MAX_TEXTS
 from worker.bodies.openai import EMBEDDING, EMBEDDINGS, RERANK
+from worker.bodies.vllm import SCORE, SCORED
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
 from worker.faces import Model, Result, read_texts
 from worker.fields import Fields, Json
@@ -95,6 +98,67 @@ async def rerank(body: Json, model: Model) -> Result:
         for each in results:
             each["document"] = {"text": documents[each["index"]]}
     return _result({"model": name, "object": "list", "results": results}, texts, ignored)
+
+
+async def score(body: Json, model: Model) -> Result:
+    """vLLM: how well texts fit each other, pair by pair, or one with each of several; by a cross-encoder's score, else
+    by the cosine between vectors. Raises RequestError. Cancelling drops the work."""
+    model.require("rerank")
+    fields = Fields(body, SCORE)
+    name = fields.text("model") or model.options.name
+    names, firsts, seconds = _read_pairs(fields)
+    fields.refuse("use_activation", "use_activation must be true: scores are those that can be compared")
+    cuts = _read_truncate(fields)
+    ignored = fields.settle(strict=model.options.strict_fields)
+    if model.engine.encoding is None:
+        others = [seconds] if len(firsts) == 1 else [[text] for text in seconds]
+        groups = zip(firsts, others, strict=True)
+        texts = [text for first, group in groups for text in await model.encode_pairs(first, group, cuts=cuts)]
+        scores = await model.engine.score(_checked(texts, model, names[1]))
+    else:
+        asked = await _encode(firsts, model, names[0], "query", cuts=cuts)
+        given = await _encode(seconds, model, names[1], "document", cuts=cuts)
+        texts = [*asked, *given]
+        vectors = await model.engine.embed(texts, normalize=2)
+        lefts, rights = vectors[: len(asked)], vectors[len(asked) :]
+        if len(lefts) == 1:
+            scores = await _products(lefts[0], rights)
+        else:
+            scores = [sum(map(mul, left, right)) for left, right in zip(lefts, rights, strict=True)]
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
+    return _result({**head, "data": data}, texts, ignored)
+
+
+def _read_pairs(fields: Fields) -> tuple[tuple[str, str], list[str], list[str]]:
+    """The names of what is scored, and the texts of both, of which the first may be one for all. Raises
+    InvalidValue."""
+    stated = {name: texts for pair in SCORED for name in pair if (texts := _read_scored(fields, name))}
+    names = next((pair for pair in SCORED if stated.keys() == set(pair)), None)
+    if names is None:
+        pairs = ", or ".join(" and ".join(pair) for pair in SCORED)
+        raise InvalidValue(f"state one pair: {pairs}", param=next(iter(stated), "text_1"))
+    firsts, seconds = (stated[name] for name in names)
+    if len(firsts) not in (1, len(seconds)):
+        raise InvalidValue(
+            f"{names[1]} must be as many as {names[0]}, {len(firsts)}, or {names[0]} one for all", param=names[1]
+        )
+    return names, firsts, seconds
+
+
+def _read_scored(fields: Fields, name: str) -> list[str]:
+    """The texts of a field; none if it is not there."""
+    value = fields.take(name)
+    texts = [value] if isinstance(value, str) else value
+    if texts is None:
+        return []
+    if (
+        not isinstance(texts, list)
+        or not 0 < len(texts) <= MAX_TEXTS
+        or not all(isinstance(each, str) for each in texts)
+    ):
+        raise InvalidValue(f"{name} must be a string, or an array of 1 to {MAX_TEXTS} strings", param=name)
+    return texts
 
 
 async def _read_inputs(fields: Fields, names: tuple[str, ...], model: Model) -> list[Text]:

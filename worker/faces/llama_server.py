@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from worker import adapting, chat, constraints, samplers, sampling
+from worker import adapting, chat, constraints, samplers, sampling, telling
 from worker.bodies.common import MAX_SHOWN, MAX_TEXTS
 from worker.bodies.llama_server import COMPLETION, INFILL
 from worker.bodies.openai import TEMPLATE
-from worker.errors import InvalidValue, UnsupportedByModel, UnsupportedField
+from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json
 from worker.filling import Filling
@@ -20,25 +20,10 @@ from worker.native import NativeReply
 async def completion(body: Json, model: Model) -> Call:
     """Text that goes on from a prompt, or from each of several; raises RequestError."""
     model.require("completion")
-    fields = Fields({**body, "prompt": _without_media(body.get("prompt"))}, COMPLETION)
+    fields = Fields(body, COMPLETION)
     prompts, texts = await read_texts(fields, "prompt", model)
     told = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
     return _completion(fields, model, prompts, told)
-
-
-def _without_media(prompt: Any) -> Any:
-    """A prompt, or several, with the objects that llama-server takes for text with media as their texts. Raises
-    UnsupportedField for media."""
-    if isinstance(prompt, list):
-        return [_without_media(each) if isinstance(each, dict) else each for each in prompt]
-    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_string"), str):
-        return prompt
-    if prompt.get("multimodal_data"):
-        raise UnsupportedField(
-            "prompt.multimodal_data is not supported; send images in messages of POST /v1/chat/completions",
-            param="prompt",
-        )
-    return prompt["prompt_string"]
 
 
 async def infill(body: Json, model: Model) -> Call:
@@ -51,7 +36,7 @@ async def infill(body: Json, model: Model) -> Call:
 
 def _completion(fields: Fields, model: Model, prompts: list[list[int]], texts: list[str]) -> Call:
     """All but the prompts."""
-    alternatives = fields.integer("n_probs", high=model.options.max_logprobs)
+    alternatives = telling.alternatives(fields, "n_probs", model.options.max_logprobs)
     tells_odds = fields.flag("post_sampling_probs") or False
     fields.refuse("n_indent", "n_indent is not supported; leave it out")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")

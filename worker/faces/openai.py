@@ -34,6 +34,7 @@ async def chat(body: Json, model: Model) -> Call:
             shape=common.shape,
             telling=common.telling,
             manner=read.manner,
+            shows_thoughts=read.shows_thoughts,
         ),
         stream=common.stream,
         ping_interval=common.ping_interval,
@@ -50,6 +51,8 @@ class Chat:
     """One; of a text completion, one for each prompt."""
     manner: Manner
     ignored: tuple[str, ...]
+    shows_thoughts: bool = True
+    """What the model thinks is part of the answer."""
 
 
 async def understand(
@@ -60,20 +63,20 @@ async def understand(
     `names`: what its fields are called in the body that the client wrote, the longer before the shorter; `before`:
     tokens of a prompt and its answer, from which the messages go on.
     """
-    theirs = partial(_renamed, names)
-    with _in_their_words(theirs):
+    theirs = partial(renamed, names)
+    with in_their_words(theirs):
         read = await _understand(body, model, id=id, theirs=theirs, before=before)
     return replace(read, ignored=tuple(map(theirs, read.ignored))) if names else read
 
 
-def _renamed(names: Mapping[str, str], field: str) -> str:
+def renamed(names: Mapping[str, str], field: str) -> str:
     """What a field of a chat completion, or something inside of it, is called by the client."""
     within = next((ours for ours in names if field == ours or field.startswith(f"{ours}.")), "")
     return names[within] + field.removeprefix(within) if within else field
 
 
 @contextmanager
-def _in_their_words(theirs: Callable[[str], str]) -> Iterator[None]:
+def in_their_words(theirs: Callable[[str], str]) -> Iterator[None]:
     """A RequestError from within names the field as the client does."""
     try:
         yield
@@ -93,9 +96,15 @@ async def _understand(
     conversation = replace(chats.read(fields, model.template, blind=model.engine.blind), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
     separates = _separates(fields, model)
+    shows_thoughts = fields.flag("include_reasoning") is not False
+    if not (shows_thoughts or separates):
+        raise InvalidValue(
+            "include_reasoning: false leaves out what reasoning_format: none makes part of the content; state one",
+            param="include_reasoning",
+        )
     adapters = adapting.read(fields, "adapters", "lora")
     has_logprobs = fields.flag("logprobs") or False
-    top = fields.integer("top_logprobs", high=model.options.max_logprobs)
+    top = telling.alternatives(fields, "top_logprobs", model.options.max_logprobs)
     if top and not has_logprobs:
         raise InvalidValue("top_logprobs needs logprobs: true", param="top_logprobs")
     fields.refuse("add_special_tokens", "add_special_tokens must be false: the chat template writes special tokens")
@@ -128,7 +137,7 @@ async def _understand(
     generations = common.generations(
         id, [tokens], shown=shown(model.family, model.special), pictures=pictures, adapters=adapters
     )
-    return Chat(common=common, generations=generations, manner=manner, ignored=ignored)
+    return Chat(common=common, generations=generations, manner=manner, ignored=ignored, shows_thoughts=shows_thoughts)
 
 
 async def understand_text(body: Json, model: Model, *, id: str, suffix: str = "") -> Chat:
@@ -136,7 +145,7 @@ async def understand_text(body: Json, model: Model, *, id: str, suffix: str = ""
     what follows the gap that it fills in. Raises RequestError."""
     model.require("completion")
     fields = Fields(body, TEXT)
-    logprobs = fields.integer("logprobs", high=model.options.max_logprobs)
+    logprobs = telling.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     common.check_max_tokens()
     prompts, texts = await read_texts(fields, "prompt", model)
@@ -169,9 +178,9 @@ async def prompt_of(
 ) -> tuple[list[int], tuple[str, ...]]:
     """As `count`, the tokens themselves; `add_special`: with what the tokenizer puts around texts."""
     model.require("completion")
-    theirs = partial(_renamed, names)
+    theirs = partial(renamed, names)
     fields = Fields(body, CHAT_TOKENS)
-    with _in_their_words(theirs):
+    with in_their_words(theirs):
         conversation = chats.read(fields, model.template, blind=model.engine.blind)
         tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
         if add_special and conversation.images:
@@ -204,7 +213,7 @@ async def completions(body: Json, model: Model) -> Call:
     echo = fields.flag("echo") or False
     if suffix and echo:
         raise InvalidValue("suffix and echo exclude each other; state one", param="echo")
-    logprobs = fields.integer("logprobs", high=model.options.max_logprobs)
+    logprobs = telling.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     is_only_echo = echo and common.max_tokens == 0
     if not is_only_echo:
