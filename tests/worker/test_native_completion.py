@@ -156,6 +156,7 @@ async def test_what_a_body_states_becomes_the_generation() -> None:
         ({"n_indent": 2}, "n_indent", "unsupported_parameter"),
         ({"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]}, "lora", "unsupported_parameter"),
         ({"mirostat": 1}, "mirostat", "unsupported_parameter"),
+        ({"image_data": [{"data": "aGk=", "id": 1}]}, "image_data", "unsupported_parameter"),
         ({"grammar": "root ::= x", "json_schema": {}}, "grammar", "invalid_value"),
         ({"stream": 1}, "stream", "invalid_value"),
         ({"prompt": [5] * 300}, "prompt", "context_length_exceeded"),

@@ -175,6 +175,14 @@ async def test_what_is_no_conversation_has_no_context() -> None:
         assert "context" not in (await world.post("/api/chat", {"messages": HI, "stream": False}))[2]
 
 
+async def test_a_role_may_be_written_in_capitals() -> None:
+    engine = Speaking("fine")
+    async with serving(engine, chat_template=TOOLS) as world:
+        body = {"messages": [{"role": "User", "content": "hi"}], "stream": False}
+        assert (await world.post("/api/chat", body))[0] == 200
+        assert engine.prompt().endswith("<user>hi<assistant>")
+
+
 async def test_a_gap_is_filled_in_by_a_model_that_can() -> None:
     engine = Speaking("fine")
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
@@ -305,6 +313,8 @@ async def test_vectors() -> None:
         assert told["load_duration"] == 2_500_000_000 <= told["total_duration"]
         one = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=1))
         assert [list(vector) for vector in one.embeddings] == [[1.0]]
+        every = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=0))
+        assert [len(vector) for vector in every.embeddings] == [4]
         older = await client.embeddings("m", "hi")
         assert list(older.embedding) == [2.0, 4.0, 6.0, 8.0]
         assert list((await client.embed("m", "")).embeddings) == []
@@ -331,6 +341,7 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
         ("generate", {"prompt": "x", "context": [1], "suffix": "y"}, "context and suffix exclude each other"),
         ("generate", {"prompt": "x", "context": [1] * 256}, "maximum context length is 256"),
         ("generate", {"prompt": "x", "context": "y"}, "context must be an array"),
+        ("generate", {"prompt": "x", "_debug_render_only": True}, "_debug_render_only is not supported"),
         ("generate", {"prompt": "x", "template": "y"}, "template is not supported"),
         ("generate", {"prompt": "x", "images": ["aGk="]}, "takes text, not images"),
     ]

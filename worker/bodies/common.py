@@ -105,6 +105,7 @@ NEUTRAL: Body = {
     "kv_transfer_params": one_of([{}], _OFF),
     "vllm_xargs": one_of([{}], _OFF),
     "mm_processor_kwargs": one_of([{}], _OFF),
+    "image_data": one_of([[]], "Not supported: images stand in messages."),
     "media_io_kwargs": one_of([{}], _OFF),
 }
 """Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""

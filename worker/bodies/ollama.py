@@ -35,6 +35,7 @@ OLLAMA: Body = {
     "truncate": flag("Reported as ignored: what is too long is refused."),
     "shift": flag("Reported as ignored: an answer ends with the context."),
     "keep_alive": KEEP_ALIVE,
+    "_debug_render_only": one_of([False], "Not supported: POST /apply-template shows a chat's prompt."),
     "logprobs": flag(),
     "top_logprobs": {"description": "Alternatives for each token; read where logprobs is true."},
 }
@@ -85,7 +86,7 @@ OLLAMA_EMBED: Body = {
     "options": record(OPTIONS),
     "input": {"anyOf": [*TEXTS["anyOf"], {"enum": [None, []]}]},
     "truncate": flag("true unless stated."),
-    "dimensions": integer(1),
+    "dimensions": integer(0, None, "0 is all."),
 }
 OLLAMA_EMBEDDINGS: Body = {
     **_NAMES,

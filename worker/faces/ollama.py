@@ -109,7 +109,7 @@ async def embed(body: Json, model: Model, *, waited: float = 0.0) -> Result:
     _pass_over_options(fields, model)
     texts = fields.take("input")
     truncate = fields.flag("truncate")
-    asked = {"input": texts, "dimensions": fields.take("dimensions"), "truncate": truncate is not False}
+    asked = {"input": texts, "dimensions": fields.integer("dimensions") or None, "truncate": truncate is not False}
     ignored = fields.settle(strict=model.options.strict_fields)
     if texts in (None, "", []):
         model.require("embedding")
@@ -150,6 +150,9 @@ def _read(fields: Fields, model: Model) -> tuple[Json, int | None, float | None]
     asked, room = _options(fields, model)
     stream = fields.flag("stream")
     asked |= {"model": _named(fields, model), "stream": stream is not False}
+    fields.refuse(
+        "_debug_render_only", "_debug_render_only is not supported; POST /apply-template shows a chat's prompt"
+    )
     for name in ("truncate", "shift"):
         if fields.flag(name):
             fields.mark_unused(name)  # what is too long is refused
@@ -296,6 +299,8 @@ def _message(where: str, message: Any, model: Model) -> Json:
     if not isinstance(message, dict):
         raise InvalidValue(f"{where} must be an object", param=where)
     known = {name: message.get(name) for name in ("role", "content", "tool_call_id")}
+    if isinstance(known["role"], str):
+        known["role"] = known["role"].lower()  # as Ollama reads it
     known["content"] = _content(_images(f"{where}.images", message.get("images"), model), message.get("content"))
     known["reasoning_content"] = message.get("thinking")
     known["name"] = message.get("tool_name")
