@@ -56,7 +56,10 @@ class NativeReply:
         answer = self._answer(number, delta)
         answer.add(delta)
         if delta.progress is not None:
-            return _frame(answer.chunk(Delta()) | progress_of(delta.progress)) if self._has_progress else b""
+            if not self._has_progress:
+                return b""
+            progress = progress_of(delta.progress, has_timings=self._generations[number].timings)
+            return _frame(answer.chunk(Delta()) | progress)
         frames = []
         if delta.text or delta.tokens:
             further = answer.timings() if self._generations[number].timings else {}

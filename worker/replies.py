@@ -36,6 +36,10 @@ class Chunks:
         """What a chunk that is not that last one says of it."""
         return {"usage": totals.usage() if self.counts else None} if self.has_usage else {}
 
+    def progress(self, prefill: Prefill) -> Json:
+        """What one says that tells how far the prompt is."""
+        return progress_of(prefill, has_timings=self.has_timings)
+
 
 class Totals:
     """Counts and times of all choices of an answer together."""
@@ -86,30 +90,41 @@ class Totals:
 
     def timings(self) -> Json:
         """As llama-server reports them, so far. Choices run side by side, so seconds are the longest one's."""
-        cached, completion_tokens = self._cached, self._completion_tokens
-        prompt_n = self._prompt_tokens - cached
-        prefill_seconds = max((timings.prefill_seconds for timings in self._latest.values()), default=0.0)
-        decode_seconds = max((timings.decode_seconds for timings in self._latest.values()), default=0.0)
-        return {
-            "cache_n": cached,
-            "prompt_n": prompt_n,
-            "prompt_ms": prefill_seconds * 1e3,
-            "prompt_per_token_ms": _rate(prefill_seconds * 1e3, prompt_n),
-            "prompt_per_second": _rate(prompt_n, prefill_seconds),
-            "predicted_n": completion_tokens,
-            "predicted_ms": decode_seconds * 1e3,
-            "predicted_per_token_ms": _rate(decode_seconds * 1e3, completion_tokens),
-            "predicted_per_second": _rate(completion_tokens, decode_seconds),
-        }
+        return _timings(
+            cached=self._cached,
+            prompt_n=self._prompt_tokens - self._cached,
+            prefill_seconds=max((timings.prefill_seconds for timings in self._latest.values()), default=0.0),
+            completion_tokens=self._completion_tokens,
+            decode_seconds=max((timings.decode_seconds for timings in self._latest.values()), default=0.0),
+        )
 
     def so_far(self) -> Json:
         """What a chunk adds that comes with timings of its own."""
         return {"timings": self.timings()} if self._latest else {}
 
 
-def progress_of(prefill: Prefill) -> Json:
-    """How far a prompt is, as llama-server's `return_progress` puts it: counts of tokens, milliseconds."""
+def _timings(
+    *, cached: int, prompt_n: int, prefill_seconds: float, completion_tokens: int = 0, decode_seconds: float = 0.0
+) -> Json:
     return {
+        "cache_n": cached,
+        "prompt_n": prompt_n,
+        "prompt_ms": prefill_seconds * 1e3,
+        "prompt_per_token_ms": _rate(prefill_seconds * 1e3, prompt_n),
+        "prompt_per_second": _rate(prompt_n, prefill_seconds),
+        "predicted_n": completion_tokens,
+        "predicted_ms": decode_seconds * 1e3,
+        "predicted_per_token_ms": _rate(decode_seconds * 1e3, completion_tokens),
+        "predicted_per_second": _rate(completion_tokens, decode_seconds),
+    }
+
+
+def progress_of(prefill: Prefill, *, has_timings: bool = False) -> Json:
+    """How far a prompt is, as llama-server's `return_progress` puts it: counts of tokens, milliseconds; `has_timings`:
+    with the timings of what is done of it."""
+    done = prefill.done - prefill.cached
+    timings = _timings(cached=prefill.cached, prompt_n=max(done, 0), prefill_seconds=prefill.seconds)
+    return ({"timings": timings} if has_timings else {}) | {
         "prompt_progress": {
             "total": prefill.total,
             "cache": prefill.cached,
@@ -256,7 +271,7 @@ class ChatReply:
         if not is_shown:
             return b""
         if delta.progress is not None:
-            frames.append(self._chunk(delta.index, {}, _Choice(), **progress_of(delta.progress)))
+            frames.append(self._chunk(delta.index, {}, _Choice(), **self._shape.progress(delta.progress)))
         held = self._held.setdefault(delta.index, _Choice())
         held.add(self._telling.cut(delta))
         for part in parts:
@@ -374,7 +389,7 @@ class TextReply:
         key, index = (number, delta.index), number * self._n + delta.index
         if delta.progress is not None:
             told = self._choice(index, "", None, None)
-            return self._chunk(told, **progress_of(delta.progress)) if self._shape.has_progress else b""
+            return self._chunk(told, **self._shape.progress(delta.progress)) if self._shape.has_progress else b""
         text, prompt_ids = delta.text, {}
         if key not in self._streams:
             self._streams[key] = self._legacy(number)

@@ -231,6 +231,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/lora-adapters", _L, "lora_adapters", False),
     *_not_offered("POST", "/lora-adapters", "lora of a request: a scale for all would change other clients' answers"),
     *_not_offered("POST", "/pooling /classify", "POST /v1/embeddings, or POST /v1/rerank", face=_O),
+    *_not_offered("POST", "/v1/load_lora_adapter /v1/unload_lora_adapter", "/models/{id}/adapters", face=_O),
     *_not_offered("GET", "/tokenizer_info", "GET /props?model=, or POST /tokenize", face=_O),
     *_not_offered(
         "POST", "/v1/audio/transcriptions /v1/audio/speech /v1/images/generations /v1/moderations", "another server"

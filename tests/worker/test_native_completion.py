@@ -179,6 +179,16 @@ async def test_a_chunk_tells_progress_and_timings_only_if_asked() -> None:
         assert (status, headers["X-Ignored-Fields"]) == (200, "return_progress")
 
 
+async def test_a_chunk_of_progress_has_the_timings_so_far_if_asked() -> None:
+    async with serving.serving() as world:
+        world.engine.gate.set()
+        asked = {"prompt": "prefill it now", "n_predict": 1, "return_progress": True}
+        for further in ({}, {"timings_per_token": True}):
+            told = serving.chunks(await world.stream("/completion", {**asked, **further}))
+            timed = ["timings" in chunk for chunk in told if "prompt_progress" in chunk]
+            assert timed == [bool(further)] * 2
+
+
 async def test_an_answer_that_the_context_ends_is_truncated() -> None:
     async with serving.serving(FakeEngine(serving.tokenizer(), ctx_size=16)) as world:
         _, _, answer = await world.post("/completion", PROMPT)

@@ -591,6 +591,13 @@ async def test_a_stream_tells_how_far_its_prompt_is_if_asked(path: str) -> None:
         first_text = next(at for at, frame in enumerate(frames) if _text_of(frame))
         assert all("prompt_progress" not in frame for frame in frames[first_text:-1])
         assert all(frame["choices"][0]["finish_reason"] is None for frame in frames[:first_text])
+        asked = {**body, "return_progress": True, "timings_per_token": True}
+        timed = [each for each in serving.chunks(await world.stream(path, asked))[:-1] if "prompt_progress" in each]
+        assert [(each["timings"]["cache_n"], each["timings"]["prompt_n"]) for each in timed] == [
+            (2, total // 2 - 2),
+            (2, total - 2),
+        ]
+        assert [each["timings"]["prompt_ms"] for each in timed] == [125.0, 500.0]
         plain = await world.stream(path, body)
         assert not any("prompt_progress" in frame for frame in plain)
         assert len(plain) == len(frames) - 2, "nothing else is different"
