@@ -19,7 +19,7 @@ from worker.bodies.llama_server import COMPLETION, DETOKENIZE, INFILL, TOKENIZE
 from worker.bodies.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OLLAMA_PULL, OLLAMA_SHOW
 from worker.bodies.openai import CHAT, CHAT_TOKENS, COMPLETIONS, EMBEDDING, EMBEDDINGS, RERANK, TEMPLATE
 from worker.bodies.own import FETCH, NAMED, PIN
-from worker.bodies.responses import RESPONSES
+from worker.bodies.responses import RESPONSES, RESPONSES_TOKENS
 from worker.bodies.seeds import (
     ERICLLM,
     FASTCHAT,
@@ -251,7 +251,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = {
     "cohere_embed": (EMBED,),
     "chat_input_tokens": (CHAT_TOKENS,),
     "responses": (RESPONSES,),
-    "responses_input_tokens": (RESPONSES,),
+    "responses_input_tokens": (RESPONSES_TOKENS,),
     "invocations": (INVOCATIONS, CHAT, COMPLETIONS),
     "ericllm_generate": (ERICLLM,),
     "fastchat_stream": (FASTCHAT,),

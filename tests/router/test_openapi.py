@@ -120,3 +120,10 @@ def test_a_call_that_loads_says_so_and_takes_autoload() -> None:
             assert operation["description"].startswith("Loads" if route.loads is not Loads.NEVER else "Never")
             assert "autoload" in query(route)
             assert {"404", "429", "502", "503", "504", "507"} <= set(operation["responses"])
+
+
+def test_what_a_call_that_only_counts_passes_over_is_described_as_anything() -> None:
+    for name in ("ResponsesInputTokensRequest", "ChatInputTokensRequest"):
+        fields = DOCUMENT["components"]["schemas"][name]["properties"]
+        assert fields["min_p"] == {}
+        assert fields["chat_template_kwargs"] != {}

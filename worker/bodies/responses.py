@@ -24,6 +24,7 @@ from worker.bodies.openai import (
     PARTS,
     PING,
     SEEING,
+    unread,
 )
 from worker.bodies.openai import STREAM_OPTIONS as OF_CHATS
 from worker.schemas import (
@@ -210,3 +211,5 @@ RESPONSES: Body = {
     "truncation": one_of(["disabled"]),
     "prompt": one_of([]),
 }
+RESPONSES_TOKENS: Body = {**RESPONSES, **unread(FURTHER, CONVERSATION)}
+"""Of a call that only counts: what the answer would be drawn by or held to is passed over."""
