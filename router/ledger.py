@@ -196,7 +196,7 @@ class Ledger:
             device = Device(
                 id=reading.id,
                 total=own[pool].total,
-                used=own[pool].used,
+                used=max(own[pool].used, reading.used),  # more: an accelerator that cannot be read, shown as full
                 foreign=foreign[pool],
                 margin=max(self._margin(id) for id in members[pool]),
                 limit=min(limits, default=None),

@@ -234,6 +234,11 @@ def test_an_accelerator_without_memory_of_its_own_shows_that_of_its_pool() -> No
     ]
 
 
+def test_an_accelerator_that_is_full_as_it_cannot_be_read_leaves_its_pool_as_it_is() -> None:
+    readings = [Reading(GPU[0], WORLD, WORLD, pool=CPU), Reading(CPU, WORLD, 47)]
+    assert [(d.id, d.used) for d in unified().observe(readings, [])] == [(CPU, 47), (GPU[0], WORLD)]
+
+
 def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() -> None:
     readings = [Reading(GPU[0], WORLD, 0, pool=CPU), Reading(CPU, WORLD, 0)]
     devices = unified(margin=5, limit=60).observe(readings, [])
