@@ -212,6 +212,20 @@ EMBEDDING: dict[str, Sample] = {
     "truncate": (True, {"content": "hi " * 400, "truncate": False}),
 }
 
+TOKENS: dict[str, Sample] = {
+    **alone(prompt="ho", add_special_tokens=False, return_token_strs=True),
+    "with_pieces": (True, {}),
+}
+SCORE: dict[str, Sample] = {
+    **alone(text_1="ho", text_2="ho ho", model="other", use_activation=False),
+    "truncate": (True, {"text_1": "hi " * 400}),
+    "queries": ("ho", {}),
+}
+COHERE: dict[str, Sample] = alone(
+    texts=["ho"], input_type="search_query", embedding_types=["base64"], output_dimension=2,
+    images=["aGk="], max_tokens=3, truncate="START", inputs=[{"content": "ho"}],
+)  # fmt: skip
+
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Sample]]] = {
     "/v1/chat/completions": ({"messages": HI}, CHAT),
     "/v1/completions": ({"prompt": "hi"}, COMPLETIONS),
@@ -223,6 +237,9 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Sample]]] = {
     "/api/embed": ({"input": "hi"}, OLLAMA_EMBED),
     "/api/embeddings": ({"prompt": "hi"}, OLLAMA_EMBEDDINGS),
     "/completion": ({"prompt": "hi"}, COMPLETION),
+    "/tokenize": ({"prompt": "hi"}, TOKENS),
+    "/v1/score": ({"text_1": "hi", "text_2": "ho"}, SCORE),
+    "/v2/embed": ({"texts": ["hi"]}, COHERE),
     "/embedding": ({"content": "hi"}, EMBEDDING),
     "/v1/rerank": ({"query": "hi", "documents": ["a", "b"]}, RERANK),
     "/invocations": ({"inputs": "hi"}, INVOCATIONS),
