@@ -20,6 +20,7 @@ SHOWN = {
     "router/members.py": "when a preset was first listed",
     "router/serve.py": "the first number of events and lines: above those of an earlier router",
     "router/site.py": "when presets were reloaded",
+    "worker/faces/embeddings.py": "when an answer was created",
     "worker/faces/openai.py": "when an answer was created",
     "worker/faces/responses.py": "when an answer was created",
     "worker/routes.py": "when an answer was created",
