@@ -268,10 +268,10 @@ def _assemble(
     text = _text(config)
     model_type = str(config.get("model_type", ""))
     embedding = next((shape for name, (_, shape, _) in tensors.items() if _EMBEDDING.search(name)), (0, 0))
-    hidden = _first(text, "hidden_size", "n_embd", "d_model", "dim") or embedding[-1]
-    vocab = _first(text, "vocab_size") or embedding[0]
-    heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-    layers = _first(
+    hidden = _size(text, "hidden_size", "n_embd", "d_model", "dim") or embedding[-1]
+    vocab = _size(text, "vocab_size") or embedding[0]
+    heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", least=0)
+    layers = _size(
         text, "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"
     )
     if layers > MOST_LAYERS:
@@ -370,6 +370,16 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
                 raise ValueError(f"{name} is {value}")
             return int(value)
     return 0
+
+
+def _size(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
+    """As `_first`. Raises ValueError, too, if one of these keys is negative, or if what they state is below `least`."""
+    found = _first(config, *names)
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value < (0 if found else least):
+            raise ValueError(f"{name} is {value}")
+    return found
 
 
 def _heads(

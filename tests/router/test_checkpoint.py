@@ -444,6 +444,12 @@ def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
         {"hidden_size": 10**30},
         {"num_hidden_layers": 10**9},
         {"num_hidden_layers": 10**30},
+        {"num_hidden_layers": -3},
+        {"num_hidden_layers": 0},
+        {"num_attention_heads": -2},
+        {"hidden_size": -64},
+        {"vocab_size": -1},
+        {"n_layer": -2},
         {"architectures": 5},
         {"model_type": []},
         {"text_config": {"model_type": {}}},
@@ -455,6 +461,11 @@ def test_a_config_that_describes_no_model_is_refused_at_once_whatever_it_holds(
 ) -> None:
     with pytest.raises(UnknownCheckpoint, match=r"config\.json describes no model .*fetch it again"):
         read(snapshot(tmp_path, **changes))
+
+
+def test_what_is_stated_twice_may_be_none_in_one_place(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path, decoder_layers=0, num_attention_heads=0, n_head=2))
+    assert (facts.layers, facts.heads) == (2, 2)
 
 
 @pytest.mark.parametrize("kinds", [{"layer_types": ["mamba"] * 9}, {"attn_layer_indices": [0, 1, 2, 3]}], ids=str)

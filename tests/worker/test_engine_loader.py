@@ -295,8 +295,11 @@ async def test_code_in_a_snapshot_runs_only_when_trusted_and_never_with_our_cach
     assert "brandnew" in str(refused(folder, trust_remote_code=True, task="generate"))
 
 
-def test_a_native_class_is_used_where_there_is_one_whatever_code_lies_beside_it(folder: Path) -> None:
-    edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+@pytest.mark.parametrize(
+    "classes", [{"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, "evil.Model"], ids=["named", "odd"]
+)
+def test_a_native_class_is_used_where_there_is_one_whatever_code_lies_beside_it(folder: Path, classes: Any) -> None:
+    edit(folder / "config.json", auto_map=classes)
     (folder / "evil.py").write_text("raise SystemExit('this must not run')")
     for trusted in (False, True):
         config = load_config(options(folder, trust_remote_code=trusted))
@@ -409,6 +412,10 @@ def _of_another_version(folder: Path) -> None:
     edit(folder / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
 
 
+def _of_another_vocabulary(folder: Path) -> None:
+    edit(folder / "config.json", pad_token_id=99999)
+
+
 def _quantised(folder: Path) -> None:
     edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
@@ -426,6 +433,7 @@ def _quantised(folder: Path) -> None:
         (_of_another_shape, ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"]),
         (_invalid, ["config.json", "llama"]),
         (_of_another_version, ["config.json", "llama", "KeyError: 'spiral'"]),
+        (_of_another_vocabulary, ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
         (_quantised, ["gptq", "pip install"]),
     ],
 )

@@ -32,11 +32,14 @@ def one_line(error: BaseException, most: int = 240) -> str:
 
 
 def comes_from(error: BaseException, package: str) -> bool:
-    """Whether code of `package` itself has raised `error`."""
+    """Whether code of `package` has raised `error`, itself or by what it asked of torch."""
     at: TracebackType | None = error.__traceback__
-    while at is not None and at.tb_next is not None:
+    raised = ""
+    while at is not None:
+        of = str(at.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        raised = raised if of == "torch" else of
         at = at.tb_next
-    return at is not None and str(at.tb_frame.f_globals.get("__name__")).partition(".")[0] == package
+    return raised == package
 
 
 def _kinds(error: BaseException) -> set[str]:

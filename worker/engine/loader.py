@@ -25,8 +25,8 @@ from worker.engine.snapshot import is_embedder as is_embedder
 from worker.engine.snapshot import load_config as load_config
 from worker.engine.snapshot import load_tokenizer as load_tokenizer
 from worker.engine.snapshot import native_code as native_code
+from worker.engine.snapshot import own_classes, remote_generator
 from worker.engine.snapshot import own_code as own_code
-from worker.engine.snapshot import remote_generator
 from worker.engine.split import Split
 from worker.errors import StartError
 
@@ -311,7 +311,7 @@ def model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> An
 def _remote_class(options: contract.ModelOptions, config: Any, name: str, what: str) -> Any:
     """The class that the snapshot's own code offers under `name`; it runs that code, which `load_config` has let
     through."""
-    reference = (getattr(config, "auto_map", None) or {}).get(name)
+    reference = own_classes(config).get(name)
     if reference is None:
         raise StartError(f"architecture {config.model_type!r} has no model {what}")
     return _from_snapshot(options, str(reference))

@@ -5,7 +5,7 @@ StartError that names it and the way out.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,14 @@ def is_cross_encoder(options: contract.ModelOptions, config: Any) -> bool:
     return True
 
 
+def own_classes(config: Any) -> Mapping[str, Any]:
+    """The classes of the snapshot's own code, by what they stand for; none if config.json names none."""
+    mapped = getattr(config, "auto_map", None)
+    return mapped if isinstance(mapped, dict) else {}
+
+
 def remote_generator(config: Any) -> str | None:
     """Where the snapshot's own code has a class that generates, if it has one."""
-    mapped = getattr(config, "auto_map", None) or {}
+    mapped = own_classes(config)
     found = mapped.get("AutoModelForCausalLM") or mapped.get("AutoModelForSeq2SeqLM")
     return str(found) if found else None
