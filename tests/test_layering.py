@@ -96,7 +96,7 @@ WORKER = [
     "worker.engine.vocabulary",
     "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
     "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
-    "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot",
+    "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot  worker.engine.aside",
     "worker.engine.scheduler  worker.engine.kernels  worker.engine.search",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"

@@ -14,6 +14,7 @@ from worker import contract
 from worker.engine import architectures, attention, loader
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.engine import TransformersEngine
+from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
 
@@ -30,7 +31,12 @@ def load(folder: Path, *, ahead: bool | None = None, **changes: Any) -> Transfor
 
 
 def load_with(
-    folder: Path, wrap: Callable[[Runner], Runner], *, ahead: bool = False, **changes: Any
+    folder: Path,
+    wrap: Callable[[PackedRunner], Runner],
+    *,
+    ahead: bool = False,
+    pace: Pace | None = None,
+    **changes: Any,
 ) -> TransformersEngine:
     """An engine whose runner is what `wrap` makes of the real one."""
     asked = options(folder, **changes)
@@ -43,7 +49,15 @@ def load_with(
     runner = wrap(PackedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
     return TransformersEngine(
-        asked, tokenizer, config=config, ctx_size=ctx_size, pulse=_ignore, runner=runner, capacity=blocks, ahead=ahead
+        asked,
+        tokenizer,
+        config=config,
+        ctx_size=ctx_size,
+        pulse=_ignore,
+        runner=runner,
+        capacity=blocks,
+        pace=pace,
+        ahead=ahead,
     )
 
 

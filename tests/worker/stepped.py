@@ -26,9 +26,10 @@ class Steady(Pace):
 class Drive:
     """Generations stepped by hand."""
 
-    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True):
+    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True, pace: Pace | None = None):
+        pace = pace or Steady()
         self.work = Generating(
-            runner, Outbox(), lambda token: b"x", capacity=capacity, chunk=64, pace=Steady(), ahead=ahead
+            runner, Outbox(), lambda token: b"x", capacity=capacity, chunk=64, pace=pace, ahead=ahead
         )
         self.streams: dict[int, Stream] = {}
 

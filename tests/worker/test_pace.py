@@ -130,6 +130,72 @@ def test_a_prompt_with_a_very_long_context_keeps_a_third_of_its_speed() -> None:
     assert parts[-2] * (MEASURED["token"] + MEASURED["pair"] * 20_000) == pytest.approx(read / 2, rel=0.25)
 
 
+def beside(pace: Pace, tokens: int, layers: int, measured: dict[str, float]) -> tuple[list[float], float]:
+    """As `prefill`, of a prompt that may be put aside: the gaps, and all seconds that were spent on it."""
+    for decodes in (1, 4) * 20:
+        pace.learn(steps(0, decodes=decodes), measured["alone"] * (0.88 + 0.03 * decodes))
+    start, gaps, spent = 0, [], 0.0
+
+    def seconds(part: int) -> float:
+        looked = start * measured["read"] + part * start * measured["pair"]
+        return part * measured["token"] + looked
+
+    while start < tokens:
+        mixed = min(pace.budget(4, 512, 1, start), tokens - start)
+        part = pace.aside(4, 1, start, min(tokens - start, 256), layers, mixed)
+        if part:
+            each, left = (0.9 * measured["alone"] + seconds(part)) / layers, layers
+            while left:
+                done, until = 0.0, pace.slice(4, measured["alone"])
+                while left and (not done or done + each <= until):
+                    done, left = done + each, left - 1
+                gaps.append(measured["alone"] + done)
+            took = each * layers
+            pace.learn(steps(part, start=start), took)
+        else:
+            part, took = mixed, seconds(mixed)
+            gaps.append(measured["alone"] + took)
+            pace.learn(steps(part, decodes=4, start=start), gaps[-1])
+        spent, start = spent + took, start + part
+    return gaps, spent
+
+
+@pytest.mark.parametrize("layers", [12, 28])
+def test_a_long_prompt_costs_a_third_less_beside_the_steps_and_nobody_stutters(layers: int) -> None:
+    in_steps, _ = prefill(Pace(), 4096, **MEASURED)
+    gaps, spent = beside(Pace(), 4096, layers, MEASURED)
+    assert max(gaps[5:]) < 2.75 * MEASURED["alone"]
+    assert sum(gaps) < 0.7 * sum(in_steps)
+    assert spent < 0.67 * (sum(in_steps) - len(in_steps) * MEASURED["alone"])
+
+
+def test_a_prompt_begins_in_the_steps_which_read_the_weights_for_all() -> None:
+    pace = Pace()
+    prefill(pace, 4096, **MEASURED)
+    assert pace.aside(4, 1, 0, 256, 12, pace.budget(4, 512, 1, 0)) == 0
+    assert pace.aside(4, 1, 100, 256, 12, pace.budget(4, 512, 1, 100)) == 0
+    assert pace.aside(4, 1, 3000, 256, 12, pace.budget(4, 512, 1, 3000)) > 10
+
+
+def test_a_burst_of_prompts_and_prompts_that_disturb_nobody_are_never_put_aside() -> None:
+    pace = Pace()
+    prefill(pace, 4096, **MEASURED)
+    assert pace.aside(4, 9, 3000, 256, 12, 4) == 0, "each waits for all before it"
+    assert pace.aside(0, 1, 3000, 256, 12, 512) == 0
+    assert Pace().aside(4, 1, 3000, 256, 12, 64) == 0, "nothing is known"
+    assert pace.aside(4, 1, 3000, 3, 12, 4) == 0, "the last few go with a step"
+
+
+def test_what_is_put_aside_goes_on_behind_long_steps_as_well_but_less() -> None:
+    pace = Pace()
+    prefill(pace, 4096, **MEASURED)
+    alone, room = MEASURED["alone"], Pace.STRETCH * MEASURED["alone"]
+    assert pace.slice(4, alone) == pytest.approx(room, rel=0.1)
+    assert pace.slice(4, alone + room / 4) == pytest.approx(0.75 * room, rel=0.15)
+    assert pace.slice(4, 10 * alone) == pytest.approx(room / 2, rel=0.1)
+    assert pace.slice(0, 0.0) == Pace.PROMPT_SECONDS
+
+
 def test_what_a_step_costs_is_learned_from_steps_that_mix_prompts_with_decodes() -> None:
     cost = StepCost()
     for decodes, tokens in ((1, 0), (17, 390), (28, 200), (40, 500), (49, 16), (60, 100)):

@@ -17,7 +17,7 @@ with an error, never computed without it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -248,6 +248,8 @@ class Packed:
     """Of parts, by (part, window): built for the first layer that needs it, shared by the others."""
     plans: dict[tuple[int, int, bool], _Plan] = field(default_factory=dict)
     """Of decodes, by window, query heads and whether the kernel can merge; likewise."""
+    pause: Callable[[], None] | None = None
+    """Called before each layer's attention: other steps may be computed meanwhile."""
 
     @classmethod
     def of(cls, batch: Sequence["Piece"], pool: Pool, device: torch.device) -> "Packed":
@@ -281,6 +283,8 @@ class Packed:
         scaling: float | None,
     ) -> torch.Tensor:
         """See `Layout`."""
+        if self.pause is not None:
+            self.pause()
         pool = self.pool
         pool.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]

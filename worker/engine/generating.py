@@ -9,6 +9,9 @@ one's place is given back when the step has landed. So a cancel takes effect wit
 the host has to know a token before the next one can be chosen (a grammar, penalties), the step behind is computed
 meanwhile, and its tokens are chosen when the one in front has landed. Where a prompt is to be computed, a place to be
 given or room to be made, one step is landed before the next is launched.
+
+Far back in a long prompt, while others stream, its tokens are not in the steps but beside them (`aside`), where the
+pace says so and the runner can stop between layers.
 """
 
 import asyncio
@@ -25,12 +28,13 @@ import torch
 from worker.detokenize import Answer, Piece
 from worker.engine import memory
 from worker.engine.adapters import Adapters
+from worker.engine.aside import Aside
 from worker.engine.flight import Attempt, Flight, Masking, Part, Result, compute, launch
 from worker.engine.grammar import Grammars, Matcher
 from worker.engine.kv_cache import Capacity
 from worker.engine.linears import Linears
 from worker.engine.pace import Pace
-from worker.engine.runner import Runner
+from worker.engine.runner import PackedRunner, Runner
 from worker.engine.sampler import Likelihood, Sampled
 from worker.engine.scheduler import Batch, Scheduler, Segment
 from worker.engine.sequence import Repeats, Sequence
@@ -83,6 +87,8 @@ class Choice:
     shows_end: bool = False
     """The token that ends it is part of it."""
     tells_progress: bool = False
+    mixes: bool = False
+    """Its prompt is computed in steps, whatever would be better."""
     told: int = -1
     """Tokens of the prompt that the reader was told are computed; -1: nothing yet."""
     wants_timings: bool = False
@@ -135,6 +141,9 @@ class Generating:
         """The step that was launched ahead."""
         self._leaving: list[tuple[Sequence, bool]] = []
         """Who has ended, but is in that step; and whether what is cached of them is spoiled."""
+        self._pausing = runner if isinstance(runner, PackedRunner) and not ahead else None
+        self._aside: Aside | None = None
+        """A part of a prompt that goes on behind each step."""
         self._landed = 0.0
         """Monotonic seconds of the last landing."""
         self.steps_ahead = 0
@@ -175,6 +184,7 @@ class Generating:
 
     def abandon(self, error: RequestError) -> None:
         self._flight = None
+        self._give_up_aside()
         self._release(frozenset())
         for choice in list(self._choices.values()):
             self._fail(choice.sequence, error)
@@ -209,30 +219,85 @@ class Generating:
     def step(self) -> None:
         """Land one step, and launch the one behind it before if that can be."""
         flight = self._flight or self._launch(self._next())
+        decodes = sum(segment.is_decode for segment in flight.batch)
         self._flight = self._launch_ahead(flight) if self._runs_ahead else None
         self._land(flight)
         if self._flight is not None and not self._flight.is_chosen:
             self._choose(self._flight)
+        if self._aside is not None:
+            self._go_on_aside(self._aside, self._pace.slice(decodes, time.monotonic() - flight.begun))
 
     def _next(self) -> Batch:
+        if self._aside is None and self._pausing is not None and self._pausing.layers:
+            self._put_aside(self._pausing)
         batch = self._scheduler.next(self._budget)
         self._forget_void()
+        if self._scheduler.aside is None:  # it was put back, to make room
+            self._give_up_aside()
         return batch
 
     def _budget(self) -> int:
-        scheduler = self._scheduler
+        scheduler, chunk = self._scheduler, self._chunk
         decoding = scheduler.decoding
-        return self._pace.budget(decoding, self._chunk, scheduler.running - decoding, scheduler.looks_back)
+        prompts = scheduler.running - decoding
+        if self._aside is not None:
+            prompts, chunk = prompts - 1, chunk - self._aside.segment.length
+        return self._pace.budget(decoding, chunk, prompts, scheduler.looks_back)
+
+    def _put_aside(self, runner: PackedRunner) -> None:
+        """Of the oldest prompt as many tokens as had better be computed beside the steps; half a step's at most, so
+        that others may be in the steps, and both together take no more memory than one step."""
+        scheduler = self._scheduler
+        sequence = scheduler.oldest_prompt
+        if sequence is None or sequence.prompt_logprobs or self._choices[sequence.id].mixes:
+            return
+        decoding, most = scheduler.decoding, min(sequence.pending, self._chunk // 2)
+        prompts = scheduler.running - decoding
+        length = self._pace.aside(decoding, prompts, sequence.computed, most, runner.layers, self._budget())
+        if length:
+            segment = scheduler.set_aside(sequence, length)
+            self._begin((segment,), time.monotonic())
+            self._aside = Aside(segment, partial(runner.run, (segment,), None))
+
+    def _go_on_aside(self, aside: Aside, seconds: float) -> None:
+        segment = aside.segment
+        try:
+            if not aside.go_on(seconds):
+                return
+            parts = self._parts((segment,))
+            attempt = Attempt(parts, aside.logits)
+            attempt.choose(Masking(self._grammars, parts[0].choosers))
+            results = attempt.land()
+        except Exception as error:
+            if memory.is_sticky(error):
+                raise
+            log.warning("a prompt is computed in steps, as beside them it failed: %s", memory.one_line(error))
+            self._choices[segment.sequence.id].mixes = True
+            self._give_up_aside()
+            return
+        self._aside = self._scheduler.aside = None
+        self._pace.learn((segment,), aside.seconds)
+        for result in results:
+            self._advance(result, time.monotonic())
+
+    def _give_up_aside(self) -> None:
+        aside, self._aside, self._scheduler.aside = self._aside, None, None
+        if aside is not None:
+            aside.give_up()
 
     def _launch(self, batch: Batch) -> Flight:
         begin = time.monotonic()
+        self._begin(batch, begin)
+        return Flight(batch, self._compute(batch), begin)
+
+    def _begin(self, batch: Batch, now: float) -> None:
+        """It is whose turn it is."""
         for segment in batch:
             choice = self._choices[segment.sequence.id]
             if not choice.started:
-                choice.started = begin
+                choice.started = now
                 if choice.tells_progress:
-                    self._tell_progress(choice, begin)
-        return Flight(batch, self._compute(batch), begin)
+                    self._tell_progress(choice, now)
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """The step behind `flight`, if it can be told already."""
@@ -286,7 +351,7 @@ class Generating:
         now = time.monotonic()
         seconds, self._landed = now - max(flight.begun, self._landed), now
         decodes = any(segment.is_decode for segment in flight.batch)
-        if len(results) == len(flight.batch) and not any(segment.sees for segment in flight.batch):
+        if len(results) == len(flight.batch) > 0 and not any(segment.sees for segment in flight.batch):
             self._pace.learn(flight.batch, seconds)  # what a tower takes says nothing about tokens
         self._most_rows = max(self._most_rows, len(results))
         spoiled = set()
@@ -503,6 +568,8 @@ class Generating:
         else:
             self._scheduler.remove(sequence, is_spoiled=is_spoiled)
             self._forget_void()
+        if self._scheduler.aside is None:
+            self._give_up_aside()
         choice.stream.choices.remove(choice)
         self._choices.pop(sequence.id, None)
         self.release(choice.stream, 1)

@@ -80,12 +80,20 @@ class Leader(PackedRunner):
         super().__init__(model, pool, blocks, device)
         self._ranks, self._peers = ranks, peers
 
+    @property
+    def layers(self) -> int:
+        """0: ranks compute one step after another."""
+        return 0
+
     @torch.inference_mode()
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, batch: Batch, fed: torch.Tensor | None = None, pause: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """As `Runner.run`; returns once the device is through, as what it gives is worth nothing if a rank is lost
         meanwhile. Raises RankLost, or StartError for a follower that said with which exit code the process is to end.
         """
         assert fed is None, "steps of a divided model are not launched ahead"
+        assert pause is None, "nor put aside"
         self._ranks.tell(Step.of(batch, self.tidy(batch)))
         try:
             logits = super().run(batch)

@@ -167,12 +167,18 @@ class Pace:
     those that take half as long themselves: a prompt may lose two thirds of its speed to those who stream, but no more.
     (As many as take as long made steps of 3.3 times the length 4,000 tokens back, where reading these takes as long as
     all weights and four decodes: 12 heads of 64 in float32, two cores of Zen 5.)
+
+    Where a prompt can be put aside (`aside`), more of its tokens share that reading, and no step is longer for it: only
+    one of its layers goes behind each.
     """
 
     PROMPT_SECONDS = 1.0
     STRETCH = 1.4
     LOOKING = 1.5
     """Of what it takes to read a context back, a prompt's share of a step at least."""
+    LAYER = 0.9
+    """Of what prompts may lengthen a step by, one layer of what is put aside: then one fits, if no two do, and reading
+    the context back is spread over as many tokens as can be."""
     FEWEST = 4
     """However dear they are."""
     FEWEST_APART = 64
@@ -204,6 +210,27 @@ class Pace:
             allowed = min(allowed, self.STRETCH * alone * max(1.0, (prompts - 1) ** 2 / decoding))
             allowed = max(allowed, self.LOOKING * reading)
         return min(chunk, max(self._fewest, int((allowed - reading) / each)))
+
+    def aside(self, decoding: int, prompts: int, start: int, pending: int, layers: int, mixed: int) -> int:
+        """Prompt tokens to be computed beside the steps, at most `pending`, with a pause between any two of `layers`; 0
+        if a step had better take `mixed` of them, which share its reading of the weights. Else as in `budget`.
+
+        Beside the steps the weights are read once more, and the context once for many tokens, not for a few: that is
+        better if both together are less for each of these than the context alone is for each of those.
+        """
+        if not self._knows_prompts or not decoding or (prompts - 1) ** 2 > decoding:
+            return 0
+        fixed, _, token, back = self._cost.parts
+        reading, each = start * back, max(token + start * back / SCORES, 1e-9)
+        pass_seconds = self.LAYER * self.STRETCH * self._cost.of(decoding, 0) * layers
+        tokens = min(pending, int((pass_seconds - fixed - reading) / each))
+        return tokens if tokens > 0 and (fixed + reading) * mixed < reading * tokens else 0
+
+    def slice(self, decoding: int, took: float) -> float:
+        """Seconds for what is put aside, behind a step of so many decodes that `took` so long. Behind a long one, which
+        has other prompts' tokens, half as much as behind one without: both get on."""
+        alone = self._cost.of(decoding, 0)
+        return max((1.0 + self.STRETCH) * alone - took, self.STRETCH * alone / 2) if decoding else self.PROMPT_SECONDS
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""

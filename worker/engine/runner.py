@@ -3,13 +3,13 @@
 Law: it holds tensors and decides nothing; what is in a batch, and in which row, the scheduler says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from worker.engine.adapters import Adapters
-from worker.engine.attention import Layout, Pool
+from worker.engine.attention import Layout, Packed, Pool
 from worker.engine.flash import Flash
 from worker.engine.kv_cache import Blocks
 from worker.engine.memory import upload
@@ -92,8 +92,22 @@ class PackedRunner:
     def forget(self, row: int) -> None:
         """Nothing to do: a token sees its own row only as far as this sequence has written it."""
 
+    @property
+    def layers(self) -> int:
+        """At so many places `run` calls its `pause`; 0: it cannot be called meanwhile.
+
+        Not where the step is an accelerator's affair, to which a prompt's reading back is little, nor where modules are
+        told of a step's adapters.
+        """
+        pauses = isinstance(self._cache, Pool) and self.device.type == "cpu" and self.adapters is None
+        return len(self.pool.keys) if pauses and self.flash is None else 0
+
     @torch.inference_mode()
-    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, batch: Batch, fed: torch.Tensor | None = None, pause: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """See `Runner`. `pause` is called between layers; whatever it calls may run other batches, without sequences of
+        this one."""
         self.tidy(batch)
         tokens: list[int] = []
         positions: list[int] = []
@@ -109,11 +123,15 @@ class PackedRunner:
             self._to_device(tokens) if fed is None else fed.to(self.device),
             self._to_device(positions),
             upload(wanted, torch.int64, self._tail),
-            self._layout(batch),
+            self._layout(batch, pause),
         )
 
-    def _layout(self, batch: Batch) -> Layout:
-        return self._cache.lay_out(batch) if self.flash is None else self.flash.packed(batch, self.device)
+    def _layout(self, batch: Batch, pause: Callable[[], None] | None) -> Layout:
+        layout: Layout = self._cache.lay_out(batch) if self.flash is None else self.flash.packed(batch, self.device)
+        if pause is not None:
+            assert isinstance(layout, Packed), "asked for layers first"
+            layout.pause = pause
+        return layout
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: Layout

@@ -86,6 +86,8 @@ class Scheduler:
         """By follower: who leads it."""
         self._void: list[int] = []
         self._allowed = capacity.rows
+        self.aside: Sequence | None = None
+        """One that runs, and whose prompt is being computed beside the steps."""
 
     @property
     def waiting(self) -> int:
@@ -108,8 +110,12 @@ class Scheduler:
     @property
     def looks_back(self) -> int:
         """Tokens that the prompts of the next step have behind them already: the most that any of them has."""
-        prompts = (each for each, _ in self._running.values() if not each.is_decoding)
-        return max((each.computed for each in prompts if each.id not in self._following), default=0)
+        return max((each.computed for each, _ in self._prompts()), default=0)
+
+    @property
+    def oldest_prompt(self) -> Sequence | None:
+        """Of those that run, whose turn it is, and that is not set aside."""
+        return next((each for each, _ in self._prompts()), None)
 
     @property
     def has_work(self) -> bool:
@@ -164,6 +170,8 @@ class Scheduler:
         if not is_spoiled:
             self._capacity.note(self._running[sequence.id][1], sequence)
         _, row = self._running.pop(sequence.id)
+        if self.aside is sequence:
+            self.aside = None
         if sequence.adapter is not None and self._slots is not None:
             self._slots.give_back(sequence.adapter.adapter)
         self._capacity.give_back(row, is_spoiled=is_spoiled)
@@ -199,6 +207,11 @@ class Scheduler:
         wanted = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
         budget = max(1, min(wanted, self._chunk))
         return (*decodes, *self._prefill(budget))
+
+    def set_aside(self, sequence: Sequence, length: int) -> Segment:
+        """The next `length` tokens of the prompt of one that runs; no step has any of it while it is `aside`."""
+        self.aside = sequence
+        return self._segment(sequence, self._running[sequence.id][1], length)
 
     def ahead(self, batch: Batch, going: Collection[int]) -> Batch:
         """The step behind `batch`, while that one still runs: the next token of those sequences, by id, that go `going`
@@ -280,15 +293,17 @@ class Scheduler:
             if sequence.id in self._running:
                 yield self._segment(sequence, row, 1)
 
+    def _prompts(self) -> Iterator[tuple[Sequence, int]]:
+        """Whose prompts the steps compute, and in which rows."""
+        for each, row in self._running.values():
+            if not each.is_decoding and each.id not in self._following and each is not self.aside:
+                yield each, row
+
     def _segment(self, sequence: Sequence, row: int, length: int) -> Segment:
         return Segment(sequence, row, sequence.computed, length, self._capacity.table(row))
 
     def _prefill(self, budget: int) -> list[Segment]:
-        prompts = [
-            (each, row)
-            for each, row in self._running.values()
-            if not each.is_decoding and each.id not in self._following
-        ]
+        prompts = list(self._prompts())
         if not prompts:
             return []
         wanted = _wanted([each for each, _ in prompts])
