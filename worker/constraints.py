@@ -19,16 +19,17 @@ WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
 
 
 def read(fields: Fields) -> Grammar | None:
-    """The grammar that `fields` state, in OpenAI's way (`response_format`), llama-server's (`json_schema`, `grammar`)
-    or vLLM's (`guided_*`, `structured_outputs`); None if the answer is free.
+    """The grammar that `fields` state, in OpenAI's way (`response_format`), llama-server's (`json_schema`, `grammar`),
+    vLLM's (`guided_*`, `structured_outputs`) or SGLang's (`regex`, `ebnf`); None if the answer is free.
 
-    Raises InvalidValue, naming the field, for a value that is none and for two that would both hold.
+    Raises InvalidValue, naming the field, for a value that is none and for two that say different things: clients that
+    know older and newer servers say one thing twice.
     """
     stated = [grammar for name, reader in _READERS.items() if (grammar := reader(fields, name)) is not None]
-    if len(stated) > 1:
+    other = next((grammar for grammar in stated if grammar != stated[0]), None)
+    if other is not None:
         raise InvalidValue(
-            f"{stated[0].field} and {stated[1].field} both say what the answer must be; state one",
-            param=stated[1].field,
+            f"{stated[0].field} and {other.field} both say what the answer must be; state one", param=other.field
         )
     return stated[0] if stated else None
 
@@ -146,4 +147,6 @@ _READERS: dict[str, _Reader] = {
     "guided_choice": _choice,
     "guided_grammar": _text("gbnf"),
     "structured_outputs": _structured_outputs,
+    "regex": _text("regex"),
+    "ebnf": _text("gbnf"),
 }

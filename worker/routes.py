@@ -29,7 +29,7 @@ from worker.bodies.seeds import (
     FASTCHAT_EMBED,
     INVOCATIONS,
 )
-from worker.bodies.vllm import SCORE, TOKENIZE_CHAT, TOKENIZE_TEXT
+from worker.bodies.vllm import EMBED_CHAT, SCORE, TOKENIZE_CHAT, TOKENIZE_TEXT
 from worker.schemas import Body, described
 from worker.unknown import unknown
 
@@ -242,7 +242,7 @@ ROUTES: tuple[Route, ...] = (
 BODIES: Mapping[str, tuple[Body, ...]] = {
     "chat": (CHAT,),
     "completions": (COMPLETIONS,),
-    "embeddings": (EMBEDDINGS,),
+    "embeddings": (EMBEDDINGS, EMBED_CHAT),
     "completion": (COMPLETION,),
     "infill": (INFILL,),
     "embedding": (EMBEDDING,),

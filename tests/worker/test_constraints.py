@@ -48,11 +48,14 @@ ANY_OBJECT = '{"type":"object"}'
         ({"guided_regex": "a+"}, Grammar("regex", "a+")),
         ({"guided_choice": ["ja", "nö"]}, Grammar("choice", '["ja","nö"]')),
         ({"guided_grammar": 'start: "a"'}, Grammar("gbnf", 'start: "a"')),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar("gbnf", 'root ::= "a"')),
         ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Grammar("json_schema", TEXT)),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", ANY_OBJECT)),
         ({"structured_outputs": {"regex": "a", "disable_fallback": False}}, Grammar("regex", "a")),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
         ({"structured_outputs": {"grammar": "start: x"}}, Grammar("gbnf", "start: x")),
+        ({"structured_outputs": {"grammar": "start: x"}, "guided_grammar": "start: x"}, Grammar("gbnf", "start: x")),
     ],
 )
 def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | None) -> None:
@@ -94,7 +97,9 @@ def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | 
             "unsupported_parameter",
         ),
         ({"json_schema": {}, "response_format": {"type": "json_object"}}, "json_schema", INVALID),
+        ({"structured_outputs": {"grammar": "b"}, "guided_grammar": "a"}, "structured_outputs.grammar", INVALID),
         ({"guided_regex": "a", "grammar": "b"}, "guided_regex", INVALID),
+        ({"regex": "a", "ebnf": "b"}, "ebnf", INVALID),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
             "response_format.value",

@@ -55,12 +55,15 @@ HELD = alone(
     response_format={"type": "json_object"},
     json_schema=SCHEMA,
     grammar='root ::= "a"',
+    regex="a",
+    ebnf='root ::= "a"',
 )
 MEANT = alone(
     audio={"voice": "x", "format": "mp3"}, modalities=["audio"], web_search_options={}, store=True,
     prediction={"type": "content", "content": "x"}, functions=[{"name": "f"}], mirostat=2, xtc_probability=0.5,
     dry_multiplier=0.5, dynatemp_range=0.5, typical_p=0.5, typ_p=0.5, top_n_sigma=1.0,
     t_max_predict_ms=5, adaptive_target=0.5, min_keep=2,
+    stop_regex="a", lora_path="x", custom_logit_processor="x", return_hidden_states=True, session_params={"id": "s"},
 )  # fmt: skip
 SAMPLERS: dict[str, Sample] = {"samplers": (["top_k"], {"temperature": 0.3, "top_k": 3})}
 OPENAIS = {
@@ -97,6 +100,7 @@ COMPLETIONS: dict[str, Sample] = {
 }
 EMBEDDINGS: dict[str, Sample] = {
     **alone(input="ho ho", encoding_format="base64", dimensions=2, prompt_name="query", model="other", user="u"),
+    **alone(messages=HI),
     "truncate": (True, {"input": "hi " * 400}),
 }
 RESPONSES: dict[str, Sample] = {

@@ -860,3 +860,43 @@ async def test_an_input_longer_than_the_context_is_refused_not_truncated() -> No
 async def test_unknown_fields_of_embeddings_are_reported() -> None:
     result = await embeddings.embeddings({"input": "a", "user": "me", "input_type": "query"}, model())
     assert result.ignored == ("input_type",)
+
+
+async def test_a_chat_is_embedded_as_its_template_writes_it() -> None:
+    async def seen(body: dict[str, Any], **settings: Any) -> tuple[str, tuple[str, ...]]:
+        made = model(**settings)
+        result = await embeddings.embeddings({**CHAT, **body}, made)
+        assert isinstance(made.engine, FakeEngine)
+        [text] = made.engine.texts
+        assert result.body["usage"]["prompt_tokens"] == len(text.tokens) == result.prompt_tokens
+        assert [entry["index"] for entry in result.body["data"]] == [0]
+        return made.decode(text.tokens), result.ignored
+
+    assert await seen({}) == ("<s><|user|>\nhi\n", ())
+    assert await seen({"add_generation_prompt": True}) == ("<s><|user|>\nhi\n<|assistant|>\n", ())
+    assert await seen({"add_special_tokens": True}) == ("<s><s><|user|>\nhi\n", ())
+    said = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "ho"}], "continue_final_message": True}
+    assert (await seen(said))[0].endswith("ho")
+    assert await seen({"chat_template_kwargs": {"tone": "low"}}, chat_template="{{ tone }}") == ("low", ())
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert await seen({"tools": tools}) == ("<s><|user|>\nhi\n", ("tools",))
+    assert await seen({"tools": tools}, chat_template="{{ tools[0].function.name }}") == ("f", ())
+
+
+async def test_a_chat_to_embed_is_cut_only_if_that_is_asked_for() -> None:
+    made = model()
+    long: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 500}]}
+    with pytest.raises(ContextExceeded) as caught:
+        await embeddings.embeddings(long, made)
+    assert caught.value.param == "messages"
+    result = await embeddings.embeddings({**long, "truncate_prompt_tokens": -1}, made)
+    assert result.prompt_tokens == made.max_text
+
+
+async def test_a_chat_that_cannot_be_embedded_is_refused_by_name() -> None:
+    with pytest.raises(InvalidValue, match="input and messages"):
+        await embeddings.embeddings({**CHAT, "input": "a"}, model())
+    with pytest.raises(InvalidValue, match="empty text"):
+        await embeddings.embeddings(CHAT, model(chat_template="{{ '' }}"))
+    with pytest.raises(UnsupportedByModel, match="input in the place of messages"):
+        await embeddings.embeddings(CHAT, model(bare=True))

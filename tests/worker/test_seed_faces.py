@@ -116,7 +116,7 @@ async def test_ericllms_call_answers_with_prompt_and_text() -> None:
         _, _, answer = await world.post("/generate", body)
         assert answer == {"text": ["hi 0 G", "hi 1 G"]}
         assert world.engine.requests[-1].sampling.repetition_penalty == 1.5
-        for wrong in ({"top_a": 0.5}, {"filters": ["x"]}, {"skip_special_tokens": False}):
+        for wrong in ({"top_a": 0.5}, {"filters": ["x"]}, {"skip_special_tokens": False}, {"prompt": None}):
             status, _, answer = await world.post("/generate", {"prompt": "hi", **wrong})
             assert status == 400
             assert next(iter(wrong)) in answer["detail"]

@@ -107,6 +107,11 @@ NEUTRAL: Body = {
     "mm_processor_kwargs": one_of([{}], _OFF),
     "image_data": one_of([[]], "Not supported: images stand in messages."),
     "media_io_kwargs": one_of([{}], _OFF),
+    "stop_regex": one_of(["", []], _OFF),
+    "lora_path": one_of([""], "Not supported: an adapter is named in `model`, `adapters` or `lora`."),
+    "custom_logit_processor": one_of([""], _OFF),
+    "return_hidden_states": one_of([False], _OFF),
+    "session_params": one_of([{}], _OFF),
 }
 """Fields with a meaning that no engine of ours has, and the values with which that makes no difference."""
 
@@ -225,5 +230,7 @@ GRAMMAR: Body = {
     "guided_regex": text(),
     "guided_choice": _CHOICES,
     "guided_grammar": text("GBNF."),
+    "regex": text(),
+    "ebnf": text("GBNF."),
     "structured_outputs": record(STRUCTURED, "Exactly one of json, json_object, regex, choice and grammar."),
 }

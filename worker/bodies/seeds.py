@@ -33,7 +33,7 @@ INVOCATIONS: Body = {
 }
 ERICLLM: Body = {
     "model": MODEL,
-    "prompt": text(),
+    "prompt": required(text()),
     "max_tokens": MAX_TOKENS,
     "temperature": TUNING["temperature"],
     "top_k": TUNING["top_k"],

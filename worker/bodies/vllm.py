@@ -1,7 +1,7 @@
 """Bodies of vLLM's own calls."""
 
 from worker.bodies.common import MAX_TEXTS
-from worker.bodies.openai import CHAT_TOKENS, CUTS, MODEL
+from worker.bodies.openai import CHAT_TOKENS, CONVERSATION, CUTS, EMBEDDINGS, MODEL
 from worker.schemas import Body, Schema, array, flag, one_of, required, text
 
 _TELLING: Body = {"return_token_strs": flag("The tokens come as the tokenizer spells them, too.")}
@@ -15,6 +15,12 @@ TOKENIZE_CHAT: Body = {
     **CHAT_TOKENS,
     "add_special_tokens": flag("With what the tokenizer puts around texts, beside what the chat template writes."),
     **_TELLING,
+}
+EMBED_CHAT: Body = {
+    **{name: schema for name, schema in EMBEDDINGS.items() if name not in ("input", "prompt_name")},
+    **CONVERSATION,
+    "add_generation_prompt": flag("false unless stated."),
+    "add_special_tokens": flag("With what the tokenizer puts around texts, beside what the chat template writes."),
 }
 SCORED = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """What is scored, by the names that one request may have for it."""

@@ -6,13 +6,15 @@ import struct
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from math import hypot
 from operator import mul
 from typing import Any
 
+from worker import chat as chats
 from worker.bodies.common import MAX_TEXTS
 from worker.bodies.openai import EMBEDDING, EMBEDDINGS, RERANK
-from worker.bodies.vllm import SCORE, SCORED
+from worker.bodies.vllm import EMBED_CHAT, SCORE, SCORED
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
 from worker.faces import Model, Result, read_texts
 from worker.fields import Fields, Json
@@ -28,14 +30,17 @@ async def embeddings(body: Json, model: Model) -> Result:
     """OpenAI: one vector per input; raises RequestError. Cancelling drops the work.
 
     Beyond OpenAI's fields: `prompt_name`, one of the model's own instructions to put before each text; `truncate`, to
-    cut what is too long instead of refusing it.
+    cut what is too long instead of refusing it; as vLLM has it, `messages` in the place of `input`, the text of a chat.
     """
     model.require("embedding")
-    fields = Fields(body, EMBEDDINGS)
+    is_chat = body.get("messages") is not None
+    if is_chat and body.get("input") is not None:
+        raise InvalidValue("input and messages exclude each other; state one", param="messages")
+    fields = Fields(body, EMBED_CHAT if is_chat else EMBEDDINGS)
     name = fields.text("model") or model.options.name
     is_base64 = fields.choice("encoding_format") == "base64"
     dimensions = fields.integer("dimensions")
-    texts = await _read_inputs(fields, ("input",), model)
+    texts = [await _read_chat(fields, model)] if is_chat else await _read_inputs(fields, ("input",), model)
     ignored = fields.settle(strict=model.options.strict_fields)
     vectors = await model.engine.embed(texts)
     if dimensions is not None:
@@ -177,6 +182,26 @@ async def _read_inputs(fields: Fields, names: tuple[str, ...], model: Model) -> 
     if fields.take("prompt_name") is not None:
         raise InvalidValue("prompt_name goes before texts; with token ids put it there yourself", param="prompt_name")
     return _checked([Text(row[: model.max_text] if cuts else row) for row in rows], model, name)
+
+
+async def _read_chat(fields: Fields, model: Model) -> Text:
+    """The tokens of a chat as the model's template writes it, by itself without the beginning of an answer. Raises
+    UnsupportedByModel, InvalidValue or ContextExceeded."""
+    if not model.template.exists:
+        raise UnsupportedByModel(
+            "this model has no chat template; state input in the place of messages, or chat-template in its preset"
+        )
+    chat = chats.read(fields, model.template)
+    if fields.flag("add_generation_prompt") is None:
+        chat = replace(chat, add_generation_prompt=False)
+    if chat.tools and not model.template.mentions("tools"):
+        fields.mark_unused("tools")
+    cuts = _read_truncate(fields)
+    add_special = fields.flag("add_special_tokens") or False
+    [tokens] = await model.encode([await model.render(chat)], add_special=add_special)
+    if not tokens:
+        raise InvalidValue("messages render to an empty text with this model's chat template", param="messages")
+    return _checked([Text(tokens[: model.max_text] if cuts else tokens)], model, "messages")[0]
 
 
 async def _encode(texts: Sequence[str], model: Model, name: str, prompt: str, *, cuts: bool) -> list[Text]:

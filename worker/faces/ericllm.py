@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterable
 
 from worker.bodies.seeds import ERICLLM
+from worker.errors import InvalidValue
 from worker.faces import Call, Model
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
@@ -22,7 +23,9 @@ async def generate(body: Json, model: Model) -> Call:
     asked: Json = {name: fields.handed(name) for name in _SAME}
     asked |= {name: value for name, value in _DEFAULTS.items() if asked[name] is None}
     asked["repetition_penalty"] = fields.handed("token_repetition_penalty")
-    prompt = fields.text("prompt") or ""
+    prompt = fields.text("prompt")
+    if prompt is None:
+        raise InvalidValue("prompt must be a string; inputs are for POST /invocations", param="prompt")
     ignored = fields.settle(strict=model.options.strict_fields)
     chat = await understand_text({**asked, "prompt": prompt}, model, id=f"text-{uuid.uuid4().hex}")
     return Call(generations=chat.generations, reply=_Reply(prompt, chat), ignored=(*ignored, *chat.ignored))
