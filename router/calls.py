@@ -10,7 +10,7 @@ from aiohttp import web
 from router import __version__, page
 from router.bodies import Bodies
 from router.errors import Forbidden, NotOffered
-from router.faces import admin, fastchat, llama_server, lmi, lmi_adapters, model_events, ollama
+from router.faces import admin, anthropic, fastchat, llama_server, lmi, lmi_adapters, model_events, ollama
 from router.hub import Hub
 from router.metrics import CONTENT_TYPE, Metrics
 from router.noted import NO_QUERY, PHASE, ROUTE, asked_of
@@ -100,10 +100,12 @@ class Calls:
 
     async def _models(self, request: web.Request, key: Key) -> web.StreamResponse:
         is_openai = request[ROUTE].face is Face.OPENAI
-        return _json(await llama_server.models(self._site, key, asked_of(request), adapters=is_openai))
+        told = await llama_server.models(self._site, key, asked_of(request), adapters=is_openai)
+        return _json(anthropic.listed(told) if anthropic.VERSION in request.headers else told)
 
     async def _model(self, request: web.Request, key: Key) -> web.StreamResponse:
-        return _json(await llama_server.model(self._site, key, request.match_info["id"]))
+        told = await llama_server.model(self._site, key, request.match_info["id"])
+        return _json(anthropic.described(told) if anthropic.VERSION in request.headers else told)
 
     async def _fetch(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await llama_server.fetch(self._hub, await self._bodies.object(request)))

@@ -42,7 +42,9 @@ class Connection(web.RequestHandler):
         super().handle_error(request, status, exc, message)  # logs it, and looks whether an answer has begun
         error: ApiError = Internal("internal error; the router's log has the cause")
         if status < 500:
-            error = BadRequest("the request is not valid HTTP: its first line, a header or its framing is malformed")
+            error = BadRequest(
+                "the request is not valid HTTP: its first line, a header or its framing is malformed or too long"
+            )
         body = error_body(
             Face.OPENAI, status=error.status, type=error.type, reason=error.reason, message=error.message, param=None
         )

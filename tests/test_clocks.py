@@ -11,6 +11,7 @@ SHOWN = {
     "router/cli.py": "how long it is until a failed model is tried again, for ps",
     "router/events.py": "when it happened, of an event; its order is its number",
     "router/failures.py": "until when a model that failed is not tried again, of an event",
+    "router/faces/anthropic.py": "when a model was listed",
     "router/faces/lmi.py": "when a worker was ready",
     "router/faces/ollama.py": "when a model was listed, and will leave",
     "router/faces/status.py": "moments of the fleet's clock, as a time of day",

@@ -143,7 +143,7 @@ COMPONENTS: Mapping[str, Schema] = {
                 },
             ),
         },
-        {"parent": TEXT},
+        {"parent": TEXT, "type": const("model"), "display_name": TEXT, "created_at": TEXT},
     ),
     "Reload": shape(
         {
@@ -184,10 +184,15 @@ ANSWERS: Mapping[str, Answer] = {
         about="Vectors of each text: one, or without pooling one for each token.",
     ),
     "models": Answer(
-        body=shape({"object": const("list"), "data": several(ref("Model"))}, {"reload": ref("Reload")}),
-        about="All models.",
+        body=shape(
+            {"object": const("list"), "data": several(ref("Model"))},
+            {"reload": ref("Reload"), "has_more": const(False), "first_id": maybe(TEXT), "last_id": maybe(TEXT)},
+        ),
+        about="All models; with the header `anthropic-version` in Anthropic's words, too.",
     ),
-    "model": Answer(body=ref("Model"), about="One model."),
+    "model": Answer(
+        body=ref("Model"), about="One model; with the header `anthropic-version` in Anthropic's words, too."
+    ),
     "models_sse": Answer(
         frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}),
         about="What happens to models, as it happens, each with an id.",

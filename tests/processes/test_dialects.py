@@ -83,6 +83,23 @@ async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) ->
         assert (wrong.value.status_code, json.loads(wrong.value.response.text)["type"]) == (405, "error")
 
 
+async def test_anthropics_client_lists_models_by_name_and_date(tmp_path: Path) -> None:
+    async with world(tmp_path, silent) as up, claude(up.socket) as client:
+        page = await client.models.list(limit=1)
+        [listed] = page.data
+        one = await client.models.retrieve("a")
+        for model in (listed, one):
+            assert (model.id, model.type, model.display_name) == ("a", "model", "a")
+            assert model.created_at.tzinfo is not None
+        assert one.created_at == listed.created_at
+        assert (page.has_more, page.first_id, page.last_id) == (False, "a", "a")
+        assert [model.id async for model in client.models.list()] == ["a"]
+        unsaid: Any = {"headers": {"anthropic-version": anthropic.omit}}
+        plain = await client.get("/v1/models", cast_to=object, options=unsaid)
+        assert isinstance(plain, dict)
+        assert plain.keys() == {"object", "data"}
+
+
 async def test_a_refusal_after_the_status_line_is_an_error_of_anthropics_client(tmp_path: Path) -> None:
     """The worker refuses what is a stream to the client by now."""
 

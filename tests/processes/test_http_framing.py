@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 
 from router.listener import SWEEP
@@ -158,6 +159,18 @@ async def test_head_has_no_body_and_says_how_long_it_would_be(tmp_path: Path) ->
         assert [head.split(b" ")[1] for head in heads] == [b"200", b"405", b"200"]
         assert b"Content-Length: 15\r\n" in heads[0]
         assert b"Allow: OPTIONS, POST\r\n" in heads[1]
+
+
+@pytest.mark.parametrize("head", [b"X-A: " + b"a" * 40_000, b"\r\n".join(b"X-%d: a" % each for each in range(400))])
+async def test_a_head_that_is_too_long_is_called_that(tmp_path: Path, head: bytes) -> None:
+    async with world(tmp_path, respond) as up:
+        reader, writer = await up.connect()
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        writer.close()
+    assert answer.split(b" ")[1] == b"400"
+    assert b"too long" in answer
 
 
 async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
