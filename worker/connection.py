@@ -24,9 +24,10 @@ class ClientGone(Exception):
 
 
 class Connection:
-    """Writes answers to `request`'s client; every write ends within `write_stall` seconds or raises ClientGone."""
+    """Writes answers to `request`'s client; every write ends within `write_stall` seconds, if there are any, or raises
+    ClientGone."""
 
-    def __init__(self, request: web.Request, write_stall: float):
+    def __init__(self, request: web.Request, write_stall: float | None):
         self._request = request
         self._write_stall = write_stall
 
@@ -56,7 +57,8 @@ class Connection:
             return
         connection: socket.socket | None = transport.get_extra_info("socket")
         if self._request.version >= HttpVersion11 or connection is None or connection.family == socket.AF_UNIX:
-            asyncio.get_running_loop().call_later(self._write_stall, transport.abort)
+            if self._write_stall is not None:
+                asyncio.get_running_loop().call_later(self._write_stall, transport.abort)
             transport.close()
             return
         with contextlib.suppress(TimeoutError):

@@ -92,7 +92,7 @@ class WrongMethod(RequestError):
 class _Exchange:
     """One request on its way, and what is announced at its end."""
 
-    def __init__(self, request: web.Request, write_stall: float):
+    def __init__(self, request: web.Request, write_stall: float | None):
         self.id: str = request[_ID]
         self.request = request
         self.connection = Connection(request, write_stall)
@@ -219,14 +219,16 @@ class Server:
         write_stall: float = WRITE_STALL,
     ):
         """`token`: what every request must bear; None: none, on loopback only. `announce` is told of each request's
-        end. Raises StartError if the options cannot be served."""
+        end. `write_stall`: seconds that a write may take, to clients without a token. Raises StartError if the options
+        cannot be served."""
         self._model = Model(engine, tokenizer, options)
         self._profiles: dict[str, Model] = {}
         """The model under each profile that it was told of, by name."""
         self._listen = options.listen
         self._token = token
         self._announce = announce
-        self._write_stall = write_stall
+        self._write_stall = None if token else write_stall
+        """Who has a token is a router: it bounds how long its own clients may not read, and closes what they leave."""
         self._running: set[Deltas] = set()
         self._requests = 0
         self._is_closing = False

@@ -18,6 +18,8 @@ from tests.worker.serving import TOKEN, Serving, chat, chunks, serving
 
 CHAT = "/v1/chat/completions"
 DEADLINE = 20.0
+LONG = chat("long", max_tokens=8000, logprobs=True, top_logprobs=2)
+"""Its answer is more than a socket holds."""
 
 
 @contextlib.asynccontextmanager
@@ -350,11 +352,32 @@ async def test_what_a_leaver_had_got_is_announced() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reader_that_stalls_is_cut_off(tmp_path: Path, stream: bool) -> None:
     engine = FakeEngine(worlds.tokenizer(), ctx_size=10**6)
-    async with serving(engine, listen=f"unix:{tmp_path}/s.sock", write_stall=0.1) as world:
-        body = chat("long", stream=stream, max_tokens=8000, logprobs=True, top_logprobs=2)
-        async with talking(world, CHAT, body) as (reader, writer):
-            writer.transport.pause_reading()
-            await ended(world, "cancelled")
-            writer.transport.resume_reading()
-            with contextlib.suppress(ConnectionError):
-                assert b"[DONE]" not in await reader.read()
+    async with (
+        serving(engine, token=None, bearer=None, listen=f"unix:{tmp_path}/s.sock", write_stall=0.1) as world,
+        talking(world, CHAT, {**LONG, "stream": stream}) as (reader, writer),
+    ):
+        writer.transport.pause_reading()
+        await ended(world, "cancelled")
+        writer.transport.resume_reading()
+        with contextlib.suppress(ConnectionError):
+            assert b"[DONE]" not in await reader.read()
+
+
+@pytest.mark.slow
+async def test_a_router_may_wait_for_its_own_client_as_long_as_it_likes(tmp_path: Path) -> None:
+    engines = [FakeEngine(worlds.tokenizer(), ctx_size=10**6) for _ in range(2)]
+    async with (
+        serving(engines[0], listen=f"unix:{tmp_path}/s.sock", write_stall=0.1) as world,
+        serving(engines[1], token=None, bearer=None, listen=f"unix:{tmp_path}/t.sock", write_stall=0.1) as stranger,
+        talking(world, CHAT, {**LONG, "stream": True}) as (reader, writer),
+    ):
+        writer.transport.pause_reading()
+        await engines[0].until("begin")
+        async with talking(stranger, CHAT, {**LONG, "stream": True}) as (_, other):
+            other.transport.pause_reading()
+            await ended(stranger, "cancelled")  # so long the router has not read, either
+        writer.transport.resume_reading()
+        while line := await reader.readline():
+            if line == b"data: [DONE]\n":
+                break
+        assert line
