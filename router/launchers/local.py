@@ -408,7 +408,7 @@ class LocalLauncher:
         try:
             self._put_on_record(program, "serve", tag, child.pid)
             code = await asyncio.shield(child.exited)
-            log.warning("the nursery %s: %s", how_it_ended(code, oom_killed=False), child.said)
+            log.warning("the nursery %s", how_it_ended(code, child.said, oom_killed=False))
         finally:
             self.nursery = None
             await uncancelled(self._bury(tag))

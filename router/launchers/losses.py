@@ -43,15 +43,15 @@ def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_kill
         cause = "oom"
     elif code in contract.FINAL_EXITS:
         cause = "load_failed"
-    message = f"{program.model}: the {_NOUNS[verb]} {how_it_ended(code, oom_killed=oom_killed)}"
-    return WorkerLost(message + (f": {said}" if said else ""), cause=cause, exit=code, memory=memory)
+    message = f"{program.model}: the {_NOUNS[verb]} {how_it_ended(code, said, oom_killed=oom_killed)}"
+    return WorkerLost(message, cause=cause, exit=code, memory=memory)
 
 
 def lost_by_verdict(program: Program, verb: Verb, verdict: Verdict, said: str) -> WorkerLost:
     """What it means that we killed a process."""
-    message = f"{program.model}: the {_NOUNS[verb]} {verdict.reason} and was killed"
+    message = f"{program.model}: the {_NOUNS[verb]} {verdict.reason} and was killed{_last(said)}"
     cause: Cause = "download_failed" if verb == "download" else verdict.cause
-    return WorkerLost(message + (f"; it last said: {said}" if said else ""), cause=cause)
+    return WorkerLost(message, cause=cause)
 
 
 def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError) -> WorkerLost:
@@ -64,17 +64,26 @@ def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError)
     return WorkerLost(f"{program.model}: cannot start a process ({reason})", cause=cause)
 
 
-def how_it_ended(code: int, *, oom_killed: bool) -> str:
+def how_it_ended(code: int, said: str, *, oom_killed: bool) -> str:
+    """By its exit code. What it `said` last is why, unless it was killed: then it is only what came before."""
     if oom_killed:
-        return "was killed by the kernel because main memory ran out (SIGKILL)"
-    if code == -signal.SIGBUS:
-        return "was killed by SIGBUS: a file that it had mapped was cut short, or cannot be read from its disk"
+        return f"was killed by the kernel because main memory ran out (SIGKILL){_last(said)}"
     if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
+        return f"was killed by {_signal(-code)}{_last(said)}"
     meaning = _MEANINGS.get(code, "")
-    return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "")
+    return f"ended with exit code {code}" + (f" ({meaning})" if meaning else "") + (f": {said}" if said else "")
+
+
+def _signal(number: int) -> str:
+    if number == signal.SIGBUS:
+        return "SIGBUS: a file that it had mapped was cut short, or cannot be read from its disk"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _last(said: str) -> str:
+    return f"; it last said: {said}" if said else ""
 
 
 __all__ = ["how_it_ended", "lost_at_birth", "lost_by_exit", "lost_by_verdict"]

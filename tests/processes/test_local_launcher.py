@@ -553,6 +553,19 @@ def test_a_kill_by_the_kernel_is_told_from_a_crash() -> None:
     assert lost.message == "m: the worker was killed by the kernel because main memory ran out (SIGKILL)"
 
 
+def test_what_a_process_said_before_it_was_killed_is_not_taken_for_the_reason() -> None:
+    said = "WARNING: adapter x cannot be used"
+    messages = [
+        lost_by_exit(fake_program("m"), "serve", code, said, oom_killed=oom_killed).message
+        for code, oom_killed in ((-9, False), (-9, True), (3, False))
+    ]
+    assert messages == [
+        f"m: the worker was killed by SIGKILL; it last said: {said}",
+        f"m: the worker was killed by the kernel because main memory ran out (SIGKILL); it last said: {said}",
+        f"m: the worker ended with exit code 3 (the model cannot be used): {said}",
+    ]
+
+
 # The router is killed
 
 
