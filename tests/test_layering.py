@@ -78,7 +78,8 @@ WORKER = [
     "  worker.faces.fastchat  worker.faces.tokens  worker.faces.cohere",
     "worker.faces.*  worker.engine.engine",
     "worker.native  worker.engine.conversion  worker.engine.shelf",
-    "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
+    "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders"
+    "  worker.engine.generators",
     "worker.engine.lockstep",
     "worker.engine.backends",
     "worker.engine.trial",

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker import contract, estimate
-from worker.engine import architectures, engine, grammar, loader, lockstep, memory, slices, staging
+from worker.engine import architectures, bounds, grammar, loader, lockstep, memory, slices, staging
 from worker.engine.overhead import ASSUMED_BYTES
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
@@ -62,7 +62,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
             runtime=[ranks * (runtime + estimate.KERNEL_BYTES + GLOO_BYTES) + grammars],
             inherited=inherited,
         )
-    repeated = estimate.repeated_bytes(config, engine.context_size(options, architectures.positions(config)), dtype)
+    repeated = estimate.repeated_bytes(config, bounds.context_size(options, architectures.positions(config)), dtype)
     step = compute + repeated // ranks + estimate.CUBLAS_WORKSPACE_BYTES
     host = runtime + staging.RING_BYTES + loading
     return contract.Estimated(
@@ -78,7 +78,7 @@ def trace(options: contract.ModelOptions, config: Any, dtype: torch.dtype, ranks
     """Of one rank, in bytes: weights, cache, what is alive at once in the largest step beside them, and what loading
     needs in main memory for a moment. Raises StartError for what cannot be served so."""
     cls = loader.model_class(options, config, embeds=False)
-    ctx_size = engine.context_size(options, architectures.positions(config))
+    ctx_size = bounds.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         # of the processor's kind, for the reason in `worker.estimate.trace`
         model = estimate.build(cls, config, dtype, embeds=False)

@@ -6,6 +6,7 @@ What a process takes beside that is measured on this one, which has imported and
 with accelerators is none like it: of that it is told what another has measured.
 """
 
+import importlib
 import itertools
 import os
 import re
@@ -29,8 +30,8 @@ from worker.engine import (
     architectures,
     attention,
     backends,
+    bounds,
     encoders,
-    engine,
     grammar,
     graphs,
     kernels,
@@ -116,6 +117,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     config = loader.load_config(options)
     device, bare = _device(options), memory.resident()
     packing.bring_library(packing.method(options, config))  # it refuses what could not be loaded
+    importlib.import_module("worker.engine.engine")  # of which, too, a worker's process has the code in memory
     tokenizer = loader.load_tokenizer(options)
     if device.type == "cpu":
         runtime = resident_bytes(dtype_of(options, config, stored_tensors(options), device))
@@ -173,7 +175,7 @@ def trace(options: contract.ModelOptions, config: Any) -> Traced:
         # Always of fake CPU tensors: those of a CUDA device begin by taking a context there, half a gigabyte.
         model = build(cls, config, dtype, embeds=embeds)
         weights = _weight_bytes(options, config, model, dtype)
-        ctx_size = engine.context_size(options, architectures.positions(config))
+        ctx_size = bounds.context_size(options, architectures.positions(config))
         context = graphs = kernels = reordering = pictures = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
@@ -258,7 +260,7 @@ def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard
     assert parts is not None, "several devices"
     dtype = dtype_of(options, config, stored, torch.device(options.devices[0]))
     cls = loader.model_class(options, config, embeds=False)
-    ctx_size = engine.context_size(options, architectures.positions(config))
+    ctx_size = bounds.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         model = build(cls, config, dtype, embeds=False)
         # before the parts are placed: transformers' own cache, which is tried on it, makes tensors with a call that

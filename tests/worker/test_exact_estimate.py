@@ -21,7 +21,7 @@ from router.weights import weight_bytes
 from tests import tiny
 from worker import contract, divided, estimate, packed
 from worker.contract import Exit
-from worker.engine import architectures, encoders, engine, graphs, layout, linears, loader, sampler, staging
+from worker.engine import architectures, bounds, encoders, graphs, layout, linears, loader, sampler, staging
 from worker.engine.graphs import shapes
 from worker.engine.overhead import ASSUMED_HOST_BYTES
 from worker.errors import StartError
@@ -60,7 +60,7 @@ def really(chosen: contract.Estimate) -> tuple[int, int, int]:
     scores = loader.is_cross_encoder(chosen, config)
     embeds = scores or loader.is_embedder(chosen, config)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
-    ctx_size = engine.context_size(chosen, architectures.positions(config))
+    ctx_size = bounds.context_size(chosen, architectures.positions(config))
     weights = estimate.tensor_bytes(loaded.model)
     if embeds:
         folder = Path(chosen.snapshot)

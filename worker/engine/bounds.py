@@ -1,12 +1,15 @@
 """The bounds of one model: what a request may ask of it, whoever has read its body."""
 
+import logging
 import math
 from collections.abc import Sequence
 
 from worker import contract
 from worker.engine.vocabulary import Vocabulary
-from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
+from worker.errors import ContextExceeded, InvalidValue, StartError, UnsupportedByModel
 from worker.generation import Generation
+
+log = logging.getLogger(__name__)
 
 
 class Bounds:
@@ -85,3 +88,12 @@ class Bounds:
             raise InvalidValue(
                 f"{sampling.logprobs} logprobs were asked for; this model gives 0 to {most}", param="logprobs"
             )
+
+
+def context_size(options: contract.ModelOptions, positions: int) -> int:
+    """Tokens of one request: as asked, at most what the model has positions for (0: it does not say)."""
+    if not positions and not options.ctx_size:
+        raise StartError("this model states no maximum length; set ctx-size")
+    if positions and options.ctx_size > positions:
+        log.warning("ctx-size %d is beyond the model's %d positions; using %d", options.ctx_size, positions, positions)
+    return min(filter(None, (options.ctx_size, positions)))

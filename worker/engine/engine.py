@@ -21,30 +21,26 @@ import transformers
 from worker import contract
 from worker.contract import Exit
 from worker.detokenize import Answer
-from worker.engine import architectures, attention, backends, cache_types, encoders, loader, lockstep, memory, slices
+from worker.engine import backends, bounds, cache_types, encoders, generators, loader, memory
 from worker.engine.adapters import Adapters
-from worker.engine.aligned import AlignedRunner
-from worker.engine.bounds import Bounds
-from worker.engine.claims import Claims, claiming
+from worker.engine.claims import Claims
 from worker.engine.embedding import Embedding, Job
 from worker.engine.generating import Choice, Generating, Stream
 from worker.engine.grammar import Grammars, Matcher
-from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Capacity, Rows
 from worker.engine.linears import Linears
 from worker.engine.lockstep import Leader
 from worker.engine.overhead import overhead
 from worker.engine.pace import Pace
-from worker.engine.runner import PackedRunner, Runner
+from worker.engine.runner import Runner
 from worker.engine.sampler import has_penalties
 from worker.engine.sequence import Repeats, answer_limit
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.shelf import shelf
 from worker.engine.slots import Use
 from worker.engine.steploop import Outbox, StepLoop
-from worker.engine.vision import Eyes, Tower, see
+from worker.engine.vision import Eyes, Tower
 from worker.engine.vocabulary import Vocabulary
-from worker.engine.warmup import record, warm_up
 from worker.engine.weights import Prefault
 from worker.errors import (
     ContextExceeded,
@@ -116,7 +112,7 @@ class TransformersEngine:
         self._reads_first = bool(getattr(config, "is_encoder_decoder", False))
         """An encoder reads the prompt; the answer is a text of its own, and does not go on with it."""
         self._vocabulary = vocabulary = Vocabulary(tokenizer, config, Path(options.snapshot))
-        self._bounds = Bounds(options, vocabulary, ctx_size, reads_first=self._reads_first)
+        self._bounds = bounds.Bounds(options, vocabulary, ctx_size, reads_first=self._reads_first)
         self._grammars = Grammars(tokenizer, ends=vocabulary.ends, vocab_size=vocabulary.size)
         self.vision, self.blind = vision, "" if vision is not None else blind
         self._ids = count()
@@ -211,104 +207,25 @@ class TransformersEngine:
         ahead: bool | None,
         ranks: Ranks | None,
     ) -> "TransformersEngine":
-        config = prepared.config
-        loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
-        divides = slices.wanted(options, config) > 1
-        attention.register()
-        backends.demand_flash(options, config)
-        implementation = backends.implementation(options.attention, config, options.devices)
-        ctx_size = context_size(options, architectures.positions(config))
-        share = lockstep.begin(options, ctx_size, ranks) if divides else None
-        loaded = loader.load_model(options, config, implementation, progress, over, prepared.built, share)
-        rows, chunk = options.parallel, min(options.prefill_chunk, ctx_size)
-        processor, blind = see(options, config, prepared.tokenizer)
-        claims = None
-        try:
-            tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
-            backend: PackedRunner | AlignedRunner
-            capacity: Capacity
-            if share is not None and ranks is not None:
-                backend, capacity = lockstep.lead(loaded, config, options, ctx_size, ranks, share[1], progress)
-            else:
-                with claiming() as claims:
-                    backend, capacity = backends.make_runner(
-                        loaded.model,
-                        config,
-                        options,
-                        ctx_size,
-                        loaded.device,
-                        caches=options.prefix_caching,
-                        tower=tower,
-                        split=loaded.split,
-                    )
-            pace = Pace(apart=not isinstance(backend, PackedRunner))
-            backends.prove(backend, config, ctx_size)
-            adapters = backends.make_adapters(
-                backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras
-            )
-            if adapters is not None:
-                for name, wrong in adapters.update(_adapters(options), options.default_adapter).items():
-                    log.warning("adapter %s cannot be used: %s", name, wrong)
-            linears = (
-                None
-                if options.enforce_eager or loaded.split is not None or share is not None
-                else Linears(loaded.model, let_go=loaded.let_go)
-            )
-            if isinstance(backend, PackedRunner) and share is None:
-                backend.flash = backends.choose_flash(options, config, backend, loaded.split)
-            runner: Runner = backend
-            over("build")
-            # On the CPU no kernel is chosen and no buffer grows: the first request would only compute the same again.
-            progress(contract.Progress(stage="warmup", total=chunk))
-            if loaded.device.type != "cpu" and options.warm_up:
-                warm_up(runner, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
-            if share is None:
-                overhead.look()
-            records = loaded.device.type == "cuda" and not options.enforce_eager
-            if loaded.split is not None:
-                log.info(
-                    "%s layers on %s: steps are not recorded as CUDA graphs",
-                    *map(",".join, (options.layers, options.devices)),
-                )
-            elif isinstance(backend, PackedRunner) and records and share is None:
-                runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
-                overhead.look()  # recorded graphs are part of what this model takes, and not of what any would
-        except (NotImplementedError, Unsupported) as error:
-            raise StartError(
-                f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
-                " another engine may do it"
-            ) from error
-        except Exception as error:
-            if loaded.split is not None and "on the same device" in str(error):
-                raise StartError(
-                    f"architecture {config.model_type!r} cannot be split over devices: its code uses tensors of several"
-                    f" at once ({memory.one_line(error)}); give it one device"
-                ) from error
-            if not memory.is_exhausted(error):
-                raise
-            what = f"the context ({rows} sequences of {ctx_size} tokens) and one step"
-            raise memory.start_error(what, loaded.device, error) from error
-        over("warmup")
-        eyes = None
-        if processor is not None:
-            eyes = Eyes(processor, loaded.dtype, most=options.limit_images)
+        config, tokenizer = prepared.config, prepared.tokenizer
+        loaded = generators.load(options, config, tokenizer, progress, over, prepared.built, ranks, ahead)
         return cls(
             options,
-            prepared.tokenizer,
+            tokenizer,
             config=config,
-            ctx_size=ctx_size,
+            ctx_size=loaded.ctx_size,
             pulse=pulse,
-            runner=runner,
-            capacity=capacity,
-            pace=pace,
-            linears=linears,
-            adapters=adapters,
-            tower=tower,
-            vision=eyes,
-            blind=blind,
-            ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
+            runner=loaded.runner,
+            capacity=loaded.capacity,
+            pace=loaded.pace,
+            linears=loaded.linears,
+            adapters=loaded.adapters,
+            tower=loaded.tower,
+            vision=loaded.eyes,
+            blind=loaded.blind,
+            ahead=loaded.ahead,
             prefault=loaded.prefault,
-            claims=claims,
+            claims=loaded.claims,
         )
 
     @classmethod
@@ -325,7 +242,7 @@ class TransformersEngine:
             raise StartError("adapters are for models that generate text, and this one does not; set enable-lora = off")
         loaded = encoders.load(options, config, tokenizer, progress, over, prepared.built)
         over("build")
-        ctx_size = context_size(options, loaded.positions)
+        ctx_size = bounds.context_size(options, loaded.positions)
         progress(contract.Progress(stage="warmup"))
         try:
             encoders.warm_up(loaded.encoder, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
@@ -551,13 +468,6 @@ def _check(options: contract.Serve) -> None:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)
 
 
-def _adapters(options: contract.Serve) -> list[contract.AdapterSource]:
-    try:
-        return contract.decode_adapters(options.adapters)
-    except ValueError as error:
-        raise StartError(str(error), Exit.USAGE) from None
-
-
 def _come_to_devices(options: contract.Serve, imported: int) -> None:
     """See that the devices are here, hold torch to what is reserved, and note what the way there takes. `imported`:
     bytes of main memory that the imports took."""
@@ -573,12 +483,3 @@ def _come_to_devices(options: contract.Serve, imported: int) -> None:
     host = imported + (memory.resident() - before if accelerators else 0)
     if host > 0 and options.tensor_parallel == 1:
         overhead.said["cpu"] = host
-
-
-def context_size(options: contract.ModelOptions, positions: int) -> int:
-    """Tokens of one request: as asked, at most what the model has positions for (0: it does not say)."""
-    if not positions and not options.ctx_size:
-        raise StartError("this model states no maximum length; set ctx-size")
-    if positions and options.ctx_size > positions:
-        log.warning("ctx-size %d is beyond the model's %d positions; using %d", options.ctx_size, positions, positions)
-    return min(filter(None, (options.ctx_size, positions)))

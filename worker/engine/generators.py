@@ -1,0 +1,181 @@
+"""Snapshot to generator: the model with its backend and cache, its adapters and images, and its first steps."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+from worker import contract
+from worker.contract import Exit
+from worker.engine import architectures, attention, backends, bounds, loader, lockstep, memory, slices
+from worker.engine.adapters import Adapters
+from worker.engine.aligned import AlignedRunner
+from worker.engine.claims import Claims, claiming
+from worker.engine.kept import Unsupported
+from worker.engine.kv_cache import Capacity
+from worker.engine.linears import Linears
+from worker.engine.overhead import overhead
+from worker.engine.pace import Pace
+from worker.engine.runner import PackedRunner, Runner
+from worker.engine.vision import Eyes, Tower, see
+from worker.engine.warmup import record, warm_up
+from worker.engine.weights import Prefault
+from worker.errors import StartError
+from worker.ranks import Ranks
+
+log = logging.getLogger(__name__)
+Progress = Callable[[contract.Progress], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A generator ready to run."""
+
+    ctx_size: int
+    runner: Runner
+    capacity: Capacity
+    pace: Pace
+    linears: Linears | None
+    adapters: Adapters | None
+    tower: Tower | None
+    eyes: Eyes | None
+    blind: str
+    """Why it takes no images, if so."""
+    ahead: bool
+    """Steps are launched before the one in front has landed (`Generating`)."""
+    prefault: Prefault | None
+    claims: Claims | None
+
+
+def load(
+    options: contract.Serve,
+    config: Any,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    progress: Progress,
+    over: Callable[[str], None] = lambda stage: None,
+    built: loader.Built | None = None,
+    ranks: Ranks | None = None,
+    ahead: bool | None = None,
+) -> Loaded:
+    """As `TransformersEngine.load`, of a model that makes text. Raises StartError."""
+    loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
+    divides = slices.wanted(options, config) > 1
+    attention.register()
+    backends.demand_flash(options, config)
+    implementation = backends.implementation(options.attention, config, options.devices)
+    ctx_size = bounds.context_size(options, architectures.positions(config))
+    share = lockstep.begin(options, ctx_size, ranks) if divides else None
+    loaded = loader.load_model(options, config, implementation, progress, over, built, share)
+    processor, blind = see(options, config, tokenizer)
+    with _told(loaded, config, options, ctx_size):
+        tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
+        claims = None
+        backend: PackedRunner | AlignedRunner
+        capacity: Capacity
+        if share is not None and ranks is not None:
+            backend, capacity = lockstep.lead(loaded, config, options, ctx_size, ranks, share[1], progress)
+        else:
+            with claiming() as claims:
+                backend, capacity = backends.make_runner(
+                    loaded.model,
+                    config,
+                    options,
+                    ctx_size,
+                    loaded.device,
+                    caches=options.prefix_caching,
+                    tower=tower,
+                    split=loaded.split,
+                )
+        pace = Pace(apart=not isinstance(backend, PackedRunner))
+        backends.prove(backend, config, ctx_size)
+        adapters = _adapters(backend, loaded, options)
+        arranges = not options.enforce_eager and loaded.split is None and share is None
+        linears = Linears(loaded.model, let_go=loaded.let_go) if arranges else None
+        if isinstance(backend, PackedRunner) and share is None:
+            backend.flash = backends.choose_flash(options, config, backend, loaded.split)
+        over("build")
+        runner = _begin(backend, capacity, pace, loaded, options, ctx_size, progress, divides=divides)
+    over("warmup")
+    return Loaded(
+        ctx_size=ctx_size,
+        runner=runner,
+        capacity=capacity,
+        pace=pace,
+        linears=linears,
+        adapters=adapters,
+        tower=tower,
+        eyes=Eyes(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
+        blind=blind,
+        ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
+        prefault=loaded.prefault,
+        claims=claims,
+    )
+
+
+@contextmanager
+def _told(loaded: loader.Loaded, config: Any, options: contract.Serve, ctx_size: int) -> Iterator[None]:
+    """What may fail between weights and first steps, as StartErrors that say what to do."""
+    try:
+        yield
+    except (NotImplementedError, Unsupported) as error:
+        raise StartError(
+            f"architecture {config.model_type!r} cannot be served by this engine: {memory.one_line(error)};"
+            " another engine may do it"
+        ) from error
+    except Exception as error:
+        if loaded.split is not None and "on the same device" in str(error):
+            raise StartError(
+                f"architecture {config.model_type!r} cannot be split over devices: its code uses tensors of several"
+                f" at once ({memory.one_line(error)}); give it one device"
+            ) from error
+        if not memory.is_exhausted(error):
+            raise
+        what = f"the context ({options.parallel} sequences of {ctx_size} tokens) and one step"
+        raise memory.start_error(what, loaded.device, error) from error
+
+
+def _adapters(backend: PackedRunner | AlignedRunner, loaded: loader.Loaded, options: contract.Serve) -> Adapters | None:
+    """Slots for adapters, and those of the preset in them as far as they can be used."""
+    adapters = backends.make_adapters(backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras)
+    if adapters is not None:
+        try:
+            sources = contract.decode_adapters(options.adapters)
+        except ValueError as error:
+            raise StartError(str(error), Exit.USAGE) from None
+        for name, wrong in adapters.update(sources, options.default_adapter).items():
+            log.warning("adapter %s cannot be used: %s", name, wrong)
+    return adapters
+
+
+def _begin(
+    backend: PackedRunner | AlignedRunner,
+    capacity: Capacity,
+    pace: Pace,
+    loaded: loader.Loaded,
+    options: contract.Serve,
+    ctx_size: int,
+    progress: Progress,
+    *,
+    divides: bool,
+) -> Runner:
+    """The first steps, on accelerators, and those of decoding recorded as CUDA graphs where that can be. On the CPU no
+    kernel is chosen and no buffer grows: the first request would only compute the same again."""
+    chunk = min(options.prefill_chunk, ctx_size)
+    progress(contract.Progress(stage="warmup", total=chunk))
+    if loaded.device.type != "cpu" and options.warm_up:
+        warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
+    if divides:
+        return backend
+    overhead.look()
+    if loaded.split is not None:
+        told = ",".join(options.layers), ",".join(options.devices)
+        log.info("%s layers on %s: steps are not recorded as CUDA graphs", *told)
+        return backend
+    if loaded.device.type != "cuda" or options.enforce_eager or not isinstance(backend, PackedRunner):
+        return backend
+    runner = record(backend, capacity, pace, ctx_size=ctx_size, progress=progress)
+    overhead.look()  # recorded graphs are part of what this model takes, and not of what any would
+    return runner
