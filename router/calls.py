@@ -74,7 +74,7 @@ class Calls:
             "fastchat_check": self._fastchat_check,
             "ollama_tags": self._ollama_tags,
             "ollama_ps": self._ollama_ps,
-            "ollama_version": self._version,
+            "ollama_version": self._ollama_version,
             "version": self._version,
             "ollama_show": self._ollama_show,
             "ollama_pull": self._ollama_pull,
@@ -252,6 +252,9 @@ class Calls:
 
     async def _ollama_ps(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json(await ollama.ps(self._site, key))
+
+    async def _ollama_version(self, request: web.Request, key: Key) -> web.StreamResponse:
+        return _json({"version": ollama.VERSION})
 
     async def _version(self, request: web.Request, key: Key) -> web.StreamResponse:
         return _json({"version": __version__})

@@ -76,7 +76,7 @@ ANSWERS: Mapping[str, Answer] = {
         ),
         about="The models in memory.",
     ),
-    "ollama_version": Answer(body=shape({"version": TEXT}), about="The router's version."),
+    "ollama_version": Answer(body=shape({"version": TEXT}), about="The release of Ollama that has what is here."),
     "ollama_show": Answer(
         body=shape(
             {

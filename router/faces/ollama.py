@@ -18,6 +18,9 @@ from router.site import Site
 from router.worker import Worker
 
 LATEST = ":latest"
+VERSION = "0.14.2"
+"""The release of Ollama that has what is offered here, tools, thoughts, log-probabilities and the calls of OpenAI and
+Anthropic: clients look at it, and refuse to talk to an old one."""
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 """When a model leaves that stays for ever."""
 _CAPABILITIES = {

@@ -214,6 +214,8 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
     async with world(tmp_path, answer) as up, llama(up.socket) as client:
         assert [model.model for model in (await client.list()).models] == ["a"]
         assert list((await client.ps()).models) == []
+        release = (await client._client.get("/api/version")).json()["version"]
+        assert [int(part) for part in release.split(".")] >= [0, 6, 4], "editors refuse to talk to older ones"
         assert (await client.chat("a", HI["messages"])).message.content == "w"
         [running] = (await client.ps()).models
         assert running.size

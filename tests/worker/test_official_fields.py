@@ -40,8 +40,6 @@ TAKEN = {
 """Values of `type` for which there is something here; objects of another type are refused."""
 OF_ANSWERS = {"tool_use", "thinking", "redacted_thinking"}
 """Anthropic's types do not say that these are the assistant's."""
-REFUSED_INSIDE = {"messages[].content[].content[].source"}
-"""Images beside which nothing else may stand."""
 REPORTED_INSIDE = {
     "messages[].content[].transformations",
     "messages[].content[].toolset_name",
@@ -140,7 +138,7 @@ def test_every_member_inside_a_field_of_an_official_client_is_known(client: Any,
             answers = any(isinstance(part, dict) and part["type"] in OF_ANSWERS for part in parts)
             said["role"] = "assistant" if answers else "user"
         found |= set(unknown(known, body))
-    assert found <= REPORTED_INSIDE | REFUSED_INSIDE
+    assert found <= REPORTED_INSIDE
 
 
 def test_every_effort_of_the_official_client_is_one_here() -> None:

@@ -144,6 +144,44 @@ async def test_every_dialect_says_the_same_about_an_image(engine: TransformersEn
             assert made.response == text
 
 
+async def test_images_of_tools_results_are_shown_behind_them(engine: TransformersEngine) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(IMAGE)}
+    image, url = {"type": "image", "source": source}, data_url(IMAGE)
+
+    def returned(*parts: Any) -> list[Any]:
+        calls = [{"type": "tool_use", "id": id, "name": "look", "input": {}} for id in "ab"]
+        results: list[Any] = [{"type": "tool_result", "tool_use_id": id, "content": "seen"} for id in "ab"]
+        results[0]["content"] = [{"type": "text", "text": "seen"}, *parts]
+        return [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+
+    def put_out(*parts: Any) -> list[Any]:
+        calls = [{"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"} for id in "ab"]
+        results: list[Any] = [{"type": "function_call_output", "call_id": id, "output": "seen"} for id in "ab"]
+        results[0]["output"] = [{"type": "input_text", "text": "seen"}, *parts]
+        return [*calls, *results]
+
+    begun: Any = {"role": "user", "content": WORDS}
+    async with serving(engine) as world:
+
+        async def heard(path: str, messages: list[Any]) -> tuple[int, str]:
+            ours = {"messages": messages, "max_tokens": MOST} if "messages" in path else {"input": messages}
+            status, told, _ = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
+            assert status == 200, told
+            said = told["content"] if "content" in told else told["output"][0]["content"]
+            return told["usage"]["input_tokens"], said[0]["text"]
+
+        blocks = [begun, *returned()]
+        blocks[-1] = {**blocks[-1], "content": [*blocks[-1]["content"], image]}
+        beside = await heard("/v1/messages", blocks)
+        assert await heard("/v1/messages", [begun, *returned(image)]) == beside
+        shown_by_hand: Any = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+        behind = await heard("/v1/responses", [begun, *put_out(), shown_by_hand])
+        assert await heard("/v1/responses", [begun, *put_out({"type": "input_image", "image_url": url})]) == behind
+        assert behind == beside
+        further = [*put_out({"type": "input_image", "image_url": url}), begun]
+        assert (await heard("/v1/responses", [begun, *further]))[0] > behind[0]
+
+
 async def test_image_tokens_count_in_usage(engine: TransformersEngine) -> None:
     async with serving(engine) as world:
         _, one = await world.chat(TEXT, shown(IMAGE))

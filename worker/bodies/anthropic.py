@@ -50,7 +50,13 @@ _BLOCKS: tuple[Schema, ...] = (
             {
                 "type": {"const": "tool_result"},
                 "tool_use_id": required(text()),
-                "content": {"anyOf": [*_BLOCK_TEXTS["anyOf"], {"enum": [None, False, 0, {}]}]},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {"type": "array", "items": {"anyOf": [_BLOCK_TEXT, _BLOCK_IMAGE]}},
+                        {"enum": [None, False, 0, {}]},
+                    ]
+                },
                 "is_error": ANYTHING,
                 **_OF_BLOCKS,
             }

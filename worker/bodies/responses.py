@@ -87,7 +87,7 @@ _RESPONSE_TEXT: Schema = {
                             }
                         ),
                         "required": ["type", "image_url"],
-                        "description": f"{SEEING} In messages of the user.",
+                        "description": f"{SEEING} In messages of the user and results of functions.",
                     },
                 ]
             },

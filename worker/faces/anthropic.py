@@ -111,11 +111,14 @@ def _message(where: str, message: Any, blind: str) -> list[Json]:
         raise InvalidValue(f"{where}.content must be a string or an array of blocks", param=f"{where}.content")
     results, calls, thoughts = [], [], []
     shown: list[str | Image] = []
+    seen: list[Image] = []
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
-            results.append(_tool_result(place, block))
+            result, images = _tool_result(place, block, blind)
+            results.append(result)
+            seen += images
         elif kind == "tool_use" and role == "assistant":
             calls.append(_tool_use(place, block))
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
@@ -126,6 +129,7 @@ def _message(where: str, message: Any, blind: str) -> list[Json]:
             shown.append(_image(place, block, blind))
         else:
             shown.append(_text(place, block))
+    shown = [*seen, *shown]
     own: Json = {"role": role, "content": _content(shown) if shown else None}
     if calls:
         own["tool_calls"] = calls
@@ -182,14 +186,24 @@ def _image(where: str, block: Json, blind: str) -> Image:
     return of_base64(f"{where}.source", source.get("data"), source.get("media_type"))
 
 
-def _tool_result(where: str, block: Json) -> Json:
+def _tool_result(where: str, block: Json, blind: str) -> tuple[Json, list[Image]]:
+    """The message of a tool, and the images of its result: they go into the message of the user behind it, as templates
+    show them nowhere else."""
     if not isinstance(block.get("tool_use_id"), str):
         raise InvalidValue(f"{where}.tool_use_id must be a string", param=f"{where}.tool_use_id")
-    content = block.get("content")
-    text = content if isinstance(content, str) else _texts(f"{where}.content", content or [])
+    content = block.get("content") or []
+    if not isinstance(content, str | list):
+        raise InvalidValue(f"{where}.content must be a string or an array of blocks", param=f"{where}.content")
+    parts: list[str | Image] = [content] if isinstance(content, str) else []
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        place = f"{where}.content[{index}]"
+        is_image = isinstance(part, dict) and part.get("type") == "image"
+        parts.append(_image(place, part, blind) if is_image else _text(place, part))
+    text = "\n".join(part for part in parts if isinstance(part, str))
     if block.get("is_error") is True:
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+    images = [part for part in parts if isinstance(part, Image)]
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}, images
 
 
 def _tool_use(where: str, block: Json) -> Json:
@@ -210,9 +224,7 @@ def _text(where: str, block: Any) -> str:
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
     if kind == "image":
-        raise UnsupportedField(
-            f"{where}: images may stand in messages of the user only, beside the results of tools", param=where
-        )
+        raise UnsupportedField(f"{where}: images may stand in messages of the user only", param=where)
     if kind in ("document", "search_result", "container_upload"):
         raise UnsupportedField(f"{where}: this model takes text, not blocks of type {kind}", param=where)
     raise InvalidValue(f"{where} is no block that may stand here; text blocks may", param=where)

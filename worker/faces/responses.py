@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -14,6 +14,7 @@ from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
 from worker.fields import Fields, Json
 from worker.generation import Delta, TokenLogprob
+from worker.images import Image
 from worker.parts import Part, Reading, ToolCall
 from worker.replies import Totals, logprobs_of, progress_of
 
@@ -138,16 +139,22 @@ def _input(fields: Fields, blind: str) -> list[Json]:
         raise InvalidValue("input must be a string or an array of items", param="input")
     messages: list[Json] = []
     thoughts = ""
+    seen: list[Image] = []
     for index, item in enumerate(stated):
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidValue(f"{where} must be an object", param=where)
         kind = item.get("type") or "message"
+        if seen and kind != "function_call_output":
+            messages.append({"role": "user", "content": seen})  # templates show images of results nowhere else
+            seen = []
         if kind == "reasoning":
             thoughts = _text(f"{where}.content", item.get("content") or item.get("summary") or [])
         elif kind == "function_call_output":
-            output = _text(f"{where}.output", item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            output = _content(f"{where}.output", item.get("output"), fields, blind)
+            text = output if isinstance(output, str) else _joined(output)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            seen += [part for part in output if isinstance(part, Image)]
         elif kind == "function_call":
             last = messages[-1] if messages else {}
             if last.get("role") != "assistant" or thoughts:
@@ -156,12 +163,13 @@ def _input(fields: Fields, blind: str) -> list[Json]:
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
             thoughts = _think(messages[-1], thoughts)
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": _content(f"{where}.content", item, fields, blind)})
+            content = _content(f"{where}.content", item.get("content"), fields, blind)
+            messages.append({"role": item.get("role"), "content": content})
             if item.get("role") == "assistant":
                 thoughts = _think(messages[-1], thoughts)
         else:
             raise UnsupportedField(f"{where}: items of this type are not supported; leave it out", param=where)
-    return messages
+    return [*messages, {"role": "user", "content": seen}] if seen else messages
 
 
 def _think(message: Json, thoughts: str) -> str:
@@ -177,9 +185,8 @@ def _function_call(where: str, item: Json) -> Json:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _content(where: str, item: Json, fields: Fields, blind: str) -> str | list[Any]:
-    """The text of a message; of one with images, parts as a chat completion has them."""
-    content = item.get("content")
+def _content(where: str, content: Any, fields: Fields, blind: str) -> str | list[Any]:
+    """A text; of what has images, parts as a chat completion has them."""
     if not isinstance(content, list) or not any(_is_image(part) for part in content):
         return _text(where, content)
     parts: list[Any] = []
@@ -194,6 +201,11 @@ def _content(where: str, item: Json, fields: Fields, blind: str) -> str | list[A
         else:
             parts.append(detailed(place, part.get("image_url"), part.get("detail"), fields))
     return parts
+
+
+def _joined(parts: Sequence[Any]) -> str:
+    """The texts among the parts, on lines of their own."""
+    return "\n".join(part["text"] for part in parts if not isinstance(part, Image))
 
 
 def _is_image(part: Any) -> bool:
