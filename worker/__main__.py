@@ -361,6 +361,7 @@ def _report(error: BaseException, tied: leash.Leash) -> int:
 def diagnose(error: BaseException) -> tuple[int, str]:
     """Exit code and one line for a person; CRASHED for whatever is not known to mean something."""
     from worker.contract import Exit
+    from worker.engine import faults
     from worker.errors import RankLost, StartError
 
     text = " ".join(str(error).split()) or type(error).__name__
@@ -370,7 +371,7 @@ def diagnose(error: BaseException) -> tuple[int, str]:
         return error.exit, text
     if isinstance(error, RankLost):
         return diagnose(error.__cause__)[0] if error.__cause__ is not None else CRASHED, text
-    if "torch.OutOfMemoryError" in kinds:
+    if faults.is_device_full(error):
         return Exit.DEVICE_MEMORY, f"out of device memory: {text}"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or getattr(error, "errno", 0) == errno.ENOMEM:
         return Exit.HOST_MEMORY, f"out of host memory: {text}"

@@ -92,6 +92,11 @@ def test_a_worker_without_a_token_serves_nobody() -> None:
         (StartError("no config.json"), Exit.UNUSABLE),
         (StartError("cut short", Exit.DAMAGED), Exit.DAMAGED),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), Exit.DEVICE_MEMORY),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nSearch for it online"),
+            Exit.DEVICE_MEMORY,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), Exit.DEVICE_MEMORY),
         (MemoryError(), Exit.HOST_MEMORY),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), Exit.HOST_MEMORY),
         (OSError(12, "Cannot allocate memory"), Exit.HOST_MEMORY),

@@ -208,3 +208,16 @@ def test_it_is_not_even_tried_where_it_cannot_be(device: str, dtype: torch.dtype
     assert flash.choose("auto", small, 4, torch.device(device)) is None
     with pytest.raises(StartError, match=why):
         flash.choose("flash", small, 4, torch.device(device))
+
+
+@pytest.mark.parametrize(("card", "is_suited"), [((8, 0), True), ((9, 0), True), ((7, 5), False), ((12, 0), False)])
+def test_it_is_not_even_tried_on_cards_that_it_is_not_for(
+    card: tuple[int, int], is_suited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it ends the process."""
+    (tmp_path / f"{flash.MODULE}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    why = flash.unsuited(torch.bfloat16, torch.device("cuda:0"))
+    assert (not why) == is_suited
+    assert is_suited or f"{card[0]}.{card[1]}" in why

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.engine.memory import Inheritance, cap, mapped
+from worker.engine.memory import Inheritance, cap, is_exhausted, is_sticky, keep_small, mapped
 from worker.errors import StartError
 
 MIB = 1 << 20
@@ -64,3 +64,28 @@ def test_pages_of_files_are_told_apart_as_long_as_they_are_mapped() -> None:
 def test_a_reservation_that_is_no_object_of_bytes_is_refused(reserved: str) -> None:
     with pytest.raises(StartError, match="--reserved wants a JSON object of bytes by device"):
         cap(["cpu"], reserved)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_device_that_is_full_is_not_lost(error: Exception) -> None:
+    assert is_exhausted(error)
+    assert not is_sticky(error)
+
+
+def test_a_device_that_is_lost_is_not_full() -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert is_sticky(error)
+    assert not is_exhausted(error)
+
+
+def test_attention_is_left_to_no_kernels_that_keep_a_plan_for_each_shape() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    keep_small()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

@@ -6,13 +6,23 @@ from worker.errors import RankLost, StartError
 
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 """What code raises for values that it makes nothing of, the same each time; torch and devices fail otherwise."""
+_DEVICE_IS_FULL = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+"""What CUDA's runtime says where torch's allocator has no part in it (pinned memory, an event, a graph), and what its
+libraries say, each handle of which takes some. A context survives both."""
 
 
 def is_exhausted(error: BaseException) -> bool:
     """Whether `error` says that memory, of the device or of the host, could not be had."""
-    if isinstance(error, MemoryError) or "torch.OutOfMemoryError" in _kinds(error):
+    if isinstance(error, MemoryError) or is_device_full(error):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def is_device_full(error: BaseException) -> bool:
+    """Whether it says so of the device."""
+    if "torch.OutOfMemoryError" in _kinds(error):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_IS_FULL)
 
 
 def is_sticky(error: BaseException) -> bool:

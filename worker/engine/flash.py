@@ -26,6 +26,9 @@ from worker.errors import StartError
 MODULE = "flash_attn_interface"
 _TOLERANCE = 0.05
 """Of averages of numbers of about 1, in types of 16 bits; a token too few or too many makes ten times as much."""
+_GENERATIONS = (8, 9)
+"""Of cards that version 3 is written for: Ampere and Ada, and Hopper. On others it does not fail, it ends the process
+(its launch.h: CHECK_CUDA), so that it must not even be tried."""
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +184,12 @@ def unsuited(dtype: torch.dtype, device: torch.device) -> str:
     """Why it need not be tried with a model of this type; empty if it has to be."""
     if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, and this model in {str(dtype).removeprefix('torch.')}"
-    return _absent(device)
+    if why := _absent(device):
+        return why
+    generation, minor = torch.cuda.get_device_capability(device)
+    if generation not in _GENERATIONS:
+        return f"it is for cards of compute capability 8 and 9, and {device} has {generation}.{minor}"
+    return ""
 
 
 def _absent(device: torch.device) -> str:

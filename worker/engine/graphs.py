@@ -241,20 +241,21 @@ class FixedRunner:
     def record(self, report: Callable[[], object]) -> None:
         """Record every shape, the largest first, all in the same memory. Nobody may be running.
 
-        `report` is called after each. A model that cannot be recorded (its code waits for the
-        device, or its shapes depend on its numbers) is served without; running out of memory is raised.
+        `report` is called after each. A model that cannot be recorded (its code waits for the device, or its shapes
+        depend on its numbers) is served without, and so is one for whose graphs there is no memory.
         """
         self._numbers.zero_()
         self._numbers[:, _LENGTH] = 1  # everybody is at the beginning of block 0, which is nobody's yet
         try:
             self._record_all(report)
-        except Exception as error:
-            if memory.is_exhausted(error):
-                raise
+        except Exception as error:  # noqa: BLE001 - it is told, and the steps are computed one kernel at a time
             self._graphs.clear()
             self._shapes = ()
             log.warning("this model's steps cannot be recorded as CUDA graphs: %s", memory.one_line(error))
-            torch.cuda.synchronize(self._runner.device)  # raises if the device itself is lost
+            device = self._runner.device
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # a recording that fails leaves its own behind
+            torch.cuda.synchronize(device)  # raises if the device itself is lost
+            torch.cuda.empty_cache()
 
     def _record_all(self, report: Callable[[], object]) -> None:
         device = self._runner.device
@@ -265,6 +266,8 @@ class FixedRunner:
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 self.compute(*shape)  # libraries choose their kernels, and take their workspaces, now
+                if not self._graphs:
+                    self._compute_without_waiting(shape)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=shared, stream=side):
@@ -272,6 +275,15 @@ class FixedRunner:
             self._graphs[shape] = graph
             report()
         torch.cuda.synchronize(device)
+
+    def _compute_without_waiting(self, shape: tuple[int, int]) -> None:
+        """Raises RuntimeError if the model's code waits for the device. A recording would fail for that, too, but it
+        would leave torch's allocator as if it went on for ever, which then gives nothing back to the device."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.compute(*shape)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

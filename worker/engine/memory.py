@@ -150,12 +150,17 @@ def yet_to_copy() -> int:
 
 
 def keep_small() -> None:
-    """Let all threads share malloc's arenas: what one frees another uses. Only glibc has this; elsewhere nothing.
+    """Keep libraries from holding on to ever more memory. Let all threads share malloc's arenas: what one frees another
+    uses. Only glibc has this; elsewhere nothing.
 
     And let what a step frees be there for the next: glibc comes to that by itself, but only behind a block of
     _KEPT_BLOCK. Until then it gives back what lies on top, and a step of 500 tokens spends a quarter of its time on
     finding its pages again (110 M parameters, 60,000 pages of 4 KiB, measured).
+
+    cuDNN's attention, which torch prefers on some cards (Hopper's, for one), makes a plan for each shape that it meets,
+    and keeps them all: steps have ever other lengths, so that each would wait for a plan of its own.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 2)

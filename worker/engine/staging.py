@@ -292,7 +292,7 @@ def _ring(buffers: int, buffer_bytes: int, device: torch.device) -> Iterator[lis
     torch's own pinned memory would not be."""
     area = mmap.mmap(-1, buffers * buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # gone with its last view
     whole = torch.frombuffer(area, dtype=torch.uint8)
-    is_pinned = device.type == "cuda" and _pin(whole)
+    is_pinned = device.type == "cuda" and _pin(whole, device)
     try:
         yield [whole[start : start + buffer_bytes] for start in range(0, len(whole), buffer_bytes)]
     finally:
@@ -300,11 +300,13 @@ def _ring(buffers: int, buffer_bytes: int, device: torch.device) -> Iterator[lis
             _runtime().cudaHostUnregister(whole.data_ptr())
 
 
-def _pin(whole: torch.Tensor) -> bool:
+def _pin(whole: torch.Tensor, device: torch.device) -> bool:
     """Whether the bus may take these bytes by itself from now on; where not, copies are slower and still right."""
     runtime = _runtime()
     error = runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
     if error != runtime.cudaError.success:
+        with contextlib.suppress(RuntimeError):  # CUDA has it told once more, by the next kernel that is started
+            torch.ones(1, device=device)
         log.warning("%d MiB of main memory cannot be pinned (%s); copies are slower", whole.nbytes >> 20, error)
         return False
     return True

@@ -1,0 +1,220 @@
+"""An accelerator that nobody has: fake tensors on `cuda:0`, and what a step does that such a device is waited for.
+
+Fake tensors have devices, so that an operator which is given some of two is an error here as it is there. They have no
+numbers: where code asks for one, it gets the answer of `worker.live_bytes`, and `Watch.waits` notes that it asked. What
+of torch's own wants a real device, subscripts above all, is put into operators that do not.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from worker.live_bytes import LiveBytes
+
+CUDA = torch.device("cuda:0")
+TOLD = 3
+"""What every number is that the host reads of its own memory."""
+_aten = torch.ops.aten
+_SIZED_BY_NUMBERS = frozenset(
+    {
+        _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default,
+        _aten._unique2.default, _aten.repeat_interleave.Tensor, _aten.bincount.default,
+    }
+)  # fmt: skip
+"""Operators that the host cannot go on from before it knows a number."""
+_BY_INDEX = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes, in `waits`, each operator that has the host wait for the device, with the line that called it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: list[str] = []
+        self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]] = []
+        """Of each call of torch's attention: query, keys, mask, and whether heads share keys."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(each, torch.Tensor) and each.is_cuda for each in tree_leaves((args, kwargs))):
+            if _waits(func, args, kwargs):
+                self._note(func)
+            if func is _aten.convolution.default:
+                return _convolved(*args)
+        elif func is _aten._local_scalar_dense.default:
+            return float(TOLD) if args[0].is_floating_point() else TOLD
+        if func.namespace == "aten":
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any) -> None:
+        frames = [
+            each for each in traceback.extract_stack() if "/torch/" not in each.filename and each.filename != __file__
+        ]
+        self.waits.append(f"{func} at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}")
+
+
+def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if func in _SIZED_BY_NUMBERS:
+        return True
+    if func in _BY_INDEX:  # by a mask, or by numbers that are not on the device yet
+        return any(each is not None and (not each.is_cuda or each.dtype == torch.bool) for each in args[1])
+    if func is _aten.copy_.default:
+        ends = {args[0].device.type, args[1].device.type}
+        return len(ends) > 1 and args[1].ndim > 0 and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    if func is _aten._to_copy.default:
+        ends = {args[0].device.type, (kwargs.get("device") or args[0].device).type}
+        return len(ends) > 1 and not kwargs.get("non_blocking")
+    return False
+
+
+def _convolved(given: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Of convolutions fake tensors know those of processors only."""
+    there = [torch.empty_like(each, device="cpu") if isinstance(each, torch.Tensor) else each for each in rest]
+    like = _aten.convolution.default(torch.empty_like(given, device="cpu"), *there)
+    return given.new_empty(like.shape)
+
+
+class _Bindings(TorchFunctionMode):
+    """What torch's Python says before an operator is called, without a device."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if func is F.scaled_dot_product_attention:
+            grouped = bool(kwargs.get("enable_gqa", False))
+            self._watch.attended.append((args[0], args[1], kwargs.get("attn_mask"), grouped))
+        instead = _INSTEAD.get(func)
+        return func(*args, **kwargs) if instead is None else instead(*args, **kwargs)
+
+
+def _item(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    viewed, indices = _viewed(tensor, key)
+    result: torch.Tensor = _aten.index.Tensor(viewed, indices) if indices else _aten.alias.default(viewed)
+    return result
+
+
+def _set_item(tensor: torch.Tensor, key: Any, value: Any) -> None:
+    viewed, indices = _viewed(tensor, key)
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+    if indices:
+        _aten.index_put_.default(viewed, indices, value)
+    else:
+        _aten.copy_.default(viewed, value)
+
+
+def _viewed(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """`tensor` with all of `key` applied but its tensors; and those, by dimension."""
+    keys = [torch.tensor(each) if isinstance(each, list) else each for each in (key if type(key) is tuple else [key])]
+    taken = sum(_dimensions(each) for each in keys)
+    place = next((number for number, each in enumerate(keys) if each is Ellipsis), len(keys))
+    keys[place : place + 1] = [slice(None)] * (tensor.ndim - taken)
+    indices: list[torch.Tensor | None] = []
+    dim = 0
+    for each in keys:
+        if each is None:
+            tensor, dim = _aten.unsqueeze.default(tensor, dim), dim + 1
+        elif isinstance(each, torch.Tensor):
+            indices += [*[None] * (dim - len(indices)), each]
+            dim += _dimensions(each)
+        elif isinstance(each, slice):
+            if each != slice(None):
+                tensor = _aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1)
+            dim += 1
+        else:
+            tensor = _aten.select.int(tensor, dim, int(each))
+    return tensor, indices
+
+
+def _dimensions(key: Any) -> int:
+    """How many of a tensor's a part of a subscript is for."""
+    if key is None or key is Ellipsis:
+        return 0
+    return key.ndim if isinstance(key, torch.Tensor) and key.dtype == torch.bool else 1
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_nonzero(tensor: torch.Tensor, *, as_tuple: bool = False) -> Any:
+    found = _aten.nonzero.default(tensor)
+    return found.unbind(1) if as_tuple else found
+
+
+_INSTEAD: Mapping[Any, Any] = {
+    torch.Tensor.__getitem__: _item,
+    torch.Tensor.__setitem__: _set_item,
+    torch.Tensor.__invert__: torch.bitwise_not,
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.copy_: _aten.copy_.default,
+    torch.Tensor.nonzero: _is_nonzero,
+    torch.Tensor.pin_memory: lambda tensor: tensor,
+    torch.nonzero: _is_nonzero,
+}
+
+
+class _Event:
+    def record(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+_DEVICE = {
+    "Event": _Event,
+    "current_stream": lambda device: None,
+    "get_device_capability": lambda device=None: (9, 0),
+}
+"""Of `torch.cuda`."""
+
+
+@contextlib.contextmanager
+def accelerator() -> Iterator[Watch]:
+    """Everything made in the block is fake, and what is on CUDA is watched."""
+    before = {name: getattr(torch.cuda, name) for name in _DEVICE}
+    for name, instead in _DEVICE.items():
+        setattr(torch.cuda, name, instead)
+    try:
+        watch = Watch()
+        with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), watch, _Bindings(watch):
+            yield watch
+    finally:
+        for name, own in before.items():
+            setattr(torch.cuda, name, own)
+
+
+def moved(model: Any) -> Any:
+    """`model` on the device, as a load has it: parameters and buffers, each once, and nothing else that it may hold."""
+    there: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in there:
+                    sent = tensor.detach().to(CUDA, non_blocking=True)
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    there[id(tensor)] = torch.nn.Parameter(sent, requires_grad=False) if is_weight else sent
+                tensors[name] = there[id(tensor)]
+    return model

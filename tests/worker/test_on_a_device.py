@@ -1,0 +1,110 @@
+"""Steps on an accelerator that is none: whatever meets is on one device, and nobody waits for it but at the landing.
+
+What kernels compute there, and how fast, only a real one shows (tests/gpu).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.families import FAMILIES
+from tests.worker.loaded import options
+from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
+from tests.worker.stepped import Drive
+from worker import estimate
+from worker.engine import attention, backends, loader
+from worker.engine.aligned import AlignedRunner
+from worker.engine.graphs import FixedRunner
+from worker.engine.kv_cache import Capacity
+from worker.engine.runner import PackedRunner
+from worker.generation import Sampling
+
+torch.set_num_threads(1)
+CTX = 128
+FAST = ("llama", "gemma2", "mamba")
+"""Of each kind one; the others are of the slow tier."""
+ANSWER = 4
+WAITING = {
+    "dbrx": "nonzero",  # which experts anybody has chosen
+    "falcon": "modeling_falcon.py",  # a list as a subscript
+    "falcon with grouped heads": "modeling_falcon.py",
+    "gpt_neo": "modeling_gpt_neo.py",  # a constant, made anew in each layer
+    "llama with positions that stretch beyond its context": "modeling_rope_utils.py",  # how long the longest is
+    "phimoe": "modeling_phimoe.py",
+    "phi3 with two sets of frequencies": "modeling_rope_utils.py",  # in the first step only
+}
+"""Families whose own code waits for the device in a step, and where. They are not recorded as graphs."""
+
+
+@contextmanager
+def made(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Iterator[tuple[PackedRunner | AlignedRunner, Capacity, Watch]]:
+    """A model of a family on the device, with its cache."""
+    family, overrides = FAMILIES[name]
+    asked = options(tiny.make(family, folder, **overrides), ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)
+    config = loader.load_config(asked)
+    attention.register()
+    with accelerator() as watch:
+        model = estimate.build(loader.model_class(asked, config, False), config, dtype, embeds=False)
+        if (implementation := backends.implementation("auto", config)) is not None:
+            model.set_attn_implementation(implementation)
+        runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)
+        watch.waits.clear()
+        yield runner, capacity, watch
+
+
+def every(names: tuple[str, ...]) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", every(tuple(FAMILIES)))
+async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_nothing(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 25)), most=ANSWER, sampling=Sampling(temperature=0.0, logprobs=2))
+        drive.ask(1, most=2, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, logit_bias={7: 2.0}))
+        drive.ask(2, most=2, sampling=Sampling(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5))
+        drive.to_the_end()
+        assert drive.work.steps_ahead > 0
+        assert await drive.told(0) == [*[TOLD] * ANSWER, "length"]
+    expected = WAITING.get(name, "")
+    assert [each for each in watch.waits if not expected or expected not in each] == []
+    assert bool(watch.waits) == bool(expected)
+
+
+PACKED = tuple(name for name in FAMILIES if name not in WAITING)
+
+
+@pytest.mark.parametrize("name", every(PACKED))
+def test_a_step_that_is_to_be_recorded_waits_for_nothing(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path) as (runner, _, watch):
+        if not isinstance(runner, PackedRunner):
+            return
+        fixed = FixedRunner(runner, rows=4, ctx_size=CTX)
+        with torch.inference_mode():
+            for shape in fixed.shapes:
+                fixed.compute(*shape)
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_prompts_are_left_to_kernels_that_do_not_compute_all_scores_at_once(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Where FlashAttention cannot be had, as here, keys are repeated for those that want one for each head; and masks
+    have rows that begin where they want them, or each layer would copy them."""
+    with made("llama", tmp_path, dtype=dtype) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 35)), most=1)  # in two chunks
+        drive.to_the_end()
+    masks = [mask for _, _, mask, _ in watch.attended if mask is not None]
+    assert 0 < len(masks) < len(watch.attended)
+    assert all(mask.stride(-1) == 1 and all(each % 16 == 0 for each in mask.stride()[:-1]) for mask in masks)
+    assert all(query.shape[1] == keys.shape[1] for query, keys, _, _ in watch.attended)
+    assert not any(is_grouped for _, _, _, is_grouped in watch.attended)
