@@ -5,6 +5,9 @@ import functools
 import itertools
 import json
 import logging
+import os
+import select
+import stat
 import sys
 import time
 from collections import deque
@@ -24,6 +27,10 @@ LONGEST = 2000
 """Characters of one of them."""
 MOMENT = 0.01
 """Seconds that a line waits for others, to be written with them."""
+UNREAD = 1 << 18
+"""Bytes that are kept for whoever reads too slowly; of what comes beyond them, only the number of lines is."""
+RETRY = 0.25
+"""Seconds until they are offered again."""
 GIB, MIB = 1 << 30, 1 << 20
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
@@ -223,13 +230,23 @@ class Ring(logging.Handler):
 
 
 class Spool(logging.Handler):
-    """Writes what is logged within MOMENT together; what warns, or comes from another thread, at once."""
+    """Writes what is logged within MOMENT together; what warns, or comes from another thread, at once.
+
+    Law: a reader that does not read holds up nobody. A terminal that is stopped, a pager, a collector that hangs: what
+    they do not take is kept as far as UNREAD goes, and counted beyond.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
         self._lines: list[str | tuple[float, str, str]] = []
         """As text, or as `take` got them."""
+        self._reader = _reader(stream)
+        self._unread = bytearray()
+        self._missing = 0
+        """Lines."""
+        self._is_due = False
+        """What is unread is offered again."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -258,16 +275,55 @@ class Spool(logging.Handler):
     def flush(self) -> None:
         with self.lock or nullcontext():
             lines, self._lines = self._lines, []
-            if lines:
-                with suppress(ValueError, OSError):  # nobody reads any more
-                    self._stream.write(
-                        "".join([line if isinstance(line, str) else self._text(*line) for line in lines])
-                    )
+            text = "".join([line if isinstance(line, str) else self._text(*line) for line in lines])
+            with suppress(ValueError, OSError):  # nobody reads any more
+                if self._reader is not None:
+                    self._offer(self._reader, text, len(lines))
+                elif text:
+                    self._stream.write(text)
                     self._stream.flush()
+
+    def _offer(self, reader: select.poll, text: str, lines: int) -> None:
+        """Write as much as `reader` takes at once."""
+        if len(self._unread) > UNREAD:
+            self._missing += lines
+        else:
+            if lines and self._missing:
+                said = f"{self._missing} lines are missing here: nobody read them in time"
+                notice = logging.makeLogRecord({"name": __name__, "levelname": "WARNING", "msg": said})
+                text = f"{self.format(notice)}\n{text}"
+                self._missing = 0
+            self._unread += text.encode(self._stream.encoding, "backslashreplace")
+        try:
+            while self._unread and reader.poll(0):
+                del self._unread[: os.write(self._stream.fileno(), self._unread[: select.PIPE_BUF])]
+        except BrokenPipeError:
+            self._unread.clear()
+        if self._unread and not self._is_due and (loop := asyncio._get_running_loop()) is not None:
+            self._is_due = True
+            loop.call_later(RETRY, self._again)
+
+    def _again(self) -> None:
+        self._is_due = False
+        self.flush()
 
     def _text(self, now: float, name: str, message: str) -> str:
         form = self.formatter
         return form.line(now, "INFO", name, message) + "\n" if isinstance(form, _Text | _Json) else ""
+
+
+def _reader(stream: TextIO) -> "select.poll | None":
+    """Tells when whoever reads `stream` has room for PIPE_BUF bytes; None: nobody reads it, as it is a file."""
+    try:
+        descriptor = stream.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (OSError, ValueError):
+        return None
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)):
+        return None
+    reader = select.poll()
+    reader.register(descriptor, select.POLLOUT)
+    return reader
 
 
 _OWN = Ring, Spool

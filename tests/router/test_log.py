@@ -1,10 +1,14 @@
 import asyncio
+import contextlib
 import io
 import json
 import logging
+import os
+import re
+import threading
 
 from router.events import Event
-from router.log import Spool, _Json, _Text, plan_line, size, state_line
+from router.log import UNREAD, Spool, _Json, _Text, plan_line, size, state_line
 
 MIB = 1 << 20
 
@@ -76,3 +80,69 @@ async def test_lines_of_one_moment_are_written_together_and_warnings_at_once() -
     assert stream.writes[1:] == ["three\nfour\n"]
     await asyncio.to_thread(spool.handle, record("elsewhere"))
     assert stream.writes[2:] == ["elsewhere\n"]
+
+
+async def test_a_reader_of_the_log_that_does_not_read_holds_up_nobody_and_hears_what_it_missed() -> None:
+    source, end = os.pipe()
+    with os.fdopen(source, encoding="utf-8") as reader, os.fdopen(end, "w", encoding="utf-8") as stream:
+        spool = Spool(stream)
+        spool.setFormatter(_Text())
+        said = 0
+        while said * 1000 < 2 * UNREAD:  # more than the pipe and what is kept for it
+            spool.handle(record(f"{said} {'x' * 1000}", logging.WARNING))
+            said += 1
+        got: list[str] = []
+        missing = threading.Event()
+
+        def read() -> None:
+            for line in reader:
+                got.append(line)
+                if "missing" in line:
+                    missing.set()
+                    return
+
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        async with asyncio.timeout(20):
+            while not missing.is_set():
+                spool.handle(record("more", logging.WARNING))
+                await asyncio.sleep(0)
+        reading.join()
+    *before, told = got
+    numbers = [int(line.split(" WARNING router.x ")[1].split()[0]) for line in before if "more" not in line]
+    assert numbers == list(range(len(numbers)))
+    match = re.search(r"WARNING router.log (\d+) lines are missing here", told)
+    assert match is not None
+    assert int(match[1]) >= said - len(numbers) > 0
+
+
+async def test_what_was_not_read_in_time_is_offered_again_without_a_further_line() -> None:
+    source, end = os.pipe()
+    with os.fdopen(source, "rb") as reader, os.fdopen(end, "w", encoding="utf-8") as stream:
+        os.set_blocking(end, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(end, b"x" * 4096)
+        os.set_blocking(end, True)
+        spool = Spool(stream)
+        spool.setFormatter(_Text())
+        spool.handle(record("the last word", logging.WARNING))
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(_until, reader, b"the last word\n")
+
+
+def _until(reader: io.BufferedReader, ending: bytes) -> None:
+    """Returns once what was read ends so."""
+    got = b""
+    while not got.endswith(ending):
+        got = (got + reader.read1())[-100:]
+
+
+def test_a_log_that_nobody_reads_any_more_harms_nobody() -> None:
+    source, end = os.pipe()
+    os.close(source)
+    with os.fdopen(end, "w", encoding="utf-8") as stream:
+        spool = Spool(stream)
+        spool.setFormatter(_Text())
+        spool.handle(record("one", logging.WARNING))
+        spool.handle(record("two", logging.WARNING))
