@@ -143,7 +143,7 @@ COMPONENTS: Mapping[str, Schema] = {
                 },
             ),
         },
-        {"parent": TEXT, "type": const("model"), "display_name": TEXT, "created_at": TEXT},
+        {"parent": TEXT, "max_model_len": COUNT, "type": const("model"), "display_name": TEXT, "created_at": TEXT},
     ),
     "Reload": shape(
         {

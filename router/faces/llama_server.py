@@ -43,6 +43,7 @@ async def entry(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
         "can_remove": preset.source == "cache" and not await users(site, preset),
         "capabilities": able,
         "meta": meta,
+        **({"max_model_len": meta["n_ctx"]} if meta.get("n_ctx") else {}),  # where vLLM's and SGLang's clients look
     }
 
 

@@ -71,6 +71,7 @@ async def test_the_list_has_every_model_and_loads_none(shared: Router) -> None:
     assert entry["status"]["value"] == "unloaded"
     assert "failed" not in entry["status"]
     assert entry["meta"]["n_vocab"] == 32
+    assert entry["max_model_len"] == entry["meta"]["n_ctx"] > 0
 
 
 @MODULE
