@@ -29,7 +29,7 @@ from router.sections import Loaded
 from router.settings import Option, Settings
 from router.values import Choice, Flag, Integer, Names, Seconds
 
-OK, FAULTS, USAGE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 4, 130
+OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1
 """Of JSON documents on stdout."""
 _ABOUT = """\
@@ -209,7 +209,8 @@ def serve(ctx: click.Context, /, **params: Any) -> int:
 
 
 @cli.command(
-    help="Show what a running router has loaded, what it needs, and where the time of each load went.",
+    help="Show what a running router has loaded, what it needs, and where the time of each load went. Exits with 3 if"
+    " none answers.",
     short_help="Show what a running router has loaded.",
 )
 @click.option(
@@ -223,10 +224,10 @@ def serve(ctx: click.Context, /, **params: Any) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print what the router answered.")
 def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
     try:
-        models = client.get(url, "/models", api_key.partition(",")[0])["data"]
+        models = client.models(url, api_key.partition(",")[0])
     except client.Unreachable as failed:
         click.echo(f"router ps: {failed}", err=True)
-        return FAULTS
+        return UNREACHABLE
     table = client.processes(models, now=time.time(), everything=everything)
     click.echo(json.dumps(models, indent=1) if as_json else table)
     return OK

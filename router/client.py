@@ -11,8 +11,27 @@ TIMEOUT = 10.0
 _HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE IT WENT")
 
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""To a router, and not to a proxy that the environment names for the rest of the world."""
+
+
 class Unreachable(Exception):
     """No router answered, or not with what was asked for; the message says what to do."""
+
+
+def models(url: str, key: str = "") -> list[dict[str, Any]]:
+    """The models of a router at `url`. Raises Unreachable."""
+    answer = get(url, "/models", key)
+    rows = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(rows, list) or not all(map(_is_ours, rows)):
+        raise Unreachable(f"what answers at {url} is not this kind of router; give --url, or set ROUTER_URL")
+    return rows
+
+
+def _is_ours(row: Any) -> bool:
+    """Whether a row of a list of models tells how our workers are."""
+    status = row.get("status") if isinstance(row, dict) else None
+    return isinstance(status, dict) and {"value", "in_flight"} <= status.keys()
 
 
 def get(url: str, path: str, key: str = "") -> Any:
@@ -22,7 +41,7 @@ def get(url: str, path: str, key: str = "") -> Any:
         raise Unreachable(f"{url} is no address such as {URL}; give --url, or set ROUTER_URL")
     request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        with _DIRECT.open(request, timeout=TIMEOUT) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as refused:
         hint = "; give --api-key, or set ROUTER_API_KEY" if refused.code in (401, 403) else ""
@@ -96,4 +115,4 @@ def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-__all__ = ["URL", "Unreachable", "get", "processes"]
+__all__ = ["URL", "Unreachable", "get", "models", "processes"]

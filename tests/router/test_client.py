@@ -1,10 +1,38 @@
 """What `router ps` shows of a router's answer."""
 
+import contextlib
+import http.server
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from router.client import Unreachable, get, processes
+from router.cli import main
+from router.client import Unreachable, get, models, processes
+
+
+@contextlib.contextmanager
+def answering(text: str) -> Iterator[str]:
+    """The URL of a server that answers everything so."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def model(id: str, value: str, **status: Any) -> dict[str, Any]:
@@ -81,3 +109,23 @@ def test_without_a_router_it_is_said_what_to_do() -> None:
         get("http://127.0.0.1:1", "/models")
     with pytest.raises(Unreachable, match="no address"):
         get("ftp://x", "/models")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["[]", '"x"', "{}", '{"data": null}', '{"data": [5]}', '{"data": [{"id": "x"}]}',
+     '{"data": [{"id": "x", "status": "loaded"}]}', '{"data": [{"id": "x", "status": {"value": "loaded"}}]}'],
+)  # fmt: skip
+def test_another_server_is_not_taken_for_a_router(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(answer) as url:
+        assert main(["ps", "--url", url]) == 3
+        said = f"router ps: what answers at {url} is not this kind of router; give --url, or set ROUTER_URL\n"
+        assert capsys.readouterr() == ("", said)
+
+
+def test_a_router_is_asked_itself_whatever_proxy_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with answering('{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}') as url:
+        assert [each["id"] for each in models(url)] == ["x"]
