@@ -37,6 +37,12 @@ MIB = 1 << 20
 INHERITED_SHARE = 0.85
 """Of what a forked process shares with its nursery while it estimates, what a worker will share for good."""
 
+CUBLAS_WORKSPACE_BYTES = 3 * 33 * MIB
+"""What CUDA's libraries have of an accelerator for each thread and stream that computes (worker/estimate.py)."""
+
+UNUSABLE_SHARE = 0.25
+"""Of the bytes alive at once there, what torch's allocator has beside them in pieces that do not fit. Likewise."""
+
 STAGING_BYTES = 256 * MIB
 """Pinned buffers through which weights go to an accelerator (worker/engine/staging.py)."""
 
@@ -209,15 +215,16 @@ def estimate(
     tokens = effective_ctx(facts, preset)
     weights = weight_bytes(facts, preset, on_host=on_host)
     if layers:
+        head = head_shard(facts, layers)
+        steps = [
+            compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
+            for shard in range(shards)
+        ]
         return Estimate(
             weights=_weights_by_shard(facts, preset, weights, layers),
             context=tuple(context_bytes(_part(facts, count), preset, tokens, on_host=False) for count in layers),
-            compute=tuple(
-                compute_bytes(facts, preset, tokens, on_host=False, part="head" if shard == head else "layers")
-                for head in [head_shard(facts, layers)]
-                for shard in range(shards)
-            ),
-            runtime=(runtime + extra,) * shards,
+            compute=tuple(steps),
+            runtime=tuple(runtime + beside_steps(each) + extra for each in steps),
             host=beside,
             reserved=extra,
             layers=layers,
@@ -240,6 +247,7 @@ def estimate(
         )
     else:
         compute = kept_bytes(facts, preset, compute, context) if on_host else compute
+    runtime += 0 if on_host else beside_steps(compute)
     return Estimate(
         weights=(weights,),
         context=(context,),
@@ -252,6 +260,11 @@ def estimate(
         overhead=overhead,
         process=process,
     )
+
+
+def beside_steps(compute: int) -> int:
+    """Bytes of an accelerator that its libraries have, and torch's allocator beside the `compute` of a step."""
+    return CUBLAS_WORKSPACE_BYTES + int(UNUSABLE_SHARE * compute)
 
 
 def _widest_context(facts: Checkpoint, preset: Preset, tokens: int, *, on_host: bool) -> int:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker import contract, estimate
 from worker.engine import architectures, bounds, grammar, loader, lockstep, memory, slices, staging
-from worker.engine.overhead import ASSUMED_BYTES
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
 from worker.live_bytes import peak_bytes
@@ -63,13 +62,13 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
             inherited=inherited,
         )
     repeated = estimate.repeated_bytes(config, bounds.context_size(options, architectures.positions(config)), dtype)
-    step = compute + repeated // ranks + estimate.CUBLAS_WORKSPACE_BYTES
+    step = compute + repeated // ranks
     host = runtime + staging.RING_BYTES + loading
     return contract.Estimated(
         weights=[weights] * ranks,
         context=[context] * ranks,
         compute=[step] * ranks,
-        runtime=[(options.overhead or ASSUMED_BYTES) + lockstep.NCCL_BYTES] * ranks,
+        runtime=[estimate.device_overhead(options, step) + lockstep.NCCL_BYTES] * ranks,
         host=ranks * host + grown + grammars,
     )
 

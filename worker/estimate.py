@@ -72,8 +72,13 @@ KERNEL_BYTES = 20 * MIB
 to 20 MiB."""
 ATTENTION_TILE_BYTES = 2 * MIB
 """Of each thread, in torch's attention on the CPU, which takes them from no allocator that we see. Measured."""
-CUBLAS_WORKSPACE_BYTES = 32 * MIB
-"""cuBLAS documentation, CUBLAS_WORKSPACE_CONFIG: the default on Hopper, less on older cards."""
+CUBLAS_WORKSPACE_BYTES = 3 * 33 * MIB
+"""Of the thread that loads, of the stream on which it records graphs, and of the thread that computes. For each of them
+torch has one of 32 MiB on Hopper (cuBLAS documentation, CUBLAS_WORKSPACE_CONFIG; less on older cards), and one of a
+mebibyte for cuBLASLt."""
+UNUSABLE_SHARE = 0.25
+"""Of the bytes alive at once on an accelerator, what torch's allocator has beside them: free, but in pieces that do not
+fit. A guess until measured on a card."""
 KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 COSTLIEST = Sampling(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
@@ -130,8 +135,8 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
         return contract.Estimated(
             weights=[shard.weights for shard in shards],
             context=[shard.context for shard in shards],
-            compute=[shard.compute + shard.on_device + CUBLAS_WORKSPACE_BYTES for shard in shards],
-            runtime=[options.overhead or ASSUMED_BYTES] * len(shards),
+            compute=[shard.compute + shard.on_device for shard in shards],
+            runtime=[device_overhead(options, shard.compute + shard.on_device) for shard in shards],
             host=runtime + staging.RING_BYTES + staged,
         )
     traced = trace(options, config)
@@ -149,9 +154,14 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
             runtime + KERNEL_BYTES + traced.kernels + traced.images,
             inherited=inherited,
         )
-    compute += CUBLAS_WORKSPACE_BYTES + traced.on_device
+    compute += traced.on_device
     host = runtime + staging.RING_BYTES + traced.images + traced.staged
-    return _one_shard(weights, context, compute, options.overhead or ASSUMED_BYTES, host=host)
+    return _one_shard(weights, context, compute, device_overhead(options, compute), host=host)
+
+
+def device_overhead(options: contract.Estimate, compute: int) -> int:
+    """What a process takes on an accelerator beside weights, context and the `compute` bytes of its largest step."""
+    return (options.overhead or ASSUMED_BYTES) + CUBLAS_WORKSPACE_BYTES + int(UNUSABLE_SHARE * compute)
 
 
 def host_overhead(options: contract.Estimate) -> int:

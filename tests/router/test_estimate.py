@@ -22,6 +22,7 @@ from router.estimate import (
     STAGING_BYTES,
     TOKENIZER_BYTES,
     Estimate,
+    beside_steps,
     context_bytes,
     estimate,
 )
@@ -241,7 +242,7 @@ def test_segments_and_source_are_stated_by_shard() -> None:
     assert (one.source, one.sure) == ("static", False)
     assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
     two = estimate(QWEN3_4B, preset(), layers=(16, 20), on_host=False, overhead=Overhead(device=7 * MIB))
-    assert two.runtime == (7 * MIB, 7 * MIB)
+    assert two.runtime == tuple(7 * MIB + beside_steps(each) for each in two.compute)
     assert sum(two.weights) == 8_044_936_192
     assert two.weights[1] == (20 * 100_930_816 + 2560) * 2, "the embeddings, and so the head, are on the first"
     assert two.context == tuple(each * 4 * 4096 * 2 * 8 * 128 * 2 for each in (16, 20))
@@ -419,7 +420,7 @@ def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
 
 def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
     found = estimate(QWEN3_4B, preset(), on_host=False)
-    assert found.runtime == (RUNTIME_DEVICE,)
+    assert found.runtime == (RUNTIME_DEVICE + beside_steps(found.compute[0]),)
     assert found.total == found.shards[0] + BESIDE
 
 

@@ -17,6 +17,7 @@ from router.overhead import (
 from router.presets import Preset
 from tests.schedules.worlds import LLAMA
 from worker import contract
+from worker import estimate as worked_out
 from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 
 MIB = 1 << 20
@@ -32,22 +33,32 @@ def test_until_somebody_has_measured_constants_stand_for_it_and_both_sides_have_
     assert UNKNOWN.beside_device(forked=False) == RUNTIME_DEVICE_HOST == ASSUMED_HOST_BYTES
 
 
+def test_an_accelerator_has_workspaces_and_pieces_that_fit_nobody_by_both_sides() -> None:
+    assert estimate.CUBLAS_WORKSPACE_BYTES == worked_out.CUBLAS_WORKSPACE_BYTES
+    assert estimate.UNUSABLE_SHARE == worked_out.UNUSABLE_SHARE
+    assert estimate.beside_steps(400 * MIB) == estimate.CUBLAS_WORKSPACE_BYTES + 100 * MIB
+    asked = contract.Estimate(snapshot="", overhead=7 * MIB)
+    assert worked_out.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
+
+
 def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
     guessed = estimate.estimate(LLAMA, PRESET, on_host=False)
     known = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
-    assert (guessed.runtime, known.runtime) == ((RUNTIME_DEVICE,), (300 * MIB,))
+    beside = estimate.beside_steps(guessed.compute[0])
+    assert (guessed.runtime, known.runtime) == ((RUNTIME_DEVICE + beside,), (300 * MIB + beside,))
     assert guessed.host - known.host == RUNTIME_DEVICE_HOST - (900 * MIB + SERVING_HOST)
     assert known.overhead == MEASURED
     assert (known.weights, known.context, known.compute) == (guessed.weights, guessed.context, guessed.compute)
     split = estimate.estimate(LLAMA, PRESET, layers=(1, 1), on_host=False, overhead=MEASURED)
-    assert split.runtime == (300 * MIB, 300 * MIB)
+    assert split.runtime == tuple(300 * MIB + estimate.beside_steps(each) for each in split.compute)
     on_host = [estimate.estimate(LLAMA, PRESET, on_host=True, overhead=each) for each in (UNKNOWN, Overhead(host=MIB))]
     assert on_host[0].runtime[0] - on_host[1].runtime[0] == RUNTIME_HOST - MIB - SERVING_HOST
 
 
 def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
     found = divided.estimate(LLAMA, PRESET, 2, on_host=False, overhead=MEASURED)
-    assert found.runtime == (300 * MIB + divided.NCCL_BYTES,) * 2
+    beside = estimate.beside_steps(found.compute[0])
+    assert found.runtime == (300 * MIB + divided.NCCL_BYTES + beside,) * 2
     guessed = divided.estimate(LLAMA, PRESET, 2, on_host=False)
     assert guessed.host - found.host == 2 * (RUNTIME_DEVICE_HOST - (900 * MIB + SERVING_HOST))
 
@@ -59,7 +70,7 @@ def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
     )
     exact = estimate.exact(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
     first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
-    assert estimate.kept(exact, first).runtime == (300 * MIB,)
+    assert estimate.kept(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
     assert estimate.kept(exact, first).weights == (9,)
     assert estimate.kept(exact, first).host == 900 * MIB + SERVING_HOST + own
     assert estimate.kept(estimate.kept(exact, first), first) == estimate.kept(exact, first)

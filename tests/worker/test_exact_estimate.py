@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from router import checkpoint
 from router.compute import compute_bytes
+from router.estimate import beside_steps
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests import tiny
@@ -23,7 +24,7 @@ from worker import contract, divided, estimate, packed
 from worker.contract import Exit
 from worker.engine import architectures, bounds, encoders, graphs, layout, linears, loader, sampler, staging
 from worker.engine.graphs import shapes
-from worker.engine.overhead import ASSUMED_HOST_BYTES
+from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.errors import StartError
 from worker.generation import Text
 from worker.live_bytes import LiveBytes, Step, peak_bytes
@@ -273,7 +274,7 @@ def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
     snapshot = tiny.make("llama", tmp_path / "m")
     host, device = (estimate.estimate(options(snapshot, devices=(name,))) for name in ("cpu", "cuda:0"))
     assert (device.weights, device.context) == (host.weights, host.context)
-    assert device.compute[0] > estimate.CUBLAS_WORKSPACE_BYTES
+    assert device.runtime == [ASSUMED_BYTES + beside_steps(device.compute[0])]
     assert device.host > 0 == host.host
 
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from functools import partial
 
+import pytest
 import torch
 
 from worker import contract
@@ -15,7 +16,7 @@ from worker.engine.pace import Pace
 from worker.engine.scheduler import Batch
 from worker.engine.sequence import Sequence
 from worker.engine.steploop import Outbox, Rate, Report, StepLoop
-from worker.errors import RequestError
+from worker.errors import Draining, RequestError
 from worker.generation import Generation, Sampling
 
 DEADLINE = 20.0
@@ -145,3 +146,34 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert contract.decode(contract.encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
     assert later.largest == [30, 2, 44]
+
+
+class Idle:
+    """Nothing to do."""
+
+    has_work, load = False, (0, 0)
+
+    def report(self) -> Report:
+        return Report(parallel=1, prefill_tokens=0)
+
+    def step(self) -> None:
+        raise AssertionError("there is none")
+
+    def abandon(self, error: RequestError) -> None:
+        pass
+
+
+def test_what_is_called_on_the_thread_is_over_when_the_call_returns() -> None:
+    """So that what libraries keep for each thread is there before anybody counts."""
+    loop = StepLoop(Idle(), Outbox(), pulse=lambda _: None, measured=dict, later=lambda: 0, threads=1)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room for a handle")
+
+    assert loop.call(lambda: threading.current_thread().name) == "step-loop"
+    with pytest.raises(torch.OutOfMemoryError, match="handle"):
+        loop.call(fail)
+    loop.call(partial(memory.take_handles, [torch.device("cpu")]))
+    loop.close()
+    with pytest.raises(Draining):
+        loop.call(lambda: None)

@@ -191,8 +191,11 @@ class TransformersEngine:
                 if loader.is_cross_encoder(options, prepared.config) or loader.is_embedder(options, prepared.config):
                     if options.tensor_parallel > 1:
                         raise StartError("a model that embeds or scores texts is not divided; remove tensor-parallel")
-                    return cls._load_encoder(options, prepared, progress, pulse, over)
-                return cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
+                    engine = cls._load_encoder(options, prepared, progress, pulse, over)
+                else:
+                    engine = cls._load_generator(options, prepared, progress, pulse, over, ahead, ranks)
+            engine._take_handles()
+            return engine
         finally:
             memory.end_helpers()
 
@@ -253,6 +256,19 @@ class TransformersEngine:
         overhead.look()
         over("warmup")
         return cls(options, tokenizer, config=config, ctx_size=ctx_size, pulse=pulse, encoder=loaded)
+
+    def _take_handles(self) -> None:
+        """Returns once the step loop's thread has what it will keep of the accelerators, and that has been counted."""
+        devices = [each for each in loader.devices_of(self._options) if each.type != "cpu"]
+        if not devices:
+            return
+        try:
+            self._loop.call(partial(memory.take_handles, devices[:1] if self._leader is not None else devices))
+        except Exception as error:
+            if not memory.is_exhausted(error):
+                raise
+            raise memory.start_error("one step", devices[0], error) from error
+        overhead.look()
 
     @property
     def capabilities(self) -> frozenset[str]:

@@ -189,6 +189,16 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def take_handles(devices: Sequence[torch.device]) -> None:
+    """Have what CUDA's libraries keep for each thread, and torch for each of those: handles, and a workspace for each.
+    Else the thread's first step takes them, when all has been counted."""
+    for device in devices:
+        square = torch.ones(16, 16, device=device)
+        torch.nn.functional.linear(square @ square, square, square[0])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 def cap(devices: Sequence[str], reserved: str) -> None:
     """Hold the CUDA allocator to what the router reserved, so that a wrong estimate hurts only this worker.
 

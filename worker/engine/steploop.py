@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from worker.generation import Occupancy
 
 PULSE_INTERVAL = 1.0
 """Seconds."""
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +145,21 @@ class StepLoop:
             self._inbox.append(command)
         self._wake.set()
         return True
+
+    def call(self, work: Callable[[], T]) -> T:
+        """What `work` gives, called on the thread between two steps; returns once it has. Raises what it raises, and
+        Draining if there will be no step. From any other thread."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:  # noqa: BLE001 - it is raised in the thread that waits for us
+                answer.set_exception(error)
+
+        if not self.post(run):
+            raise Draining("the model is being unloaded")
+        return answer.result()
 
     def fail(self, error: Exception) -> None:
         """Have the loop die of `error` as if its next step had raised it. From any thread."""
