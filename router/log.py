@@ -10,6 +10,7 @@ import select
 import stat
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext, suppress
@@ -51,7 +52,7 @@ class Line:
 
 
 def set_up(level: str, form: str) -> None:
-    """Send all log records to stderr, as text or one JSON object a line."""
+    """Send all log records, and what Python and libraries warn of, to stderr, as text or one JSON object a line."""
     handler = Spool(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # in no line, and not for nothing
@@ -60,6 +61,14 @@ def set_up(level: str, form: str) -> None:
     root.setLevel(level.upper())
     for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+    warnings.showwarning = _warn
+
+
+def _warn(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int,
+    file: TextIO | None = None, line: str | None = None,
+) -> None:  # fmt: skip
+    logging.getLogger("router").warning("%s: %s", category.__name__, message)
 
 
 def line(logger: logging.Logger, message: str) -> None:

@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 
 from router.events import Event
@@ -58,6 +60,13 @@ def test_no_input_breaks_a_line_or_colours_a_terminal() -> None:
     assert "\n" not in text
     assert "\x1b" not in text
     assert json.loads(_Json().format(record("a\nb")))["message"] == "a\nb"
+
+
+def test_what_a_library_warns_of_is_a_line_of_the_log() -> None:
+    code = "import warnings; from router.log import set_up; set_up('info', 'json'); warnings.warn('two\\nlines')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    [line] = ended.stderr.splitlines()
+    assert json.loads(line)["message"] == "UserWarning: two\nlines"
 
 
 def test_sizes_are_for_people() -> None:
