@@ -13,13 +13,11 @@ import textwrap
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
-import platformdirs
 
-from router import __version__, client, keys, settings, sharing, written
+from router import __version__, client, folders, keys, settings, sharing, written
 from router.catalogue import Further, load_catalogue, read_keys
 from router.errors import ConfigError, RouterError
 from router.ini import Problem
@@ -284,8 +282,8 @@ def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **pa
     loaded = load_catalogue(parsed, models, os.environ)
     if loaded.problems:
         return _refuse(loaded.problems, as_json=as_json)
-    state = Path(parsed.state_dir or platformdirs.user_state_dir("fleet-router"))
     try:
+        state = folders.state(parsed.state_dir)
         found = forecast.forecast(model, parsed, loaded, models, os.environ, state=state, exact=exact)
     except ConfigError as error:
         return _refuse(error.problems, as_json=as_json)

@@ -8,22 +8,19 @@ import os
 import resource
 import signal
 import socket
-import stat
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp.http
-import platformdirs
 import uvloop
 from aiohttp import web
 
-from router import __version__, sockets
+from router import __version__, folders, sockets
 from router import log as log_lines
 from router.access import Access
 from router.app import App
@@ -176,7 +173,7 @@ async def _router(
     state = _state_folder(settings)
     _check_locking(settings.sleep_memory, lockable())
     bound = sockets.bind(settings)
-    runtime = Path(settings.runtime_dir) if settings.runtime_dir else _own_folder(os.environ) / sockets.name(bound[0])
+    runtime = folders.runtime(settings.runtime_dir, os.environ, sockets.name(bound[0]))
     logs = log_lines.Ring(first=time.time_ns() // 1_000_000)
     logging.getLogger().addHandler(logs)
     events = EventLog(first=time.time_ns() // 1_000_000)  # in a millisecond there is no second event on average
@@ -393,29 +390,15 @@ def _dump(site: Site) -> None:
 
 
 def _state_folder(settings: Settings) -> Path:
-    """Made if it is not there; what is kept there can be done without, so it need not be writable. Raises OSError."""
-    state = Path(settings.state_dir or platformdirs.user_state_dir("fleet-router"))
+    """Made if it is not there; what is kept there can be done without, so it need not be writable. Raises OSError, and
+    ConfigError if no folder can be told."""
+    state = folders.state(settings.state_dir)
     try:
         state.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or str(error)
         raise OSError(error.errno, f"cannot use the state folder {state}: {why}; give another --state-dir") from None
     return state
-
-
-def _own_folder(environ: Mapping[str, str]) -> Path:
-    """Where this user's runtime files go: the session's folder, else one below the temporary folder that is ours.
-
-    Raises ConfigError if somebody else has made that one.
-    """
-    if environ.get("XDG_RUNTIME_DIR"):
-        return Path(platformdirs.user_runtime_dir("fleet-router"))
-    folder = Path(tempfile.gettempdir()) / f"fleet-router-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise ConfigError([f"{folder} belongs to somebody else; give a --runtime-dir"])
-    return folder
 
 
 def _raise_file_limit() -> None:

@@ -60,7 +60,7 @@ ROUTER = [
     "router.answers.*",
     "router.answers.openai  router.answers.vllm",
     "router.answers.words",
-    "router.client  router.limits",
+    "router.client  router.folders  router.limits",
     "router.noted",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.ranks"
