@@ -18,8 +18,9 @@ RUNTIME_FORKED = 96 * MIB
 """Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
 half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by."""
 
-RUNTIME_DEVICE = 512 * MIB
-"""Device context, libraries, workspaces of one process, 100 to 600 MiB by card and driver: a guess until measured."""
+RUNTIME_DEVICE = 768 * MIB
+"""Device context and libraries of one process, 100 to 600 MiB by card and driver, and handles: a guess until
+measured."""
 
 RUNTIME_DEVICE_HOST = 1536 * MIB
 """Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries. A guess until measured."""

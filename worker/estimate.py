@@ -57,7 +57,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.slots import Use
 from worker.engine.vision import HELD_BYTES, Processor, Tower, see
 from worker.errors import StartError
-from worker.generation import Picture, Pictures, Sampling, Text
+from worker.generation import Picture, Pictures, Text
 from worker.live_bytes import LiveBytes, Step, live_bytes, peak_bytes, storage_key
 
 MIB = 1 << 20
@@ -81,9 +81,6 @@ UNUSABLE_SHARE = 0.25
 fit. A guess until measured on a card."""
 KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
-COSTLIEST = Sampling(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
-"""With this a request takes every step of the sampler, and the most memory: where all tokens are about as likely, all
-of them are sorted."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SERVED_WITH = (server,)
 """Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
@@ -579,10 +576,10 @@ def _generate(runner: Runner, batch: Batch) -> None:
     for segment in batch:
         if segment.sequence.prompt_logprobs:
             following = [0] * segment.logits
-            sampler.likelihoods(logits[first : first + segment.logits], following, COSTLIEST.logprobs or 0)
+            sampler.likelihoods(logits[first : first + segment.logits], following, sampler.COSTLIEST.logprobs or 0)
         first += segment.logits
         chosen.append(first - 1)
-    picks = [sampler.Pick(COSTLIEST, uniform=0.5)] * len(chosen)
+    picks = [sampler.Pick(sampler.COSTLIEST, uniform=0.5)] * len(chosen)
     sampler.sample(logits if len(chosen) == len(logits) else logits[chosen], picks)
 
 

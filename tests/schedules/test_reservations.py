@@ -8,7 +8,7 @@ import pytest
 
 from router.commands import options, question, serve_fields, threads
 from router.errors import DoesNotFit, LoadFailed
-from router.estimate import SAFETY_FACTOR, estimate
+from router.estimate import SAFETY_FACTOR, beside_steps, estimate
 from router.faces.status import status
 from router.launchers import WorkerLost
 from router.ledger import LOCAL, DeviceId
@@ -220,12 +220,13 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     await world.ask("a")
     first = only(world, "a").costs
     assert first is not None
-    assert (first.estimate.runtime, first.estimate.overhead.device) == ((RUNTIME_DEVICE,), 0)
+    beside = beside_steps(first.estimate.compute[0])
+    assert (first.estimate.runtime, first.estimate.overhead.device) == ((RUNTIME_DEVICE + beside,), 0)
     await world.ask("b")
     worker = only(world, "b")
     assert worker.costs is not None
     found = worker.costs.estimate
-    assert (found.source, found.runtime) == ("static", (300 * MIB,))
+    assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
     assert found.host == first.estimate.host - RUNTIME_DEVICE_HOST + 700 * MIB + SERVING_HOST
     asked = question(worker)
     assert asked.overhead == options(worker, contract.Serve, listen="").overhead == 300 * MIB, "its cap is made of it"

@@ -394,7 +394,7 @@ def test_copies_that_operators_make_for_themselves_count_as_the_allocator_counts
 
 def test_a_draw_that_costs_the_most_is_traced_as_the_allocator_sees_it() -> None:
     rows, vocab = 20, 8000
-    picks = [sampler.Pick(estimate.COSTLIEST, uniform=0.5)] * rows
+    picks = [sampler.Pick(sampler.COSTLIEST, uniform=0.5)] * rows
     logits = torch.randn(rows, vocab)
     expected = allocated(lambda: sampler.sample(logits, picks))
     with FakeTensorMode():

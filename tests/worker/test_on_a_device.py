@@ -21,7 +21,10 @@ from worker.engine import attention, backends, loader
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity
-from worker.engine.runner import PackedRunner
+from worker.engine.pace import Pace
+from worker.engine.runner import PackedRunner, Runner
+from worker.engine.scheduler import Batch
+from worker.engine.warmup import warm_up
 from worker.generation import Sampling
 
 torch.set_num_threads(1)
@@ -108,3 +111,27 @@ async def test_prompts_are_left_to_kernels_that_do_not_compute_all_scores_at_onc
     assert all(mask.stride(-1) == 1 and all(each % 16 == 0 for each in mask.stride()[:-1]) for mask in masks)
     assert all(query.shape[1] == keys.shape[1] for query, keys, _, _ in watch.attended)
     assert not any(is_grouped for _, _, _, is_grouped in watch.attended)
+
+
+class Noting:
+    """A runner, and the tokens of each segment of its steps."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self.steps: list[tuple[int, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        self.steps.append(tuple(segment.length for segment in batch))
+        return self._runner.run(batch, fed)
+
+
+@pytest.mark.parametrize("name", every(("llama", "gemma2", "t5")))
+def test_the_largest_steps_lie_behind_a_load(name: str, tmp_path: Path) -> None:
+    """A whole chunk beside all other rows, and all rows: what a worker takes is known before it is ready."""
+    with made(name, tmp_path) as (runner, capacity, _):
+        noting: Any = Noting(runner)
+        warm_up(noting, capacity, Pace(), chunk=32, ctx_size=CTX, progress=lambda event: None)
+    assert noting.steps[-2:] == [(1, 1, 1, 32), (1, 1, 1, 1)]

@@ -172,6 +172,8 @@ def follow(options: contract.Serve, link: Link) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     config = loader.load_config(options)
     device = loader.device_of(options, link.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what names no device, as pinned memory, would take a context on the leader's
     overhead.begin((), options.overhead)  # it is told, and does not measure: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
     share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)

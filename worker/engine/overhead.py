@@ -11,8 +11,9 @@ import torch
 
 from worker.engine.driver import Driver, Nvml
 
-ASSUMED_BYTES = 512 << 20
-"""Of an accelerator, where nobody has measured yet: published figures are 100 to 600 MiB by card and driver."""
+ASSUMED_BYTES = 768 << 20
+"""Of an accelerator, where nobody has measured yet: published figures are 100 to 600 MiB by card and driver, and each
+thread's handles come to that."""
 ASSUMED_HOST_BYTES = 1536 << 20
 """Of main memory beside accelerators, likewise: imports with CUDA's libraries. A guess, not measured on any card."""
 LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30

@@ -26,6 +26,9 @@ from worker.generation import Sampling
 
 COLDEST = 1e-6
 """Temperatures above 0 are taken as at least this: colder is greedy, and float32 cannot divide by less."""
+COSTLIEST = Sampling(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
+"""With this a request takes every step of the sampler, and the most memory: where all tokens are about as likely, all
+of them are sorted."""
 _NUCLEUS_TOKENS = 256
 """On the CPU top-p looks at so many likeliest tokens first: nearly always they are enough."""
 _BINS, _BINS_PER_NAT = 2048, 64

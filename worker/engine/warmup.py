@@ -8,7 +8,7 @@ from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
-from worker.engine.sampler import Pick, sample
+from worker.engine.sampler import COSTLIEST, Pick, sample
 from worker.engine.scheduler import Segment
 from worker.engine.sequence import Sequence
 from worker.generation import Sampling
@@ -24,8 +24,10 @@ def warm_up(
     progress: Callable[[contract.Progress], None],
 ) -> None:
     """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
-    the beginning of the context, and of all, twice. Buffers reach their size, kernels are chosen, and `pace` learns
-    what a token costs.
+    the beginning of the context, and of all, twice. Kernels are chosen, and `pace` learns what a token costs.
+
+    Then the largest steps that there are, a whole chunk beside all other rows and all rows alone, each of which is
+    sampled as costs the most: buffers reach their size, and what is measured now is what the worker will take.
     """
     size = min(chunk, 16)
     while True:
@@ -38,6 +40,9 @@ def warm_up(
     for _ in range(2):
         _time_step(runner, pace, (_segment(capacity, 0, min(1, ctx_size - 1), 1),))
         _time_step(runner, pace, batch)
+    last = _segment(capacity, capacity.rows - 1, ctx_size - chunk, chunk)
+    for largest in ((*batch[:-1], last), batch):
+        _compute(runner, largest, COSTLIEST)
 
 
 def record(
@@ -67,9 +72,13 @@ def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
 
 def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
     begin = time.monotonic()
-    sample(runner.run(batch), [Pick(Sampling())] * len(batch))
+    _compute(runner, batch, Sampling())
     seconds = time.monotonic() - begin
-    for segment in batch:
-        runner.forget(segment.row)
     pace.learn(batch, seconds)
     return seconds
+
+
+def _compute(runner: Runner, batch: tuple[Segment, ...], sampling: Sampling) -> None:
+    sample(runner.run(batch), [Pick(sampling, uniform=0.5)] * len(batch))
+    for segment in batch:
+        runner.forget(segment.row)
