@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from worker import contract
-from worker.engine import architectures, attention, loader
+from worker.engine import architectures, attention, backends, loader
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.engine import TransformersEngine
 from worker.engine.pace import Pace
@@ -42,7 +42,8 @@ def load_with(
     asked = options(folder, **changes)
     attention.register()
     config = loader.load_config(asked)
-    loaded = loader.load_model(asked, config, attention.SDPA, _ignore)
+    implementation = backends.implementation(asked.attention, config)
+    loaded = loader.load_model(asked, config, implementation, _ignore)
     ctx_size = asked.ctx_size or architectures.positions(config)
     blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device, kept_as=asked.kv_cache_dtype)

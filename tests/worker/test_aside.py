@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.worker.families import FAMILIES
 from tests.worker.loaded import (
     DEADLINE,
     generated,
@@ -26,6 +27,7 @@ from tests.worker.loaded import (
 )
 from tests.worker.stepped import Drive
 from worker.engine import attention, loader
+from worker.engine.architectures import PAGED
 from worker.engine.aside import Aside
 from worker.engine.backends import make_pool
 from worker.engine.engine import TransformersEngine
@@ -40,7 +42,7 @@ from worker.generation import Sampling
 torch.set_num_threads(1)
 CTX, NEW = 128, 24
 LAYERS = 2
-FAMILIES = ("llama", "mistral", "gpt2", "qwen3_moe", "gemma")
+PACKED = [name for name, (family, _) in FAMILIES.items() if family in PAGED]
 
 
 class Pressing(Pace):
@@ -51,6 +53,8 @@ class Pressing(Pace):
         self._tokens, self._mixed = tokens, mixed
         self.count = 0
         self.presses = threading.Event()
+        self.disturbed: list[int] = []
+        """By slice: how many decoded."""
 
     def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         return min(chunk, self._mixed)
@@ -63,6 +67,7 @@ class Pressing(Pace):
         return length
 
     def slice(self, decoding: int, took: float) -> float:
+        self.disturbed.append(decoding)
         return 0.0
 
 
@@ -140,13 +145,8 @@ def test_what_computing_raises_is_raised_where_it_was_gone_on_with() -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: tiny.make(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def llama(folders: dict[str, Path]) -> Path:
-    return folders["llama"]
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
 
 
 def pressed(folder: Path, pace: Pace, **changes: Any) -> TransformersEngine:
@@ -159,16 +159,16 @@ def scheduler_of(engine: TransformersEngine) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_prompts_beside_streams_say_what_they_say_alone_and_so_do_those(
-    folders: dict[str, Path], family: str
-) -> None:
+@pytest.mark.parametrize("name", PACKED)
+async def test_prompts_beside_streams_say_what_they_say_alone_and_so_do_those(tmp_path: Path, name: str) -> None:
     """Joining, leaving, put back now and then, beginning alike: whoever comes is put aside while somebody streams."""
-    model, pace = reference(folders[family]), Pressing()
+    family, overrides = FAMILIES[name]
+    folder = tiny.make(family, tmp_path, **overrides)
+    model, pace = reference(folder), Pressing()
     shared = words(2 * BLOCK_TOKENS + 3, seed=8)
     prompts = [words(3), words(90, seed=1), (*shared, *words(30, seed=2)), (*shared, *words(9, seed=3)), words(60, 4)]
     expected = [generated(model, prompt, NEW) for prompt in prompts]
-    async with serving(pressed(folders[family], pace, parallel=3, prefill_chunk=24)) as engine:
+    async with serving(pressed(folder, pace, parallel=3, prefill_chunk=24)) as engine:
         for _ in range(2):
             tasks = [asyncio.create_task(say(engine, prompt, max_tokens=NEW)) for prompt in prompts]
             for _ in range(6):
@@ -207,6 +207,39 @@ async def test_an_engine_that_closes_meanwhile_tells_all(llama: Path) -> None:
         [_ async for _ in stream]
 
 
+async def test_tokens_of_a_step_are_told_before_what_is_beside_it_goes_on(llama: Path) -> None:
+    goes_on, held = threading.Event(), threading.Event()
+
+    class Held(PackedRunner):
+        """Computes nothing beside a step until it may."""
+
+        def run(
+            self, batch: Batch, fed: torch.Tensor | None = None, pause: Callable[[], None] | None = None
+        ) -> torch.Tensor:
+            if pause is not None:
+                held.set()
+                assert goes_on.wait(DEADLINE)
+            return super().run(batch, fed, pause)
+
+    def holding(runner: PackedRunner) -> PackedRunner:
+        return Held(runner._model, runner.pool, runner._blocks, runner.device)
+
+    async with serving(load_with(llama, holding, pace=Pressing(), ctx_size=CTX, parallel=2)) as engine:
+        try:
+            stream = engine.generate(generation(words(5), max_tokens=100))
+            told = [await anext(stream)]
+            late = asyncio.create_task(say(engine, words(60, seed=1), max_tokens=NEW))
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.to_thread(held.wait)
+                assert engine._generating is not None
+                while sum(len(each.tokens) for each in told) < engine._generating.report().decode_tokens:
+                    told.append(await anext(stream))
+        finally:
+            goes_on.set()
+        await late
+        await stream.aclose()
+
+
 @pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8"}, {"attention": "eager"}])
 async def test_whatever_the_cache_is_kept_in_the_text_is_the_same(llama: Path, changes: dict[str, Any]) -> None:
     prompt, pace = words(70, seed=2), Pressing()
@@ -228,6 +261,9 @@ class Told(PackedRunner):
 
     said: list[str]
     fails = False
+    lacks_memory = False
+    """For steps, while something is beside them."""
+    beside = 0
 
     def run(
         self, batch: Batch, fed: torch.Tensor | None = None, pause: Callable[[], None] | None = None
@@ -237,7 +273,13 @@ class Told(PackedRunner):
         if pause is not None and self.fails:
             pause()
             raise RuntimeError("a layer has failed")
-        return super().run(batch, fed, pause)
+        if pause is None and self.lacks_memory and self.beside:
+            raise torch.OutOfMemoryError("no more of it")
+        self.beside += pause is not None
+        try:
+            return super().run(batch, fed, pause)
+        finally:
+            self.beside -= pause is not None
 
 
 Runners = Callable[[int], tuple[Told, Blocks]]
@@ -348,3 +390,39 @@ async def test_what_fails_beside_the_steps_is_computed_in_them(
     assert await drive.told(2) == expected
     assert "a layer has failed" in caplog.text
     assert sum(each.startswith("aside") for each in told.said) == 1
+
+
+async def test_a_step_without_memory_has_what_is_beside_it_given_up_before_anybody_suffers(runners: Runners) -> None:
+    told, blocks = runners(16)
+    drive = Drive(told, blocks, ahead=False, pace=Pressing(20))
+    drive.ask(1, words(4), most=30)
+    drive.work.step()
+    drive.ask(2, words(50, seed=1))
+    told.lacks_memory = True
+    drive.to_the_end()
+    answers = [await drive.told(id) for id in (1, 2)]
+    assert [len(each) for each in answers] == [31, 9]
+    assert sum(each.startswith("aside") for each in told.said) == 1
+    alone = Drive(told, blocks, ahead=False)
+    alone.ask(2, words(50, seed=1))
+    alone.to_the_end()
+    assert await alone.told(2) == answers[1]
+
+
+async def test_who_begins_to_stream_is_not_kept_waiting_for_its_second_token(runners: Runners) -> None:
+    """Of the step with its prompt nobody else is a part: what is beside it would have all the time."""
+    told, blocks = runners(16)
+    pace = Pressing(30)
+    drive = Drive(told, blocks, ahead=False, pace=pace)
+    drive.ask(1, words(4), most=3)
+    drive.work.step()
+    drive.ask(2, words(60, seed=1))
+    while drive.work._scheduler.decoding:
+        drive.work.step()
+    assert drive.work._aside is not None
+    assert pace.disturbed[-1] == 0
+    drive.ask(3, words(6, seed=2))
+    drive.work.step()
+    assert told.said[-1] == "3"
+    assert pace.disturbed[-1] == 1
+    drive.to_the_end()

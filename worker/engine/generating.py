@@ -219,13 +219,14 @@ class Generating:
     def step(self) -> None:
         """Land one step, and launch the one behind it before if that can be."""
         flight = self._flight or self._launch(self._next())
-        decodes = sum(segment.is_decode for segment in flight.batch)
         self._flight = self._launch_ahead(flight) if self._runs_ahead else None
         self._land(flight)
         if self._flight is not None and not self._flight.is_chosen:
             self._choose(self._flight)
         if self._aside is not None:
-            self._go_on_aside(self._aside, self._pace.slice(decodes, time.monotonic() - flight.begun))
+            self._outbox.flush()  # no token waits for what is beside its step
+            seconds = self._pace.slice(self._scheduler.decoding, time.monotonic() - flight.begun)
+            self._go_on_aside(self._aside, seconds)
 
     def _next(self) -> Batch:
         if self._aside is None and self._pausing is not None and self._pausing.layers:
@@ -271,14 +272,18 @@ class Generating:
         except Exception as error:
             if memory.is_sticky(error):
                 raise
-            log.warning("a prompt is computed in steps, as beside them it failed: %s", memory.one_line(error))
-            self._choices[segment.sequence.id].mixes = True
-            self._give_up_aside()
+            self._compute_in_steps(aside, error)
             return
         self._aside = self._scheduler.aside = None
         self._pace.learn((segment,), aside.seconds)
         for result in results:
             self._advance(result, time.monotonic())
+
+    def _compute_in_steps(self, aside: Aside, error: Exception) -> None:
+        """Not beside them, as that has failed with `error`, or a step for want of what it occupies."""
+        log.warning("a prompt is computed in steps, as beside them it failed: %s", memory.one_line(error))
+        self._choices[aside.segment.sequence.id].mixes = True
+        self._give_up_aside()
 
     def _give_up_aside(self) -> None:
         aside, self._aside, self._scheduler.aside = self._aside, None, None
@@ -372,9 +377,12 @@ class Generating:
         except Exception as error:
             if memory.is_sticky(error):
                 raise
-            if memory.is_exhausted(error):
+            if not memory.is_exhausted(error):
+                return self._one_by_one(batch)
+            if self._aside is None:
                 return self._with_fewer(batch, error)
-            return self._one_by_one(batch)
+            self._compute_in_steps(self._aside, error)
+        return self._compute(batch)
 
     def _with_fewer(self, batch: Batch, error: Exception) -> list[Attempt]:
         """Memory ran out: once more without the youngest, who waits until somebody has ended."""
