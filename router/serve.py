@@ -9,10 +9,11 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ log = logging.getLogger("router.serve")
 GARBAGE = 10_000
 """Objects made and not yet freed until the youngest are searched for cycles; Python's own 700 is for small programs."""
 
+READERS, MOST_READERS = "disk", 32
+"""Threads that read files: their names begin so, and there are so many at most."""
+LAST_READ = 2.0
+"""Seconds that they get once everything else has ended."""
 LAST_MOMENT = 2.0
 """Seconds that answers get to leave once all workers are gone."""
 ESSENTIAL = frozenset({"devices"})
@@ -70,7 +75,7 @@ def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[]
         return 1
     try:
         _spare_the_collector()
-        return uvloop.run(_main(settings, load, keys))
+        return _ended(uvloop.run(_main(settings, load, keys)))
     except ConfigError as broken:
         print(f"router: {broken}", file=sys.stderr)
         return 2
@@ -92,10 +97,25 @@ def _spare_the_collector() -> None:
     gc.enable()
 
 
+def _ended(code: int) -> int:
+    """`code`, once nobody reads a disk for us any more. One that does not answer, of a server that is gone for example,
+    holds up no end: then this process is left as it is."""
+    until = time.monotonic() + LAST_READ
+    for thread in threading.enumerate():
+        if thread.name.startswith(READERS):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                log.warning("a disk does not answer; what was read there is not waited for")
+                logging.shutdown()
+                os._exit(code)
+    return code
+
+
 async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
     stop = _Stop()
     loaded = load(NOTHING)
     async with AsyncExitStack() as stack:
+        stack.enter_context(_readers())
         site = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
         _banner(settings, site, loaded)
         for preset in loaded.presets.values():
@@ -106,6 +126,19 @@ async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Cal
     if stop.failed.is_set() or site.fleet.broken.is_set():
         return 1
     return 130 if stop.hurry.is_set() else 0
+
+
+@contextmanager
+def _readers() -> Iterator[None]:
+    """Threads that read files for the loop, so many that folders on a disk which does not answer leave some for others.
+    Whoever ends the loop waits for none of them."""
+    readers, loop = ThreadPoolExecutor(MOST_READERS, thread_name_prefix=READERS), asyncio.get_running_loop()
+    loop.set_default_executor(readers)
+    try:
+        yield
+    finally:
+        readers.shutdown(wait=False, cancel_futures=True)
+        loop.set_default_executor(ThreadPoolExecutor(1))
 
 
 async def _first(events: set[asyncio.Event]) -> None:

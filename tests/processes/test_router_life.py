@@ -93,6 +93,21 @@ async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the_end(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "gone": {}})
+    unanswered = tmp_path / "snapshots" / "gone" / "tokenizer_config.json"
+    unanswered.unlink()
+    os.mkfifo(unanswered)  # whoever opens it waits for a writer that never comes
+    async with router("--models-preset", str(file), *MARGIN) as up:
+        asked = asyncio.create_task(up.client.post(PATH, json=chat("gone")))
+        await up.says("gone#1 queued")
+        assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        assert await up.end() == 0
+        assert error_of(await asked) == (503, "draining")
+        await up.says("a disk does not answer; what was read there is not waited for")
+
+
+@pytest.mark.slow
 async def test_who_waits_for_a_load_hears_that_the_router_stops(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"_hold_load": str(tmp_path / "never"), "load-on-startup": "on"}})
     async with router("--models-preset", str(file), *MARGIN) as up:
