@@ -46,7 +46,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(each, torch.Tensor) and each.is_cuda for each in tree_leaves((args, kwargs))):
+        given = any(isinstance(each, torch.Tensor) and each.is_cuda for each in tree_leaves((args, kwargs)))
+        if given or kwargs.get("device") == CUDA:
             if _waits(func, args, kwargs):
                 self._note(func)
             if func is _aten.convolution.default:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from tests.worker.loaded import options
 from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
 from tests.worker.stepped import Drive
 from worker import estimate
-from worker.engine import attention, backends, loader
+from worker.engine import attention, backends, loader, sampler
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity
@@ -93,6 +94,52 @@ def test_a_step_that_is_to_be_recorded_waits_for_nothing(name: str, tmp_path: Pa
         with torch.inference_mode():
             for shape in fixed.shapes:
                 fixed.compute(*shape)
+    assert watch.waits == []
+
+
+async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) -> None:
+    with made("llama", tmp_path) as (runner, capacity, watch):
+        assert isinstance(runner, PackedRunner)
+        fixed = FixedRunner(runner, rows=4, ctx_size=CTX)
+        drive = Drive(fixed, capacity)
+        for id in range(3):
+            drive.ask(id, most=ANSWER)
+        drive.to_the_end()
+        assert fixed.fixed_steps > 0
+        assert drive.work.steps_ahead > 0
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("kept_as", ["int8", "int4", "f16"])
+@pytest.mark.parametrize("name", every(("llama", "gemma2")))
+async def test_a_cache_in_another_type_is_read_without_a_wait(name: str, kept_as: str, tmp_path: Path) -> None:
+    with made(name, tmp_path, kv_cache_dtype=kept_as) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 25)), most=ANSWER)
+        drive.ask(1, most=ANSWER)
+        drive.to_the_end()
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("name", every(("llama", "gemma2", "gpt2")))
+def test_adapters_add_what_they_do_without_a_wait(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path, max_loras=2) as (runner, capacity, watch):
+        asked = options(tmp_path, ctx_size=CTX, parallel=4, prefill_chunk=32, max_loras=2)
+        adapters = backends.make_adapters(runner, runner._model, asked, CUDA, copies=0)
+        assert adapters is not None
+        watch.waits.clear()
+        steps: list[Any] = list(estimate.generation_steps(runner, capacity, asked, CTX, adapters.pretend()))
+        for _, batch in (step.args for step in steps):
+            for segment in batch:
+                runner.forget(segment.row)
+            assert runner.run(batch).device == CUDA
+            assert not adapters.stands_aside
+    assert watch.waits == []
+
+
+def test_the_masks_of_grammars_go_to_the_device_without_a_wait() -> None:
+    with accelerator() as watch:
+        assert sampler.penalties(np.zeros((3, 64), np.uint8), CUDA).device == CUDA
     assert watch.waits == []
 
 
