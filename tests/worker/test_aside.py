@@ -41,7 +41,6 @@ from worker.generation import Sampling
 
 torch.set_num_threads(1)
 CTX, NEW = 128, 24
-LAYERS = 2
 PACKED = [name for name, (family, _) in FAMILIES.items() if family in PAGED]
 
 
@@ -251,6 +250,16 @@ async def test_whatever_the_cache_is_kept_in_the_text_is_the_same(llama: Path, c
         assert (await say(engine, prompt, max_tokens=NEW)).tokens == expected
         await stream.aclose()
     assert pace.count > 5
+
+
+@pytest.mark.parametrize(("family", "count"), [("llama", 2), ("mistral", 2), ("gemma3_text", 1)])
+def test_beside_layers_with_a_window_those_that_look_back_on_all_take_the_time(
+    tmp_path: Path, family: str, count: int
+) -> None:
+    """One of six, and it would be as long as six shares, if each layer were thought to take one."""
+    model, blocks, device = attended(tiny.make(family, tmp_path)), Blocks(1, 4), torch.device("cpu")
+    pool = make_pool(model.config, blocks, torch.float32, device)
+    assert PackedRunner(model, pool, blocks, device).layers == count
 
 
 # One step at a time, on the test's own thread

@@ -94,13 +94,17 @@ class PackedRunner:
 
     @property
     def layers(self) -> int:
-        """At so many places `run` calls its `pause`; 0: it cannot be called meanwhile.
+        """So many layers of `run` take the time far back in a prompt, with a call of its `pause` between any two; 0: it
+        cannot be called meanwhile. Where some have a window, those that have none.
 
         Not where the step is an accelerator's affair, to which a prompt's reading back is little, nor where modules are
         told of a step's adapters.
         """
         pauses = isinstance(self._cache, Pool) and self.device.type == "cpu" and self.adapters is None
-        return len(self.pool.keys) if pauses and self.flash is None else 0
+        if not pauses or self.flash is not None:
+            return 0
+        kinds = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
+        return sum(kind == "full_attention" for kind in kinds) or len(self.pool.keys)
 
     @torch.inference_mode()
     def run(
