@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 BUILD = f"b0-{__version__}"
 TRUE, FALSE = frozenset({"true", "1"}), frozenset({"false", "0"})
+LOOK = 5.0
+"""Seconds that those who look at a model wait for its disk."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ class Site:
     _gone: set[str] = field(default_factory=set)
     """Models that calls took out since presets were last begun to be read, which may have found them still."""
     _facts: dict[str, tuple[str, Checkpoint]] = field(default_factory=dict)
+    _looks: dict[str, tuple[asyncio.Task[Checkpoint | None], float]] = field(default_factory=dict)
+    """Readings of facts that go on, and when they were begun, by the id of their model."""
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -120,7 +124,18 @@ class Site:
         return [name for name in listed.others if Access.may_use(key, name)]
 
     async def facts(self, preset: Preset) -> Checkpoint | None:
-        """The facts in the preset's files; None if they are not here (yet) or cannot be read."""
+        """The facts in the preset's files; None if they are not here (yet), cannot be read, or have not been read LOOK
+        seconds after somebody began to."""
+        now = asyncio.get_running_loop().time()
+        if preset.id not in self._looks:
+            reading = asyncio.create_task(self._read(preset))
+            reading.add_done_callback(lambda _: self._looks.pop(preset.id))
+            self._looks[preset.id] = reading, now
+        reading, began = self._looks[preset.id]
+        await asyncio.wait({reading}, timeout=max(0.0, began + LOOK - now))
+        return reading.result() if reading.done() else None
+
+    async def _read(self, preset: Preset) -> Checkpoint | None:
         listed = self.members.listed.get(preset.id)
         worker = next(iter(listed.model.workers), None) if listed is not None else None
         snapshot = (worker.snapshot if worker is not None else "") or await asyncio.to_thread(self._find, preset)

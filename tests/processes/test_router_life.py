@@ -100,8 +100,10 @@ async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the
     os.mkfifo(unanswered)  # whoever opens it waits for a writer that never comes
     async with router("--models-preset", str(file), *MARGIN) as up:
         asked = asyncio.create_task(up.client.post(PATH, json=chat("gone")))
-        await up.says("gone#1 queued")
+        await up.becomes("gone", "loading")
         assert (await up.client.post(PATH, json=chat("a"))).status_code == 200
+        listed = (await up.client.get("/models")).json()["data"]
+        assert {model["id"]: model["status"]["value"] for model in listed} == {"a": "loaded", "gone": "loading"}
         assert await up.end() == 0
         assert error_of(await asked) == (503, "draining")
         await up.says("a disk does not answer; what was read there is not waited for")
