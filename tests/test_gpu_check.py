@@ -1,6 +1,7 @@
 """scripts/gpu_check, as far as a machine without an accelerator can tell."""
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import tiny
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
 
@@ -82,6 +85,21 @@ def test_the_load_that_it_measures_arrives_whole(program: Any) -> None:
     assert facts["bytes"] > 32 << 20 >= facts["bytes"] - 100_000
     assert facts["staged"] > 0
     assert facts["fraction_of_bus"] > 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_it_starts_answers_and_tells_what_it_takes(program: Any, tmp_path: Path) -> None:
+    """On main memory, where there is one. What two checks compare comes with pulses, one a second."""
+    snapshot = tiny.make("llama", tmp_path, max_position_embeddings=4096)
+    shared = [f"--snapshot={snapshot}", "--ctx-size=4096", "--parallel=4"]
+    estimated = program._estimate([*shared, "--devices=cuda:0"])
+    assert all(len(estimated[part]) == 1 for part in ("weights", "context", "compute", "runtime"))
+    with program._worker([*shared, "--devices=cpu"]) as (address, events, _):
+        texts = asyncio.run(program._texts(address))
+        assert len(set(texts)) == len(texts) == 4
+        asyncio.run(program._load(address))
+        pulses = [event["measured"] for event in events if event["event"] == "pulse"]
+    assert max(pulse["cpu"] for pulse in pulses) > 0
 
 
 def test_a_check_that_does_not_exist_is_refused_by_name(program: Any) -> None:
