@@ -19,7 +19,7 @@ PROMPT = (9, 41, 70, 77, 80)
 class Steady(Pace):
     """Sixteen tokens of prompts in a step, however busy the machine is."""
 
-    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0, *, beside: bool = False) -> int:
         return min(chunk, 16)
 
 

@@ -55,7 +55,7 @@ class Pressing(Pace):
         self.disturbed: list[int] = []
         """By slice: how many decoded."""
 
-    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0, *, beside: bool = False) -> int:
         return min(chunk, self._mixed)
 
     def aside(self, decoding: int, prompts: int, start: int, pending: int, layers: int, mixed: int) -> int:

@@ -141,7 +141,7 @@ def beside(pace: Pace, tokens: int, layers: int, measured: dict[str, float]) -> 
         return part * measured["token"] + looked
 
     while start < tokens:
-        mixed = min(pace.budget(4, 512, 1, start), tokens - start)
+        mixed = min(pace.budget(4, 512, 1, start, beside=True), tokens - start)
         part = pace.aside(4, 1, start, min(tokens - start, 256), layers, mixed)
         if part:
             each, left = (0.9 * measured["alone"] + seconds(part)) / layers, layers
@@ -164,8 +164,8 @@ def beside(pace: Pace, tokens: int, layers: int, measured: dict[str, float]) -> 
 def test_a_long_prompt_costs_a_third_less_beside_the_steps_and_nobody_stutters(layers: int) -> None:
     in_steps, _ = prefill(Pace(), 4096, **MEASURED)
     gaps, spent = beside(Pace(), 4096, layers, MEASURED)
-    assert max(gaps[5:]) < 2.75 * MEASURED["alone"]
-    assert sum(gaps) < 0.7 * sum(in_steps)
+    assert max(gaps[5:]) < 2.1 * MEASURED["alone"]
+    assert sum(gaps) < 0.85 * sum(in_steps)
     assert spent < 0.67 * (sum(in_steps) - len(in_steps) * MEASURED["alone"])
 
 
@@ -189,7 +189,7 @@ def test_a_burst_of_prompts_and_prompts_that_disturb_nobody_are_never_put_aside(
 def test_what_is_put_aside_goes_on_behind_long_steps_as_well_but_less() -> None:
     pace = Pace()
     prefill(pace, 4096, **MEASURED)
-    alone, room = MEASURED["alone"], Pace.STRETCH * MEASURED["alone"]
+    alone, room = MEASURED["alone"], Pace.BESIDE * MEASURED["alone"]
     assert pace.slice(4, alone) == pytest.approx(room, rel=0.1)
     assert pace.slice(4, alone + room / 4) == pytest.approx(0.75 * room, rel=0.15)
     assert pace.slice(4, 10 * alone) == pytest.approx(room / 2, rel=0.1)

@@ -43,7 +43,7 @@ class Flat:
 class Unhurried(Pace):
     """Never less than the whole chunk."""
 
-    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0, *, beside: bool = False) -> int:
         return chunk
 
 

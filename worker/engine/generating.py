@@ -243,7 +243,8 @@ class Generating:
         prompts = scheduler.running - decoding
         if self._aside is not None:
             prompts, chunk = prompts - 1, chunk - self._aside.segment.length
-        return self._pace.budget(decoding, chunk, prompts, scheduler.looks_back)
+        beside = self._pausing is not None and self._pausing.layers > 0
+        return self._pace.budget(decoding, chunk, prompts, scheduler.looks_back, beside=beside)
 
     def _put_aside(self, runner: PackedRunner) -> None:
         """Of the oldest prompt as many tokens as had better be computed beside the steps; half a step's at most, so
