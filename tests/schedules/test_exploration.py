@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "explore_scheduler"
 SEEDS, HALVES = 2000, 2
-SECONDS = 30
+SECONDS = 15
 """After so many no further worlds are begun: a busy machine looks at fewer."""
 AT_LEAST = 100
 SEEDS_THAT_FAILED: tuple[int, ...] = (

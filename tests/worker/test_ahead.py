@@ -166,7 +166,7 @@ async def test_ahead_in_a_cache_too_small_for_all_everybody_is_told_the_same(
 ) -> None:
     """Some are put back again and again, for want of room and on demand, with a step ahead of them in the air."""
     # all come in before the first have ended, however busy the machine is
-    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting, beside: chunk)
+    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting, beside=False: chunk)
     model = reference(llama)
     asked = [*prompts(), *((each * 3)[:50] for each in prompts())]
     engine = load(llama, ahead=True, ctx_size=CTX, parallel=6, prefill_chunk=16, kv_tokens=CTX, prefix_caching=False)

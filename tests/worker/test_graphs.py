@@ -84,7 +84,9 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of many lengths join and end; their lengths grow over the first rung."""
-    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)  # however busy the machine is
+    monkeypatch.setattr(
+        Pace, "budget", lambda self, decoding, chunk, *waiting, beside=False: chunk
+    )  # however busy the machine is
     made: list[Both] = []
 
     def wrap(runner: Runner) -> Any:
