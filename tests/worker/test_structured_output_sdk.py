@@ -327,7 +327,9 @@ async def test_a_conversation_with_calls_and_their_results_is_rendered_by_the_te
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
     ]
     async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=4)
+        answer = await client.chat.completions.create(
+            model="tiny", messages=messages, tools=TOOLS, max_tokens=4, temperature=0
+        )
         assert answer.choices[0].finish_reason == "length"
         made = await client.post(
             url.removesuffix("/v1") + "/apply-template", cast_to=object, body={"messages": messages, "tools": TOOLS}
