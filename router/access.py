@@ -18,7 +18,7 @@ from aiohttp import web
 
 from router.errors import BadRequest, Forbidden, QueueFull, Unauthorized
 from router.settings import Key
-from worker.routes import Plane
+from worker.protocol.routes import Plane
 
 ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
 """Who asks while no key exists."""

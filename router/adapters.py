@@ -11,8 +11,8 @@ from router.errors import WorkerCrashed
 from router.profiles import put
 from router.worker import Worker
 from router.world import Files
-from worker.contract import AdapterSource
-from worker.routes import ADAPTERS_PATH
+from worker.protocol.argv import AdapterSource
+from worker.protocol.headers import ADAPTERS_PATH
 
 
 @dataclass(frozen=True, slots=True)

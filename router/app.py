@@ -39,17 +39,17 @@ from router.proxy import Answer, Call, Outlet, Proxy
 from router.requests import Record, Requests
 from router.settings import Key
 from router.site import Site, flag
-from worker.routes import (
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import error_body
+from worker.protocol.routes import (
     FLAGS,
     ROUTES,
-    Face,
     Loads,
     Plane,
     Route,
-    error_body,
-    face_of,
-    refusal,
-)  # fmt: skip
+    dialect_of,
+    refusal,  # fmt: skip
+)
 
 log = logging.getLogger("router.app")
 access_log = logging.getLogger("router.access")
@@ -78,7 +78,7 @@ class App:
         self._calls = Calls(site, self._bodies, self._requests, metrics)
 
     def build(self) -> web.Application:
-        """The aiohttp application; its routes are those of `worker.routes` and no others."""
+        """The aiohttp application; its routes are those of `worker.protocol.routes` and no others."""
         logging.getLogger("aiohttp.server").addFilter(_quote_nothing)
         app = web.Application(
             middlewares=[self._outermost],
@@ -164,7 +164,7 @@ class App:
         """Headers and body of an error, which is counted."""
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
-        face = route.face if route is not None else face_of(path.removeprefix(self._prefix))
+        face = route.dialect if route is not None else dialect_of(path.removeprefix(self._prefix))
         body = error_body(
             face,
             status=error.status,
@@ -244,12 +244,12 @@ class App:
         read = time.monotonic()
         seen = peek(errand.body)
         named = seen.model
-        if named is None and route.face is Face.OLLAMA:
+        if named is None and route.dialect is Dialect.OLLAMA:
             named = seen.name
         if named is not None and not isinstance(named, str):
             raise BadRequest("model must be a string", param="model")
         asked = errand.query
-        if route.face is Face.OLLAMA and named is not None:
+        if route.dialect is Dialect.OLLAMA and named is not None:
             named = ollama.known(self._site, key, named)
         id, name = self._site.choose(key, path=errand.path_id, body=named, query=asked)
         errand.model = id
@@ -272,7 +272,7 @@ class App:
             timeout=max(0.0, timeout),
             adapter=adapter,
             asked=name if named is None else "",
-            speaks=Face.OPENAI if streams and route.face is Face.LMI and is_openais(errand.body) else None,
+            speaks=Dialect.OPENAI if streams and route.dialect is Dialect.LMI and is_openais(errand.body) else None,
         )
         shown = f"{id}@{adapter}" if adapter else id
         headers = {"X-Router-Model": shown, **_own_headers(errand.id)}

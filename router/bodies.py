@@ -10,7 +10,9 @@ from aiohttp import web
 from router.errors import BadRequest, BodyTimeout, EncodingUnsupported, QueueFull, TooLarge
 from router.noted import BUFFERED, IGNORED, ROUTE
 from router.site import Site
-from worker.routes import OPENAIS, ignored_fields, unknown_fields
+from worker.protocol.dialects.lmi import OPENAIS
+from worker.protocol.headers import ignored_fields
+from worker.protocol.routes import unknown_fields
 
 BUFFERED_IN_ALL = 512 << 20
 """Bytes of request bodies held at once; more are refused."""

@@ -18,9 +18,12 @@ from router.openapi import document
 from router.requests import Requests
 from router.settings import Key
 from router.site import Site, flag
-from worker.routes import Face, Route, ignored_fields, stream
+from worker.protocol.dialects import Dialect
+from worker.protocol.headers import ignored_fields
+from worker.protocol.routes import Route
+from worker.protocol.streams import stream
 
-EVENTS = stream(Face.ADMIN)
+EVENTS = stream(Dialect.ADMIN)
 COME_BACK = {"X-Should-Retry": "true", "Retry-After": "1"}
 Work = Callable[[web.Request, Key], Awaitable[web.StreamResponse]]
 
@@ -99,7 +102,7 @@ class Calls:
             task.cancel()
 
     async def _models(self, request: web.Request, key: Key) -> web.StreamResponse:
-        is_openai = request[ROUTE].face is Face.OPENAI
+        is_openai = request[ROUTE].dialect is Dialect.OPENAI
         told = await llama_server.models(self._site, key, asked_of(request), adapters=is_openai)
         return _json(anthropic.listed(told) if anthropic.VERSION in request.headers else told)
 
@@ -265,7 +268,7 @@ class Calls:
     async def _ollama_pull(self, request: web.Request, key: Key) -> web.StreamResponse:
         wants_stream, lines = await ollama.pull(self._hub, key, await self._bodies.object(request))
         if wants_stream:
-            return await self._stream(request, ollama.told(lines), headers=stream(Face.OLLAMA).headers)
+            return await self._stream(request, ollama.told(lines), headers=stream(Dialect.OLLAMA).headers)
         return _json(await ollama.last(lines))
 
     async def _ollama_delete(self, request: web.Request, key: Key) -> web.StreamResponse:

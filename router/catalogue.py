@@ -18,7 +18,7 @@ from router.errors import ConfigError
 from router.ini import Problem
 from router.sections import Found, Loaded
 from router.settings import Key, Settings, configured_keys, hub_cache
-from worker import contract
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +113,19 @@ def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, ada
 
 def missing_adapter(folder: Path) -> str:
     """What an adapter's folder lacks, in words; empty if it is complete."""
-    return next((name for name in contract.ADAPTER_FILES if not _is_file(folder / name)), "")
+    return next((name for name in ADAPTER_FILES if not _is_file(folder / name)), "")
 
 
 def missing(folder: Path) -> str:
     """What a snapshot lacks, in words; empty if it is complete."""
     if not _is_file(folder / "config.json"):
         return "config.json"
-    index = folder / contract.INDEX
+    index = folder / INDEX
     if _is_file(index):
         try:
-            names = contract.shard_names(index.read_bytes())
+            names = shard_names(index.read_bytes())
         except (OSError, ValueError):
-            return f"a readable {contract.INDEX}"
+            return f"a readable {INDEX}"
         return next((name for name in names if not _is_file(folder / name)), "")
     try:
         files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))

@@ -16,7 +16,7 @@ from typing import Any
 from router.facts import Checkpoint, Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
 from router.weights import numbers
-from worker import contract
+from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merged, shard_names
 
 MAX_HEADER = 100 << 20
 """Bytes; the format's own bound."""
@@ -225,17 +225,17 @@ def _config(folder: Path, override: str) -> dict[str, Any]:
     if not config:
         raise UnknownCheckpoint(f"{folder} has no config.json; `model` names a folder with one and safetensors files")
     try:
-        return contract.merged(config, json.loads(override)) if override else config
+        return merged(config, json.loads(override)) if override else config
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnknownCheckpoint(f"config-override is no JSON object ({error})") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model, in order; none if there are none."""
-    index = folder / contract.INDEX
+    index = folder / INDEX
     if index.is_file():
         try:
-            files = [folder / name for name in contract.shard_names(index.read_bytes())]
+            files = [folder / name for name in shard_names(index.read_bytes())]
         except OSError as error:
             raise UnknownCheckpoint(f"{index} cannot be read: {error.strerror or error}") from None
         except ValueError as error:
@@ -244,7 +244,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if missing:
             raise UnknownCheckpoint(f"{folder} lacks {', '.join(missing)} of its index; fetch the snapshot again")
         return files
-    single = folder / contract.WEIGHTS
+    single = folder / WEIGHTS
     return [single] if single.is_file() else []
 
 
@@ -458,8 +458,8 @@ def _head_elements(folder: Path) -> int:
     total = 0
     for module in _json_list(folder / "modules.json"):
         path = str(module.get("path") or "")
-        file = folder / path / contract.WEIGHTS
-        if path and contract.is_below(path) and file.is_file():  # of any other a worker says what is wrong with it
+        file = folder / path / WEIGHTS
+        if path and is_below(path) and file.is_file():  # of any other a worker says what is wrong with it
             total += sum(math.prod(shape) for _, shape, _ in header(file).values())
     return total
 

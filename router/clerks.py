@@ -42,7 +42,9 @@ from router.model import Model
 from router.overhead import RUNTIME_FORKED, RUNTIME_HOST
 from router.presets import Preset
 from router.worker import Worker
-from worker import contract
+from worker.protocol import events
+from worker.protocol.argv import Serve
+from worker.protocol.events import Pulse, Request
 
 log = logging.getLogger("router.clerks")
 
@@ -255,7 +257,7 @@ class Clerks:
         fleet, preset = self._fleet, clerk.preset
         program = program_of(preset, _name(clerk))
         clerk.facts = await fleet.files.read(clerk.snapshot, preset)
-        options = model_options(contract.Serve, preset, clerk.facts, clerk.snapshot, on_host=True, listen="unix:")
+        options = model_options(Serve, preset, clerk.facts, clerk.snapshot, on_host=True, listen="unix:")
         command = replace(options, **serve_fields(clerk, fleet), clerk=True)
         needs = self._needs(clerk, program)
         clerk.reserved = {DeviceId(LOCAL, HOST): needs}
@@ -340,10 +342,10 @@ class Clerks:
         return LoadFailed(message) if lost.final else LoadBackoff(message, retry_after=pause)
 
     def _listener(self, clerk: Worker) -> Any:
-        def listen(event: contract.Event) -> None:
-            if isinstance(event, contract.Pulse):
+        def listen(event: events.Event) -> None:
+            if isinstance(event, Pulse):
                 clerk.pulse = event
-            elif isinstance(event, contract.Request):
+            elif isinstance(event, Request):
                 self.events.mention(
                     "request",
                     clerk.preset.id,

@@ -10,7 +10,7 @@ from router.ledger import HOST, DeviceId
 from router.presets import Preset
 from router.worker import Worker, estimated
 from router.world import World
-from worker import contract
+from worker.protocol.argv import ENGINES, Estimate, encode_adapters
 
 
 def program_of(preset: Preset, worker: str) -> Program:
@@ -20,7 +20,7 @@ def program_of(preset: Preset, worker: str) -> Program:
         worker=worker,
         python=preset.python,
         env=preset.env,
-        forks=contract.ENGINES[preset.engine].forks,
+        forks=ENGINES[preset.engine].forks,
         start_timeout=preset.start_timeout,
         stop_timeout=preset.stop_timeout,
         stall_timeout=preset.stall_timeout,
@@ -34,7 +34,7 @@ def threads(preset: Preset, *, on_host: bool, ranks: int = 1) -> int:
 
 
 def options(worker: Worker, kind: Any, **fields: Any) -> Any:
-    """A command of `kind` (contract.Estimate or contract.Serve) with the model's options."""
+    """A command of `kind` (Estimate or Serve) with the model's options."""
     assert worker.facts is not None
     on_host = all(device.index == HOST for device in worker.devices)
     return model_options(
@@ -50,12 +50,12 @@ def options(worker: Worker, kind: Any, **fields: Any) -> Any:
     )
 
 
-def question(worker: Worker) -> contract.Estimate:
+def question(worker: Worker) -> Estimate:
     """What `worker estimate` is asked; of a process on accelerators it is told what is known, as it is none."""
     assert worker.costs is not None
     overhead, forked = worker.costs.estimate.overhead, worker.costs.forked
     beside = 0 if worker.on_host else overhead.beside_device(forked=forked)
-    command: contract.Estimate = options(worker, contract.Estimate, host_overhead=beside)
+    command: Estimate = options(worker, Estimate, host_overhead=beside)
     return command
 
 
@@ -108,7 +108,7 @@ def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
         "name": preset.id,
         **(_place_fields(worker) if worker.place else {}),
         "prefix_caching": preset.prefix_caching,
-        "adapters": contract.encode_adapters(world.files.adapters(preset)) if preset.adapter_slots else "",
+        "adapters": encode_adapters(world.files.adapters(preset)) if preset.adapter_slots else "",
         "default_adapter": preset.default_lora if preset.adapter_slots else "",
         "max_cpu_loras": preset.max_cpu_loras,
         "max_input_tokens": preset.max_input_tokens,

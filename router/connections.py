@@ -15,7 +15,8 @@ from aiohttp import web
 from router import __version__
 from router.errors import ApiError, BadRequest, Internal
 from router.listener import ROOM
-from worker.routes import Face, error_body
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import error_body
 
 
 class Connection(web.RequestHandler):
@@ -46,7 +47,7 @@ class Connection(web.RequestHandler):
                 "the request is not valid HTTP: its first line, a header or its framing is malformed or too long"
             )
         body = error_body(
-            Face.OPENAI, status=error.status, type=error.type, reason=error.reason, message=error.message, param=None
+            Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=error.message, param=None
         )
         id = f"req_{secrets.token_hex(12)}"
         headers = {"Server": f"router/{__version__}", "X-Request-Id": id, "request-id": id, "X-Should-Retry": "false"}

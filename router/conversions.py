@@ -18,7 +18,7 @@ from pathlib import Path
 
 from router.facts import Checkpoint
 from router.presets import Preset
-from worker import contract
+from worker.protocol.snapshot_files import MANIFEST, Manifest, decode_manifest
 
 log = logging.getLogger("router.conversions")
 
@@ -88,7 +88,7 @@ class Conversions:
         """Use it no more, nor make it again as long as this router runs and its source stays as it is."""
         self._given_up.add(target)
         try:
-            (target / contract.MANIFEST).unlink(missing_ok=True)
+            (target / MANIFEST).unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be deleted: %s", target, error.strerror or error)
 
@@ -118,10 +118,10 @@ class Conversions:
             self._sizes = sizes
         return swept
 
-    def _manifest(self, target: Path) -> contract.Manifest | None:
+    def _manifest(self, target: Path) -> Manifest | None:
         """Of a target that is there, whole and untouched since; None of any other."""
         try:
-            manifest = contract.decode_manifest((target / contract.MANIFEST).read_bytes())
+            manifest = decode_manifest((target / MANIFEST).read_bytes())
             for name, (size, changed) in manifest.files.items():
                 found = (target / name).lstat()
                 if (found.st_size, found.st_mtime_ns) != (size, changed):

@@ -18,7 +18,7 @@ from router.ledger import HOST, DeviceId, Reading
 from router.presets import Preset
 from router.worker import Costs, Worker
 from router.world import World
-from worker import contract
+from worker.protocol.events import Estimated
 
 log = logging.getLogger("router.costs")
 
@@ -168,7 +168,7 @@ async def refine(worker: Worker, world: World, program: Program) -> None:
     tell_estimate(worker, world)
 
 
-def _keep_exact(worker: Worker, world: World, costs: Costs, exact: contract.Estimated) -> None:
+def _keep_exact(worker: Worker, world: World, costs: Costs, exact: Estimated) -> None:
     """The exact figure stands from now on; if it says that one device more is needed, a first figure for that."""
     estimate = estimates.exact(exact, worker.preset, forked=costs.forked, first=costs.estimate)
     world.calibration.store_exact(costs.key, estimate)

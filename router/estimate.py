@@ -30,7 +30,7 @@ from router.facts import (
 from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 from router.weights import check_quantization, is_mapped, on_load, weight_bytes
-from worker import contract
+from worker.protocol.events import Estimated
 
 MIB = 1 << 20
 
@@ -133,7 +133,7 @@ class Estimate:
         return self.source not in ("static", "weights")
 
 
-def exact(said: contract.Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
+def exact(said: Estimated, preset: Preset, *, forked: bool = False, first: Estimate | None = None) -> Estimate:
     """What `worker estimate` said, with the preset's `reserved-memory` on top; on main memory of a worker that will be
     `forked` without what it will share with its nursery, as far as the estimating process was forked and could tell.
     `first`: the estimate before, whose layers it has, and of whose process it was told."""

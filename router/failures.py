@@ -14,7 +14,7 @@ from router.model import Model
 from router.refusals import Refusals
 from router.worker import Worker
 from router.world import Files
-from worker.contract import Exit
+from worker.protocol.exits import Exit
 
 
 class Failures:

@@ -28,7 +28,9 @@ from router.sections import Loaded
 from router.settings import Settings
 from router.snapshots import Snapshots
 from router.weights import on_load, packing, weight_bytes
-from worker import contract
+from worker.protocol.argv import Download, to_argv
+from worker.protocol.argv import Estimate as EstimateCommand
+from worker.protocol.events import Downloaded, Estimated, Failed, decode
 
 EXACT_TIMEOUT = 120.0
 """Seconds that `worker estimate` may take."""
@@ -244,7 +246,7 @@ def _files(
     """The folder of the model's files, and where they are for a person; their skeleton in `spare` if they are not
     here. A built-in model is made where its first load would make it."""
     if preset.demo:
-        made = _ask(preset, contract.Downloaded, snapshots.download(preset), environ, threads=1).snapshot
+        made = _ask(preset, Downloaded, snapshots.download(preset), environ, threads=1).snapshot
         return Path(made), made
     if preset.path:
         return Path(preset.path), preset.path
@@ -279,7 +281,7 @@ def _exactly(
     without what it will share with its nursery. `first`: the figure that can be had without asking."""
     on_host = all(place.index == HOST for place in choice.devices)
     command = commands.model_options(
-        contract.Estimate,
+        EstimateCommand,
         preset,
         facts,
         folder,
@@ -290,26 +292,26 @@ def _exactly(
         host_overhead=0 if on_host else first.overhead.beside_device(forked=forked),
     )
     threads = commands.threads(preset, on_host=on_host, ranks=choice.ranks)
-    said = _ask(preset, contract.Estimated, command, environ, threads=threads)
+    said = _ask(preset, Estimated, command, environ, threads=threads)
     if forked:  # the process that says so was not
         said = replace(said, inherited=int(SPARED / estimates.INHERITED_SHARE))
     return estimates.exact(said, preset, forked=forked, first=first)
 
 
-Said = TypeVar("Said", contract.Downloaded, contract.Estimated)
+Said = TypeVar("Said", Downloaded, Estimated)
 
 
 def _ask(
     preset: Preset,
     kind: type[Said],
-    command: contract.Download | contract.Estimate,
+    command: Download | EstimateCommand,
     environ: Mapping[str, str],
     *,
     threads: int,
 ) -> Said:
     """What the worker's program answers to `command`, in a process with the environment that a worker gets."""
-    name: Literal["download", "estimate"] = "download" if isinstance(command, contract.Download) else "estimate"
-    argv = [preset.python or sys.executable, "-P", "-m", "worker", *contract.to_argv(command)]
+    name: Literal["download", "estimate"] = "download" if isinstance(command, Download) else "estimate"
+    argv = [preset.python or sys.executable, "-P", "-m", "worker", *to_argv(command)]
     env = environment.environment(
         environ, name, tag=name, visible="", threads=threads, extra=preset.env, offline=True, hf_token=""
     )
@@ -321,11 +323,11 @@ def _ask(
         raise ForecastError(f"{preset.id}: `worker {name}` took over {EXACT_TIMEOUT:.0f} s and was ended") from None
     except OSError as error:
         raise ForecastError(f"{preset.id}: {argv[0]} cannot be started: {error.strerror or error}") from None
-    events = [contract.decode(line) for line in done.stdout.splitlines()]
+    events = [decode(line) for line in done.stdout.splitlines()]
     said = next((event for event in events if isinstance(event, kind)), None)
     if said is not None:
         return said
-    failed = next((event.message for event in events if isinstance(event, contract.Failed)), "")
+    failed = next((event.message for event in events if isinstance(event, Failed)), "")
     last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
     raise ForecastError(f"{preset.id}: `worker {name}` failed (exit {done.returncode}): {failed or last}")
 

@@ -28,7 +28,7 @@ from router.values import (
     Strings,
     Text,
 )  # fmt: skip
-from worker import contract
+from worker.protocol.argv import ENGINES
 
 DEMOS = ("chat", "embed", "a", "b", "c")
 """What `model = demo:NAME` may name."""
@@ -305,7 +305,7 @@ KEYS: tuple[Key, ...] = (
     Key(name="max-restarts", kind=Integer(0, 1000), field="max_restarts", group=LIFECYCLE, live=True,
         also=("retry-threshold",), help="crashes in 10 minutes before pauses grow"),
 
-    Key(name="engine", kind=Choice(tuple(contract.ENGINES), {"python": "transformers"}, dict.fromkeys(
+    Key(name="engine", kind=Choice(tuple(ENGINES), {"python": "transformers"}, dict.fromkeys(
         ("vllm", "llama-server", "command", "mpi"), "transformers is")), field="engine", group=PROCESS,
         help="what computes the tokens"),
     Key(name="python", kind=Text("interpreter"), field="python", group=PROCESS, unset="the router's", path=True,

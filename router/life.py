@@ -25,7 +25,9 @@ from router.lifecycle import State, advance
 from router.plans import Start
 from router.worker import Worker, tell
 from router.world import World
-from worker import contract
+from worker.protocol.argv import Serve
+from worker.protocol.events import Event, Progress, Pulse, Request
+from worker.protocol.exits import Exit
 
 log = logging.getLogger("router.life")
 
@@ -63,7 +65,7 @@ async def live(worker: Worker, world: World) -> None:
             worker.reason = "abandoned"
             return end(worker, world, Again())
         worker.reason = "load_failed"
-        worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=contract.Exit.UNUSABLE)
+        worker.lost = WorkerLost(unknown.message, cause="load_failed", exit=Exit.UNUSABLE)
         error = LoadFailed.of(worker.preset.id, unknown.message)
     except ApiError as refused:
         worker.reason = worker.reason or refused.reason
@@ -207,7 +209,7 @@ async def _stand_by(worker: Worker, world: World, program: Program, listener: Li
     try:
         if not await _first(standing.wanted, standing.dismissed):
             return
-        command = replace(options(worker, contract.Serve, listen="unix:"), **serve_fields(worker, world))
+        command = replace(options(worker, Serve, listen="unix:"), **serve_fields(worker, world))
         async with world.launcher.prepare(program, command, listener) as standing.process:
             standing.born.set()
             await _until_dismissed(worker, world, standing.process)
@@ -291,7 +293,7 @@ def _give_back(worker: Worker, held: int) -> None:
 async def _running(worker: Worker, world: World, program: Program, listener: Listen) -> AsyncIterator[WorkerProcess]:
     """The worker's process, ready, on its place: its standby, if it has one, else a new one."""
     command = replace(
-        options(worker, contract.Serve, listen="unix:"), **serve_fields(worker, world)
+        options(worker, Serve, listen="unix:"), **serve_fields(worker, world)
     )  # the launcher fills in devices, socket and leash
     standing = worker.standing
     if standing.is_taken and await _first(standing.born, standing.over) and standing.process is not None:
@@ -412,7 +414,7 @@ async def _leases_back(worker: Worker) -> None:
 
 def _is_conversions_fault(worker: Worker, world: World, lost: WorkerLost) -> bool:
     """Whether a worker could not use a converted snapshot: its model is loaded at once from the files as they came."""
-    if worker.ready_at is not None or not (lost.final or lost.exit == contract.Exit.DAMAGED):
+    if worker.ready_at is not None or not (lost.final or lost.exit == Exit.DAMAGED):
         return False
     return _forsakes(worker, world, lost.message)
 
@@ -470,14 +472,12 @@ def _enter(worker: Worker, world: World, state: State, **facts: Any) -> None:
 def _listener(worker: Worker, world: World) -> Listen:
     """Keeps what a worker's events say where fleet and faces look for it."""
 
-    def listen(event: contract.Event) -> None:
-        if type(event) is contract.Request:
+    def listen(event: Event) -> None:
+        if type(event) is Request:
             _hear_request(worker, world, event)
             return
         match event:
-            case contract.Progress() if (
-                worker.state is not State.QUEUED
-            ):  # it waits for room, whatever its standby does
+            case Progress() if worker.state is not State.QUEUED:  # it waits for room, whatever its standby does
                 worker.stages.hear(event.stage, event.done, event.total, world.now())
                 if _is_news(worker, event, world.now()):
                     told = {**worker.stages.told(), **({"beside": True} if worker.beside else {})}
@@ -485,7 +485,7 @@ def _listener(worker: Worker, world: World) -> Listen:
                         told["files"] = event.files
                     world.events.append("progress", worker.preset.id, worker=worker.id, **told)
                 worker.progress = event
-            case contract.Pulse():
+            case Pulse():
                 worker.pulse = event
                 if worker.state is State.READY:
                     settle_reservation(worker)
@@ -494,7 +494,7 @@ def _listener(worker: Worker, world: World) -> Listen:
     return listen
 
 
-def _hear_request(worker: Worker, world: World, event: contract.Request) -> None:
+def _hear_request(worker: Worker, world: World, event: Request) -> None:
     worker.answered = worker.answered or event.outcome == "ok"
     worker.first_token = worker.first_token or event.ttft
     if event.keep_alive is not None and event.keep_alive != worker.keep_alive:
@@ -514,7 +514,7 @@ def _hear_request(worker: Worker, world: World, event: contract.Request) -> None
     )
 
 
-def _is_news(worker: Worker, event: contract.Progress, now: float) -> bool:
+def _is_news(worker: Worker, event: Progress, now: float) -> bool:
     """Whether progress is worth an event: a new stage, a stage's end, or a while after the last one."""
     before = worker.progress
     if before is not None and before.stage == event.stage:

@@ -21,7 +21,7 @@ from typing import Any, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from router.door import Door
-from worker.routes import Route
+from worker.protocol.routes import Route
 
 LONGEST_HEAD = 1 << 14
 """Bytes of a head that is read here."""

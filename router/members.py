@@ -26,7 +26,7 @@ from router.presets import Preset, same_load
 from router.profiles import Profiles
 from router.sharing import Group
 from router.worker import Worker
-from worker.contract import Profile
+from worker.protocol.argv import Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from worker.routes import Route, query
+from worker.protocol.routes import Route, query
 
 ID = web.RequestKey("id", str)
 ARRIVED = web.RequestKey("arrived", float)

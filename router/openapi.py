@@ -1,6 +1,6 @@
 """The API in OpenAPI's words, made of the tables that it is served by. Law: PURE.
 
-Paths, bodies and errors are those of `worker.routes`, answers those of `router.answers`.
+Paths and schemas are those of `worker.protocol`.
 """
 
 import re
@@ -8,10 +8,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from router import __version__
-from router.answers import ANSWERS, COMPONENTS
-from router.answers.words import ANY_OBJECT, COUNT, TEXT, Answer, Schema, const, enum, maybe, ref, shape
-from worker.routes import ERRORS, FLAGS, ROUTES, Face, Loads, Plane, Route, body_schema, query, stream
+from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
+from worker.protocol.errors import ERRORS
+from worker.protocol.routes import ANSWERS, FLAGS, ROUTES, Loads, Plane, Route, body_schema, query
+from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, maybe, ref, shape
+from worker.protocol.streams import stream
 
+COMPONENTS: Mapping[str, Schema] = {
+    **openai.COMPONENTS,
+    **llama_server.COMPONENTS,
+    **responses.COMPONENTS,
+    **anthropic.COMPONENTS,
+    **ollama.COMPONENTS,
+    **lmi.COMPONENTS,
+    **fastchat.COMPONENTS,
+}
+"""Schemas that several responses share, by name."""
 _FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
 _PARAMETERS: Mapping[str, str] = {
     "model": "Id or alias of a model.",
@@ -43,16 +55,16 @@ _PARAMETERS: Mapping[str, str] = {
     "lines": "How many at most, the newest; 200 unless stated.",
     "fail_on_no_slot": "503 where no slot is free.",
 }
-_FACES: Mapping[Face, tuple[str, str]] = {
-    Face.OPENAI: ("OpenAI", "Error"),
-    Face.LLAMA_SERVER: ("llama-server", "Error"),
-    Face.RESPONSES: ("OpenAI responses", "Error"),
-    Face.ADMIN: ("router", "Error"),
-    Face.ANTHROPIC: ("Anthropic", "AnthropicError"),
-    Face.OLLAMA: ("Ollama", "OllamaError"),
-    Face.LMI: ("LMI", "LmiError"),
-    Face.ERICLLM: ("EricLLM", "EricLlmError"),
-    Face.FASTCHAT: ("FastChat", "FastChatError"),
+_FACES: Mapping[Dialect, tuple[str, str]] = {
+    Dialect.OPENAI: ("OpenAI", "Error"),
+    Dialect.LLAMA_SERVER: ("llama-server", "Error"),
+    Dialect.RESPONSES: ("OpenAI responses", "Error"),
+    Dialect.ADMIN: ("router", "Error"),
+    Dialect.ANTHROPIC: ("Anthropic", "AnthropicError"),
+    Dialect.OLLAMA: ("Ollama", "OllamaError"),
+    Dialect.LMI: ("LMI", "LmiError"),
+    Dialect.ERICLLM: ("EricLLM", "EricLlmError"),
+    Dialect.FASTCHAT: ("FastChat", "FastChatError"),
 }
 """The tag of each dialect and the component that its errors are."""
 _ANYWHERE = (400, 401, 403, 500)
@@ -161,8 +173,8 @@ def statuses(route: Route) -> tuple[int, ...]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    answer = ANSWERS.get(route.name, Answer())
-    tag, error = _FACES[route.face]
+    answer = ANSWERS.get(route.name, ResponseSchema())
+    tag, error = _FACES[route.dialect]
     operation: dict[str, Any] = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", route.path)]),
         "tags": [tag],
@@ -198,7 +210,7 @@ def _refusal(route: Route) -> str:
     return f"Not offered; use {route.instead}." if route.instead else "Disabled: this server fetches and runs nothing."
 
 
-def _success(route: Route, answer: Answer) -> dict[str, Any]:
+def _success(route: Route, answer: ResponseSchema) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if answer.body is not None:
         content[answer.media] = {"schema": answer.body}
@@ -207,12 +219,12 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
     if answer.has_page:
         content["text/html"] = {"schema": TEXT}
     if answer.frame is not None and (route.streams or answer.body is None):
-        manner = stream(route.face)
+        manner = stream(route.dialect)
         media = manner.headers["Content-Type"]
-        content[media] = {"schema": _stream(media, answer.frame, route.face)}
+        content[media] = {"schema": _stream(media, answer.frame, route.dialect)}
     if answer.events is not None:
-        media = stream(Face.OPENAI).headers["Content-Type"]
-        content[media] = {"schema": _stream(media, answer.events, Face.OPENAI)}
+        media = stream(Dialect.OPENAI).headers["Content-Type"]
+        content[media] = {"schema": _stream(media, answer.events, Dialect.OPENAI)}
     if not content:
         return {}
     headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
@@ -223,17 +235,17 @@ def _success(route: Route, answer: Answer) -> dict[str, Any]:
     return {"200": {"description": answer.about, "headers": headers, "content": content}}
 
 
-def _stream(media: str, frame: Schema, face: Face) -> Schema:
+def _stream(media: str, frame: Schema, face: Dialect) -> Schema:
     """One event of a stream, or one of its lines."""
     if media != "text/event-stream":
-        unit = "Objects, each followed by a zero byte" if face is Face.FASTCHAT else "Lines of JSON"
+        unit = "Objects, each followed by a zero byte" if face is Dialect.FASTCHAT else "Lines of JSON"
         about = f"{unit}; a stream that fails ends with one that says so and a broken connection."
         return {"type": "string", "description": about, "contentMediaType": "application/json", "contentSchema": frame}
     about = (
         "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
     )
     told: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": frame}
-    if face is Face.OPENAI:
+    if face is Dialect.OPENAI:
         told = {"anyOf": [told, const("[DONE]")], "description": "JSON; the last event of a whole answer is [DONE]."}
     return {**shape({"data": told}, {"event": TEXT, "id": TEXT}), "description": about}
 
@@ -254,8 +266,8 @@ def _error(status: int, component: str) -> dict[str, Any]:
 def _refused(route: Route, status: int, component: str) -> dict[str, Any]:
     if not route.always_streams:
         return {"$ref": f"#/components/responses/{component}{status}"}
-    media = stream(route.face).headers["Content-Type"]
-    content = {media: {"schema": _stream(media, ref(component), route.face)}}
+    media = stream(route.dialect).headers["Content-Type"]
+    content = {media: {"schema": _stream(media, ref(component), route.dialect)}}
     return {**_error(status, component), "content": content}
 
 
@@ -304,7 +316,7 @@ def _in_query(route: Route) -> list[dict[str, Any]]:
     ]
 
 
-def _in_header(route: Route, answer: Answer) -> list[dict[str, Any]]:
+def _in_header(route: Route, answer: ResponseSchema) -> list[dict[str, Any]]:
     if route.worker or answer.frame is None or answer.body is not None:
         return []
     about = "The last event that was seen: those after it come first."

@@ -2,7 +2,7 @@
 
 import difflib
 
-from worker.routes import ROUTES
+from worker.protocol.routes import ROUTES
 
 LONGEST = 100
 """Characters of a path that is compared, or repeated."""

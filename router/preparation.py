@@ -30,7 +30,10 @@ from router.lifecycle import State
 from router.overhead import RUNTIME_HOST
 from router.presets import Preset
 from router.worker import Worker
-from worker import contract
+from worker.protocol import events
+from worker.protocol.argv import Convert
+from worker.protocol.events import Converted
+from worker.protocol.exits import Exit
 
 QUIET = 3.0
 """Seconds without a request or a load before one begins."""
@@ -171,7 +174,7 @@ class Preparation:
         snapshot = self._fleet.files.find(preset)
         if snapshot is None or not can_be_converted(preset):
             return Done("nothing")
-        converted: contract.Converted | None = None
+        converted: Converted | None = None
         try:
             facts = await self._fleet.files.read(snapshot, preset)
             if not self._conversions.is_settled(snapshot, facts):
@@ -183,21 +186,21 @@ class Preparation:
         except Postponed:
             return Done("postponed", is_final=False)
         except WorkerLost as lost:
-            outcome = "no_room" if lost.exit == contract.Exit.DISK_FULL else "failed"
+            outcome = "no_room" if lost.exit == Exit.DISK_FULL else "failed"
             return Done(outcome, why=lost.message, is_final=lost.final)
         except RouterError as refused:  # an estimate that cannot be made, a device that is not here
             return Done("failed", why=str(refused))
         weights, tokenizer = (converted.weights, converted.tokenizer) if converted is not None else (0, False)
         return Done("done" if weights or tokenizer or estimated else "nothing", weights, tokenizer, estimated)
 
-    async def _convert(self, preset: Preset, snapshot: str, needs: int) -> contract.Converted | None:
+    async def _convert(self, preset: Preset, snapshot: str, needs: int) -> Converted | None:
         """Returns once it is converted, which takes `needs` bytes of main memory. Raises Postponed, and WorkerLost;
         what would fail the same way again is not tried again."""
         target = self._conversions.target(snapshot)
         if target is None:
             return None
         await self._conversions.swept()  # whoever makes it leaves alone what lies there, torn by somebody or not
-        command = contract.Convert(snapshot=snapshot, target=str(target))
+        command = Convert(snapshot=snapshot, target=str(target))
         with self._fleet.errand(preset, needs) as errand:
             work = self._fleet.launcher.convert(program_of(preset, f"{preset.id}#0"), command, _ignore)
             converting, released = asyncio.ensure_future(work), asyncio.ensure_future(errand.released.wait())
@@ -244,7 +247,7 @@ def _memory_of(facts: Checkpoint) -> int:
     return RUNTIME_HOST + STACKED_AT_ONCE * facts.stacked * itemsize // max(facts.layers, 1)
 
 
-def _ignore(event: contract.Event) -> None:
+def _ignore(event: events.Event) -> None:
     pass
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from router import keys
 from router.ranks import USUAL
 from router.values import shown
-from worker.contract import AdapterSource
+from worker.protocol.argv import AdapterSource
 
 GGUF = "GGUF needs the llama-server engine, which this version does not offer; use a safetensors repository"
 REPO = re.compile(

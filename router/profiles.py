@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from router.errors import LoadFailed, WorkerCrashed
 from router.wire import WireError
 from router.worker import Worker
-from worker.contract import Profile
-from worker.routes import PROFILES_PATH, TOKEN_HEADER
+from worker.protocol.argv import Profile
+from worker.protocol.headers import PROFILES_PATH, TOKEN_HEADER
 
 
 class Profiles:

@@ -28,7 +28,9 @@ from router.life import lost_error
 from router.lifecycle import State
 from router.members import Members, by_name
 from router.wire import Exchange, NotHttp, WireError
-from worker.routes import (
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import in_openais_words
+from worker.protocol.headers import (
     ADAPTER_HEADER,
     ASKED_HEADER,
     IGNORED_FIELDS_HEADER,
@@ -38,14 +40,9 @@ from worker.routes import (
     RESPONSE_HEADERS,
     TOKEN_HEADER,
     WAITED_HEADER,
-    Face,
-    Route,
-    error_frame,
-    in_openais_words,
-    refusal_frame,
-    silence,
-    stream,
 )
+from worker.protocol.routes import Route
+from worker.protocol.streams import error_frame, refusal_frame, silence, stream
 
 log = logging.getLogger("router.proxy")
 T = TypeVar("T")
@@ -84,7 +81,7 @@ class Call:
     """The adapter that it names beside its body."""
     asked: str = ""
     """The model's name as the client said it, where that is not in the body."""
-    speaks: Face | None = None
+    speaks: Dialect | None = None
     """In whose frames it streams, where those are not its path's."""
 
 
@@ -177,7 +174,7 @@ class Answer:
         self.outlet = outlet
         self.call = call
         self.headers = dict(headers)
-        self._face = call.speaks or call.route.face
+        self._face = call.speaks or call.route.dialect
         self.form = stream(self._face)
         self._pace = pace
 
@@ -681,7 +678,7 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
         headers[PROFILE_HEADER] = quote(answer.profile, safe="")
     if answer.call.asked:
         headers[ASKED_HEADER] = quote(answer.call.asked, safe="")
-    if answer.loaded and answer.call.route.face is Face.OLLAMA:
+    if answer.loaded and answer.call.route.dialect is Dialect.OLLAMA:
         headers[WAITED_HEADER] = f"{answer.waited:.6f}"
     headers["Accept-Encoding"] = "identity"
     headers.setdefault("Content-Type", "application/json")

@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 
 from router.errors import RouterError
-from worker import contract
-from worker.contract import INDEX, WEIGHTS
+from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, shard_names
 
 HUB = "https://huggingface.co"
 TIMEOUT = 30.0
@@ -124,7 +123,7 @@ def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
     try:
         body: Any = answer.json()
         names = [str(each["rfilename"]) for each in body["siblings"]]
-        return str(body.get("sha") or ""), [name for name in names if contract.is_below(name)]
+        return str(body.get("sha") or ""), [name for name in names if is_below(name)]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise RemoteError(f"{answer.url.host} answers with no list of files; is it a hub?") from None
 
@@ -152,7 +151,7 @@ def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:
     known = set(names)
     index = folder / INDEX
     try:
-        parts = set(contract.shard_names(index.read_bytes())) if index.is_file() else {WEIGHTS}
+        parts = set(shard_names(index.read_bytes())) if index.is_file() else {WEIGHTS}
     except ValueError as error:
         raise RemoteError(f"{INDEX} of {repo} {error}; choose another revision") from None
     if missing := sorted(parts - known):

@@ -14,7 +14,7 @@ from router.layers import OWN, STAR, Complaints, Disk, Layer, Reader, Setting
 from router.presets import ADAPTER_NAME, GGUF, REPO, Preset, repository
 from router.ranks import USUAL, rank_of
 from router.values import plain, shown
-from worker.contract import AdapterSource
+from worker.protocol.argv import AdapterSource
 
 REGISTERED = "registered"
 """What stands for the file of models that came by a call."""

@@ -1,7 +1,7 @@
 """Which presets share a worker: those that would start the same one, and keep it alike. Law: PURE.
 
 What a preset says of requests is told to a worker beside its command line, once for each name that it serves
-(`contract.Profile`). So presets of one model that differ in nothing else are one member of the fleet.
+(`Profile`). So presets of one model that differ in nothing else are one member of the fleet.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 from router.keys import KEYS
 from router.presets import DEFAULTS, Preset
-from worker.contract import Profile
+from worker.protocol.argv import Profile
 
 Group = tuple[str, ...]
 """The ids of the presets that share a worker, as they are listed."""

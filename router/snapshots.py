@@ -13,7 +13,7 @@ from router.conversions import Conversions, can_be_converted
 from router.errors import LoadFailed
 from router.facts import Checkpoint
 from router.presets import HUB, Preset
-from worker import contract
+from worker.protocol.argv import AdapterSource, Download
 
 
 class Snapshots:
@@ -87,20 +87,20 @@ class Snapshots:
     def converted(self) -> Mapping[str, int]:
         return self.conversions.sizes
 
-    def adapters(self, preset: Preset) -> list[contract.AdapterSource]:
+    def adapters(self, preset: Preset) -> list[AdapterSource]:
         return [replace(each, path=self._adapter(each) or each.path) for each in preset.adapters]
 
-    def missing_adapters(self, preset: Preset) -> list[contract.Download]:
+    def missing_adapters(self, preset: Preset) -> list[Download]:
         if self._offline or not preset.adapter_slots:
             return []
         return [self.adapter_download(each.path) for each in preset.adapters if not self._adapter(each)]
 
-    def adapter_download(self, path: str) -> contract.Download:
+    def adapter_download(self, path: str) -> Download:
         """How to fetch `hub:org/name:revision`."""
         repo, _, revision = path.removeprefix(HUB).partition(":")
-        return contract.Download(repo=repo, revision=revision, cache=self._cache, adapter=True)
+        return Download(repo=repo, revision=revision, cache=self._cache, adapter=True)
 
-    def _adapter(self, source: contract.AdapterSource) -> str | None:
+    def _adapter(self, source: AdapterSource) -> str | None:
         """Its folder; None if it is on the hub only."""
         if not source.path.startswith(HUB):
             return source.path
@@ -110,15 +110,15 @@ class Snapshots:
     def can_mend(self, preset: Preset) -> bool:
         return not (preset.path or preset.demo or self._offline)
 
-    def download(self, preset: Preset) -> contract.Download:
+    def download(self, preset: Preset) -> Download:
         if preset.demo:
-            return contract.Download(demo=preset.demo, target=str(self._demo))
+            return Download(demo=preset.demo, target=str(self._demo))
         if self._offline:
             raise LoadFailed(
                 f"{preset.id}: {preset.repo} at {preset.revision} is not in the cache, and --offline forbids fetching"
                 " it; start once without --offline, or point `model` at a folder"
             )
-        return contract.Download(repo=preset.repo, revision=preset.revision, cache=self._cache)
+        return Download(repo=preset.repo, revision=preset.revision, cache=self._cache)
 
 
 def _outside(entry: os.DirEntry[str]) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from router.plans import Demand, Start
 from router.presets import Preset
 from router.stages import Stages
 from router.standby import Candidate, less
-from worker import contract
+from worker.protocol.argv import ENGINES, AdapterSource
+from worker.protocol.events import Progress, Pulse
 
 
 class Held(Protocol):
@@ -106,11 +107,11 @@ class Worker:
         self.companion = False
         """It was begun because another model was asked for that its users ask for together with this one."""
         self.process: WorkerProcess | None = None
-        self.told: tuple[tuple[contract.AdapterSource, ...], str] = (), ""
+        self.told: tuple[tuple[AdapterSource, ...], str] = (), ""
         """The adapters, and the default one, that its process knows of."""
         self.telling = asyncio.Lock()
-        self.pulse: contract.Pulse | None = None
-        self.progress: contract.Progress | None = None
+        self.pulse: Pulse | None = None
+        self.progress: Progress | None = None
         """Of its download, or its load."""
         self.progress_told = -1.0
         self.stages = Stages()
@@ -213,7 +214,7 @@ class Worker:
             priority=self.preset.priority,
             luxury=self.luxury,
             sure=self.costs.sure,
-            quiet=contract.ENGINES[self.preset.engine].quiet,
+            quiet=ENGINES[self.preset.engine].quiet,
             devices=self.choice.devices,
             place=self.choice.place,
             load_seconds=self.costs.load_seconds,
@@ -224,7 +225,7 @@ class Worker:
         """This worker as far as standing by goes, while QUEUED with its costs known; `demand` is its own."""
         assert self.costs is not None
         assert self.facts is not None
-        traits = contract.ENGINES[self.preset.engine]
+        traits = ENGINES[self.preset.engine]
         may = self.choice.ranks == 1  # followers are told what to load before they begin
         may = may and not (self.luxury or traits.quiet or self.standing.wanted.is_set() or self.standing.over.is_set())
         runtime = 0
@@ -278,7 +279,7 @@ class Worker:
             priority=self.preset.priority,
             luxury=self.luxury,
             starting=self.state is State.STARTING,
-            quiet=contract.ENGINES[self.preset.engine].quiet,
+            quiet=ENGINES[self.preset.engine].quiet,
             turn_ends=self.turn_ends,
             expires=self.last_used + ttl if ttl >= 0 and self.state is State.READY else None,
             linger=self.preset.linger if self.preset.linger >= 0 else None,

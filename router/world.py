@@ -11,7 +11,7 @@ from router.launchers import Launcher
 from router.ledger import DeviceId
 from router.presets import Preset
 from router.worker import Worker
-from worker import contract
+from worker.protocol.argv import AdapterSource, Download
 
 
 class Files(Protocol):
@@ -48,13 +48,13 @@ class Files(Protocol):
     def can_mend(self, preset: Preset) -> bool:
         """Whether a download would find what is damaged of it, and bring it anew."""
 
-    def download(self, preset: Preset) -> contract.Download:
+    def download(self, preset: Preset) -> Download:
         """How to fetch it. Raises ApiError if it cannot be fetched."""
 
-    def adapters(self, preset: Preset) -> list[contract.AdapterSource]:
+    def adapters(self, preset: Preset) -> list[AdapterSource]:
         """Those of `preset`, with the folders of such as are on the hub, if they are here; looks at few names only."""
 
-    def missing_adapters(self, preset: Preset) -> list[contract.Download]:
+    def missing_adapters(self, preset: Preset) -> list[Download]:
         """How to fetch those that are not here, and can be fetched."""
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from worker import contract
+from worker.protocol.events import Event, decode
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 60.0
 """Seconds; far above what anything here takes on a busy machine."""
 TOKEN = "a-token-of-this-test"
 
-AnyEvent = TypeVar("AnyEvent", bound=contract.Event)
+AnyEvent = TypeVar("AnyEvent", bound=Event)
 
 
 def python(*words: str) -> list[str]:
@@ -87,17 +87,17 @@ class Child:
         """The next event of `kind`; others are passed over. Raises AssertionError if stdout ends before."""
         deadline = time.monotonic() + timeout
         while (line := self.line(deadline - time.monotonic())) is not None:
-            event = contract.decode(line.encode())
+            event = decode(line.encode())
             if isinstance(event, kind):
                 return event
         raise AssertionError(f"stdout ended without {kind.__name__}; stderr:\n{self.log}")
 
-    def events(self, timeout: float = DEADLINE) -> list[contract.Event]:
+    def events(self, timeout: float = DEADLINE) -> list[Event]:
         """All further events, up to the end of stdout."""
         deadline = time.monotonic() + timeout
         found = []
         while (line := self.line(deadline - time.monotonic())) is not None:
-            event = contract.decode(line.encode())
+            event = decode(line.encode())
             assert event is not None, f"not an event: {line!r}"
             found.append(event)
         return found

@@ -24,10 +24,26 @@ from typing import Any, NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # -P keeps the script's own surroundings out
 
-from worker import contract, leash, nursery
+from worker import leash, nursery
+from worker.protocol.argv import Command, Convert, Download, Estimate, Nursery, Profile, Serve, from_argv
+from worker.protocol.events import (
+    MAX_EVENT_BYTES,
+    Converted,
+    Downloaded,
+    Estimated,
+    Failed,
+    Prepared,
+    Progress,
+    Pulse,
+    Ready,
+    Request,
+    encode,
+)
+from worker.protocol.exits import Exit
+from worker.protocol.orders import decode_go
 
 MIB = 1 << 20
-LONG_LINE = 2 * contract.MAX_EVENT_BYTES
+LONG_LINE = 2 * MAX_EVENT_BYTES
 DONE = b"data: [DONE]\n\n"
 
 
@@ -106,8 +122,8 @@ class Behaviour(Answer):
 
 NAMED: Mapping[str, Mapping[str, Any]] = {
     "dies-at-start": {"die_at_start": 1, "last_words": "fake: told to die at start"},
-    "unusable": {"die_at_start": contract.Exit.UNUSABLE, "message": "config.json names no architecture"},
-    "out-of-memory": {"die_at_start": contract.Exit.DEVICE_MEMORY, "message": "16 MiB more than there is"},
+    "unusable": {"die_at_start": Exit.UNUSABLE, "message": "config.json names no architecture"},
+    "out-of-memory": {"die_at_start": Exit.DEVICE_MEMORY, "message": "16 MiB more than there is"},
     "deaf": {"deaf": True},
     "stalls": {"silent": True, "pulse_interval": 0.05},
     "hangs": {"hang_after": 1, "pulse_interval": 0.05},
@@ -121,7 +137,7 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
 """Behaviour by the model's name, up to its last `@` if it has one: `deaf`, `deaf@2`."""
 
 
-def behaviour(command: contract.Command, environ: Mapping[str, str]) -> Behaviour:
+def behaviour(command: Command, environ: Mapping[str, str]) -> Behaviour:
     """Raises TypeError if a field is unknown."""
     name = getattr(command, "name", "") or getattr(command, "repo", "")
     told: dict[str, Any] = dict(NAMED.get(name.partition("@")[0], {}))
@@ -202,7 +218,7 @@ def _json(value: Any) -> bytes:
 class FakeWorker:
     """One run of this program."""
 
-    def __init__(self, command: contract.Command, tied: leash.Leash, wrong: Behaviour, raw: int):
+    def __init__(self, command: Command, tied: leash.Leash, wrong: Behaviour, raw: int):
         """`raw`: descriptor of the event pipe, for noise."""
         self.command = command
         self.tied = tied
@@ -239,7 +255,7 @@ class FakeWorker:
             self._make_noise()
         if wrong.die_at_start is not None:
             if wrong.message:
-                self.tied.say(contract.Failed(message=wrong.message))
+                self.tied.say(Failed(message=wrong.message))
             die(wrong.die_at_start)
         if wrong.deaf:
             sleep_for_ever()
@@ -256,9 +272,9 @@ class FakeWorker:
         self.note(f"grandchild {child.pid}")
 
     def _make_noise(self) -> None:
-        foreign = contract.Ready(address="unix:/somewhere/else.sock", measured={})
+        foreign = Ready(address="unix:/somewhere/else.sock", measured={})
         lines = (b"Loading checkpoint shards: 100%", b'{"event":"unheard_of"}', b"\xff\xfe", b"[1,2]", b"null")
-        for line in (*lines, b"x" * LONG_LINE, contract.encode(foreign).strip()):
+        for line in (*lines, b"x" * LONG_LINE, encode(foreign).strip()):
             self._write_raw(line + b"\n")
 
     def _write_raw(self, data: bytes) -> None:
@@ -272,10 +288,10 @@ class FakeWorker:
         wrong = self.wrong
         total = max(1, wrong.load_steps)
         for step in range(wrong.load_steps):
-            self.tied.say(contract.Progress(stage="weights", done=step, total=total))
+            self.tied.say(Progress(stage="weights", done=step, total=total))
             time.sleep(wrong.load_interval)
         while wrong.stuck_progress:
-            self.tied.say(contract.Progress(stage="weights", done=0, total=total))
+            self.tied.say(Progress(stage="weights", done=0, total=total))
             time.sleep(wrong.load_interval)
         self._ballast = b"\1" * (wrong.allocate_mib * MIB)
         while wrong.hold_load and not os.path.exists(wrong.hold_load):
@@ -283,7 +299,7 @@ class FakeWorker:
 
     def measured(self) -> dict[str, int]:
         """Bytes by device name, as it claims."""
-        assert isinstance(self.command, contract.Serve)
+        assert isinstance(self.command, Serve)
         if self.wrong.measured:
             return self.wrong.measured
         resident = _resident()
@@ -292,7 +308,7 @@ class FakeWorker:
 
     # Verbs
 
-    def download(self, command: contract.Download) -> None:
+    def download(self, command: Download) -> None:
         wrong = self.wrong
         self.load()
         folder = wrong.snapshot
@@ -300,27 +316,27 @@ class FakeWorker:
             name = (command.repo or command.demo).replace("/", "--")
             folder = str(Path(command.cache or command.target or os.environ.get("TMPDIR", "/tmp")) / name)
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self.tied.say(contract.Downloaded(snapshot=folder))
+        self.tied.say(Downloaded(snapshot=folder))
 
-    def estimate(self, command: contract.Estimate) -> None:
+    def estimate(self, command: Estimate) -> None:
         self.load()
         zeros = [0] * len(command.devices)
         default = {"weights": [64 * MIB for _ in zeros], "context": zeros, "compute": zeros, "runtime": zeros}
-        self.tied.say(contract.Estimated(**(default | self.wrong.estimated)))
+        self.tied.say(Estimated(**(default | self.wrong.estimated)))
 
-    def prepare(self, command: contract.Serve) -> contract.Serve:
+    def prepare(self, command: Serve) -> Serve:
         """Returns once it may load."""
         if not command.prepare:
             return command
         self.note("prepared")
-        self.tied.say(contract.Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
-        go = contract.decode_go(self.tied.told())
+        self.tied.say(Prepared(measured={"cpu": self.wrong.prepared_mib * MIB or _resident()}))
+        go = decode_go(self.tied.told())
         os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
         self.note("told to go")
         self.command = dataclasses.replace(command, devices=tuple(go.devices), reserved=go.reserved)
         return self.command
 
-    async def serve(self, command: contract.Serve) -> None:
+    async def serve(self, command: Serve) -> None:
         """Returns once it is told to stop."""
         self.load()
         loop = asyncio.get_running_loop()
@@ -328,7 +344,7 @@ class FakeWorker:
         if not self.wrong.ignore_sigterm:
             loop.add_signal_handler(signal.SIGTERM, stop.set)
         address, server = await self._listen(command)
-        ready = contract.Ready(
+        ready = Ready(
             address=address, measured=self.measured(), capabilities=["chat", "completion", "embedding"], n_ctx=8192
         )
         self.note("ready")
@@ -346,7 +362,7 @@ class FakeWorker:
         await asyncio.sleep(self.wrong.stop_seconds)
         self.note("stopped")
 
-    async def _listen(self, command: contract.Serve) -> tuple[str, asyncio.Server]:
+    async def _listen(self, command: Serve) -> tuple[str, asyncio.Server]:
         kind, _, where = command.listen.partition(":")
         if kind == "unix":
             path = f"\0fake-{os.getpid()}" if self.wrong.wrong_address else where  # a leading 0: no file at all
@@ -359,7 +375,7 @@ class FakeWorker:
         while not self.wrong.silent:
             if not self.hanging:
                 self.steps += self.running
-            pulse = contract.Pulse(steps=self.steps, running=self.running, waiting=0, measured=self.measured())
+            pulse = Pulse(steps=self.steps, running=self.running, waiting=0, measured=self.measured())
             self.tied.say(pulse)
             await asyncio.sleep(self.wrong.pulse_interval)
 
@@ -398,7 +414,7 @@ class FakeWorker:
             _send(writer, 404, b'{"error":{"code":404,"reason":"not_found"}}')
 
     def _take_profile(self, writer: asyncio.StreamWriter, body: bytes) -> None:
-        profile = contract.Profile(**json.loads(body))
+        profile = Profile(**json.loads(body))
         if "broken" in profile.chat_template:
             _send(writer, 400, b'{"error":{"code":400,"message":"chat-template: it is broken"}}')
             return
@@ -434,7 +450,7 @@ class FakeWorker:
             await asyncio.wait({work, gone})
         self.note(f"{'done' if complete else 'cancelled'} {id}")
         outcome = "ok" if complete else "cancelled"
-        self.tied.say(contract.Request(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
+        self.tied.say(Request(id=id, completion_tokens=len(answer_pieces(request)), outcome=outcome))
         return complete
 
     async def _answer(
@@ -521,19 +537,19 @@ def forked(argv: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    command = contract.from_argv(argv)
-    if isinstance(command, contract.Nursery):
+    command = from_argv(argv)
+    if isinstance(command, Nursery):
         os._exit(nursery.serve(command, forked, modules=()))
     raw = os.dup(1)
     tied = leash.take(leashed=command.leashed, spawner=command.spawner)
     worker = FakeWorker(command, tied, behaviour(command, os.environ), raw)
     worker.begin()
-    if isinstance(command, contract.Download):
+    if isinstance(command, Download):
         worker.download(command)
-    elif isinstance(command, contract.Estimate):
+    elif isinstance(command, Estimate):
         worker.estimate(command)
-    elif isinstance(command, contract.Convert):
-        tied.say(contract.Converted(weights=0, tokenizer=False))
+    elif isinstance(command, Convert):
+        tied.say(Converted(weights=0, tokenizer=False))
     else:
         asyncio.run(worker.serve(worker.prepare(command)))
 

@@ -23,7 +23,9 @@ from router.launchers import Listen, NotForked, NotHeld, Program, WorkerLost
 from router.launchers.process import uncancelled
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from router.wire import Wire
-from worker import contract
+from worker.protocol.argv import Convert, Download, Estimate, Serve
+from worker.protocol.events import Converted, Estimated, Event, Progress, Pulse, Ready
+from worker.protocol.exits import Exit
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -129,7 +131,7 @@ class FakeModel:
     """Of them, or of its shard in main memory, bytes that it has in common with its nursery if it is forked."""
     overhead: dict[str, int] = field(default_factory=dict)
     knows_its_own: bool = True
-    """As in `contract.Ready`."""
+    """As in `Ready`."""
     mapped: int = 0
     """Of its shard in main memory, bytes of files: it measures them, and the driver does not."""
     download_seconds: float = 1.0
@@ -138,7 +140,7 @@ class FakeModel:
     load_seconds: float = 2.0
     stop_seconds: float = 0.5
     """From the request to stop until memory is back."""
-    estimated: contract.Estimated | None = None
+    estimated: Estimated | None = None
     """What `estimate` answers; None: the truth."""
     dies_after: float | None = None
     """Seconds after ready."""
@@ -177,7 +179,7 @@ class FakeModel:
 class FakeWorker:
     """A worker process that is ready, as far as a fleet can see. Requests to it are the test's own sleeps."""
 
-    def __init__(self, program: Program, pid: int, measured: Bytes, ready: contract.Ready):
+    def __init__(self, program: Program, pid: int, measured: Bytes, ready: Ready):
         self.program = program
         self.forked = False
         self.pid = pid
@@ -246,7 +248,7 @@ class FakeStandby:
     async def lost(self) -> WorkerLost:
         return await asyncio.shield(self._lost)
 
-    async def go(self, command: contract.Serve, place: Bytes) -> FakeWorker:
+    async def go(self, command: Serve, place: Bytes) -> FakeWorker:
         self.told = True
         await self.prepared()
         sizes = self._model.on(place, forked=self._forked)
@@ -332,9 +334,9 @@ class FakeLauncher:
         self._note(f"lost {model}")
         worker.lose(error)
 
-    def say(self, model: str, event: contract.Event) -> None:
+    def say(self, model: str, event: Event) -> None:
         """A worker of `model` says `event`, one that is ready if that is a pulse: what it measures becomes its own."""
-        if not isinstance(event, contract.Pulse):
+        if not isinstance(event, Pulse):
             next(listen for name, listen in self._listeners.items() if name.startswith(f"{model}#"))(event)
             return
         worker = next(each for each in self.running.values() if each.program.model == model)
@@ -368,25 +370,25 @@ class FakeLauncher:
         self._publish()
         return self._readings
 
-    async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
+    async def download(self, program: Program, command: Download, listen: Listen) -> str:
         model = self._model(program)
         self._begin(f"download {program.model}")
-        listen(contract.Progress(stage="download", done=0, total=sum(model.shards)))
+        listen(Progress(stage="download", done=0, total=sum(model.shards)))
         await self._take(model.download_seconds, f"download {program.model}", f"cancelled {program.model}")
         self._fail(program, model.download_fails)
-        listen(contract.Progress(stage="download", done=sum(model.shards), total=sum(model.shards)))
+        listen(Progress(stage="download", done=sum(model.shards), total=sum(model.shards)))
         self._note(f"downloaded {program.model}")
         return f"/snapshots/{command.repo or command.demo or program.model}"
 
-    async def convert(self, program: Program, command: contract.Convert, listen: Listen) -> contract.Converted:
+    async def convert(self, program: Program, command: Convert, listen: Listen) -> Converted:
         model = self._model(program)
         self._begin(f"convert {program.model}")
         await self._take(model.convert_seconds, f"convert {program.model}", f"cancelled {program.model}")
         self._fail(program, model.convert_fails)
         self._note(f"converted {program.model}")
-        return contract.Converted(weights=sum(model.shards), tokenizer=False)
+        return Converted(weights=sum(model.shards), tokenizer=False)
 
-    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+    async def estimate(self, program: Program, command: Estimate) -> Estimated:
         model = self._model(program)
         self._begin(f"estimate {program.model}")
         await self._take(model.estimate_seconds, f"estimate {program.model}", f"cancelled {program.model}")
@@ -394,7 +396,7 @@ class FakeLauncher:
         self._note(f"estimated {program.model}")
         shards = model.parts(len(command.devices))
         zeros = [0] * len(shards)
-        truth = contract.Estimated(
+        truth = Estimated(
             weights=[size - model.shared if not model.host else size for size in shards],
             context=zeros,
             compute=zeros,
@@ -405,9 +407,7 @@ class FakeLauncher:
         return model.estimated or truth
 
     @asynccontextmanager
-    async def serve(
-        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
-    ) -> AsyncIterator[FakeWorker]:
+    async def serve(self, program: Program, command: Serve, place: Bytes, listen: Listen) -> AsyncIterator[FakeWorker]:
         model = self._model(program)
         forked = self.forks(program)
         if program.must_fork and not forked:
@@ -425,7 +425,7 @@ class FakeLauncher:
             await uncancelled(self._end(program, model, worker))
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[FakeStandby]:
+    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[FakeStandby]:
         model = self._model(program)
         if program.must_fork and not self.forks(program):
             raise NotForked(f"{program.worker}: there is no nursery")
@@ -446,7 +446,7 @@ class FakeLauncher:
     async def _load(
         self, program: Program, model: FakeModel, sizes: dict[DeviceId, int], listen: Listen, *, forked: bool
     ) -> FakeWorker:
-        listen(contract.Progress(stage="start"))
+        listen(Progress(stage="start"))
         await self._take(model.load_seconds, f"start {program.model}", f"abandoned {program.model}")
         self._fail(program, model.start_fails)
         self._run_out(program, sizes)
@@ -484,7 +484,7 @@ class FakeLauncher:
 
     def _ready(self, program: Program, model: FakeModel, sizes: Bytes) -> FakeWorker:
         names = {device: name for name, device in self._names(sizes).items()}
-        ready = contract.Ready(
+        ready = Ready(
             address="unix:/fake",
             measured={names[device]: size for device, size in sizes.items()},
             mapped=model.mapped,
@@ -548,8 +548,8 @@ class FakeLauncher:
                 self._note(f"lost {program.model}")
                 message = f"{program.model}: out of memory on {device}"
                 if device.index == HOST:
-                    raise WorkerLost(message, cause="oom", exit=contract.Exit.HOST_MEMORY, memory="host")
-                raise WorkerLost(message, cause="oom", exit=contract.Exit.DEVICE_MEMORY, memory="device")
+                    raise WorkerLost(message, cause="oom", exit=Exit.HOST_MEMORY, memory="host")
+                raise WorkerLost(message, cause="oom", exit=Exit.DEVICE_MEMORY, memory="device")
 
     def _names(self, sizes: Bytes) -> dict[str, DeviceId]:
         """Devices by the worker's own names."""

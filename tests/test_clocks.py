@@ -24,7 +24,7 @@ SHOWN = {
     "worker/faces/embeddings.py": "when an answer was created",
     "worker/faces/openai.py": "when an answer was created",
     "worker/faces/responses.py": "when an answer was created",
-    "worker/routes.py": "when an answer was created",
+    "worker/protocol/streams.py": "when an answer was created",
 }
 """Who reads the wall clock, and what for: all of it is shown, and none of it is compared with a later reading."""
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "strftime", "fromtimestamp"}

@@ -12,22 +12,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.children import environment, python
-from worker import contract
+from worker.protocol.argv import Command, Download, Estimate, Nursery, Serve, from_argv, to_argv
+from worker.protocol.events import (
+    Born,
+    Downloaded,
+    Estimated,
+    Event,
+    Exited,
+    Failed,
+    Prepared,
+    Progress,
+    Pulse,
+    Ready,
+    Refused,
+    Request,
+    Warm,
+    decode,
+    encode,
+)
+from worker.protocol.exits import FINAL_EXITS, Exit
+from worker.protocol.orders import (
+    Fork,
+    Go,
+    Import,
+    Order,
+    Reap,
+    decode_go,
+    decode_order,
+    encode_go,
+    encode_order,
+    is_warmable,
+)
+from worker.protocol.snapshot_files import shard_names
 
-COMMANDS = (contract.Download, contract.Estimate, contract.Serve, contract.Nursery)
+COMMANDS = (Download, Estimate, Serve, Nursery)
 EVENTS = (
-    contract.Progress,
-    contract.Downloaded,
-    contract.Estimated,
-    contract.Prepared,
-    contract.Ready,
-    contract.Request,
-    contract.Pulse,
-    contract.Failed,
-    contract.Warm,
-    contract.Born,
-    contract.Refused,
-    contract.Exited,
+    Progress,
+    Downloaded,
+    Estimated,
+    Prepared,
+    Ready,
+    Request,
+    Pulse,
+    Failed,
+    Warm,
+    Born,
+    Refused,
+    Exited,
 )
 # What the kernel takes as an argument: no NUL, nothing that UTF-8 cannot say.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -63,58 +94,56 @@ def values_of(kinds: tuple[type[Any], ...]) -> st.SearchStrategy[Any]:
     return st.one_of([instances(kind) for kind in kinds])
 
 
-@given(values_of((contract.Fork, contract.Reap, contract.Import)))
-def test_every_order_survives_its_packet(order: contract.Order) -> None:
-    assert contract.decode_order(contract.encode_order(order)) == order
+@given(values_of((Fork, Reap, Import)))
+def test_every_order_survives_its_packet(order: Order) -> None:
+    assert decode_order(encode_order(order)) == order
 
 
-@given(values_of((contract.Go,)))
-def test_the_word_to_go_survives_its_line(go: contract.Go) -> None:
-    line = contract.encode_go(go)
-    assert (contract.decode_go(line), line.count(b"\n")) == (go, 1)
+@given(values_of((Go,)))
+def test_the_word_to_go_survives_its_line(go: Go) -> None:
+    line = encode_go(go)
+    assert (decode_go(line), line.count(b"\n")) == (go, 1)
 
 
 def test_a_nursery_imports_only_code_of_model_families() -> None:
     good = ["transformers.models.llama.modeling_llama", "transformers.models.qwen2"]
     bad = ["os", "transformers.models.llama.x_y", "transformers.models.a.modeling_a.b", "transformers.models.",
            "transformers_modules.x.modeling_x"]  # fmt: skip
-    assert [name for name in (*good, *bad) if contract.is_warmable(name)] == good
+    assert [name for name in (*good, *bad) if is_warmable(name)] == good
 
 
 @given(values_of(COMMANDS))
-def test_every_command_survives_its_argv(command: contract.Command) -> None:
-    assert contract.from_argv(contract.to_argv(command)) == command
+def test_every_command_survives_its_argv(command: Command) -> None:
+    assert from_argv(to_argv(command)) == command
 
 
 @given(values_of(EVENTS))
-def test_every_event_survives_its_line(event: contract.Event) -> None:
-    line = contract.encode(event)
-    assert contract.decode(line) == event
+def test_every_event_survives_its_line(event: Event) -> None:
+    line = encode(event)
+    assert decode(line) == event
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
 
 
 @given(st.one_of(st.binary(), TEXT.map(str.encode), st.recursive(st.none() | TEXT, st.lists).map(json.dumps)))
 def test_a_line_that_is_no_event_is_none(line: bytes | str) -> None:
-    assert contract.decode(line.encode() if isinstance(line, str) else line) is None
+    assert decode(line.encode() if isinstance(line, str) else line) is None
 
 
 def test_an_event_of_a_later_version_is_understood_as_far_as_it_is_known() -> None:
-    assert contract.decode(b'{"event":"failed","message":"m","colour":"red"}') == contract.Failed(message="m")
-    assert contract.decode(b'{"event":"sang","song":"s"}') is None
-    assert contract.decode(b'{"event":"failed"}') is None
+    assert decode(b'{"event":"failed","message":"m","colour":"red"}') == Failed(message="m")
+    assert decode(b'{"event":"sang","song":"s"}') is None
+    assert decode(b'{"event":"failed"}') is None
 
 
 def test_an_option_and_its_value_may_be_two_words() -> None:
     argv = ["serve", "--snapshot", "/m", "--listen", "unix:/s", "--ctx-size", "64", "--trust-remote-code"]
-    assert contract.from_argv(argv) == contract.Serve(
-        snapshot="/m", listen="unix:/s", ctx_size=64, trust_remote_code=True
-    )
+    assert from_argv(argv) == Serve(snapshot="/m", listen="unix:/s", ctx_size=64, trust_remote_code=True)
 
 
 def test_a_switch_has_a_negative_form() -> None:
-    command = contract.from_argv(["estimate", "--snapshot=/m", "--trust-remote-code", "--no-trust-remote-code"])
-    assert command == contract.Estimate(snapshot="/m")
+    command = from_argv(["estimate", "--snapshot=/m", "--trust-remote-code", "--no-trust-remote-code"])
+    assert command == Estimate(snapshot="/m")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +162,7 @@ def test_a_switch_has_a_negative_form() -> None:
 )
 def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        contract.from_argv(argv)
+        from_argv(argv)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +175,21 @@ def test_a_wrong_command_line_is_told_so(argv: list[str], message: str) -> None:
 )
 def test_an_index_that_names_no_files_beside_it_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"^(is no index|names )"):
-        contract.shard_names(content)
+        shard_names(content)
 
 
 def test_an_index_names_each_file_once_and_in_order() -> None:
     text = json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}})
-    assert contract.shard_names(text.encode()) == ["a.safetensors", "b.safetensors"]
+    assert shard_names(text.encode()) == ["a.safetensors", "b.safetensors"]
 
 
 def test_only_lasting_failures_are_final() -> None:
-    assert {contract.Exit.USAGE, contract.Exit.UNUSABLE} == contract.FINAL_EXITS
+    assert {Exit.USAGE, Exit.UNUSABLE} == FINAL_EXITS
 
 
 def test_the_contract_imports_only_the_standard_library() -> None:
-    code = "import sys, worker.contract, worker.routes; print(*{name.partition('.')[0] for name in sys.modules})"
+    modules = "worker.protocol.argv, worker.protocol.events, worker.protocol.orders, worker.protocol.routes"
+    code = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     names = subprocess.run(python("-c", code), env=environment(), capture_output=True, text=True, check=True).stdout
     assert "worker" in names.split()
     assert not {"torch", "aiohttp", "transformers", "huggingface_hub", "router"} & set(names.split())

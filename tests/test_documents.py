@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.settings import OPTIONS
-from worker.routes import ROUTES
+from worker.protocol.routes import ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

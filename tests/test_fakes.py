@@ -6,12 +6,13 @@ import pytest
 
 from router.launchers import Launcher, Program, WorkerLost, WorkerProcess
 from tests.fakes import CPU, GIB, GPU0, GPU1, Deadlock, FakeLauncher, FakeModel, run_virtual, virtual
-from worker import contract
+from worker.protocol.argv import Download, Serve
+from worker.protocol.events import Event
 
-SERVE = contract.Serve(snapshot="/s", listen="")
+SERVE = Serve(snapshot="/s", listen="")
 
 
-def ignore(event: contract.Event) -> None:
+def ignore(event: Event) -> None:
     pass
 
 
@@ -47,7 +48,7 @@ def as_process(fake_worker: WorkerProcess) -> WorkerProcess:
 async def test_the_journal_tells_who_came_and_went() -> None:
     fake = FakeLauncher({GPU0: 4 * GIB, CPU: 8 * GIB}, {"c": FakeModel(shards=(3 * GIB,), host=GIB)})
     launcher = as_launcher(fake)
-    await launcher.download(program("c"), contract.Download(repo="org/c"), ignore)
+    await launcher.download(program("c"), Download(repo="org/c"), ignore)
     async with launcher.serve(program("c"), SERVE, {GPU0: 3 * GIB, CPU: GIB}, ignore) as process:
         assert as_process(process).measured == {GPU0: 3 * GIB, CPU: GIB}
         await asyncio.sleep(0)

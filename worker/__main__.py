@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from worker import leash
 
 if TYPE_CHECKING:
-    from worker import contract
+    from worker.protocol.argv import Serve
     from worker.ranks import Link, Ranks
 
 CRASHED = 1
@@ -41,7 +41,7 @@ _OFFLINE = {
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one verb and end the process with its exit code (`contract.Exit`).
+    """Run one verb and end the process with its exit code (`Exit`).
 
     A nursery runs it again in each process that it forks.
     """
@@ -110,11 +110,11 @@ def _follow(words: list[str], link: "Link") -> int:
     """What a follower does, from its birth on; returns its exit code, which the leader has been told with the cause."""
     import traceback
 
-    from worker import contract
+    from worker.protocol.argv import Serve, from_argv
 
     try:
-        command = contract.from_argv(words)
-        assert isinstance(command, contract.Serve), "only those have ranks"
+        command = from_argv(words)
+        assert isinstance(command, Serve), "only those have ranks"
         _log()
         os.environ.update(_QUIET)
         os.environ.pop("HF_TOKEN", None)
@@ -143,14 +143,16 @@ def _log() -> None:
 
 
 def _nurse(words: list[str]) -> int:
-    from worker import contract, nursery
+    from worker import nursery
+    from worker.protocol.argv import Nursery, from_argv
+    from worker.protocol.exits import Exit
 
     try:
-        command = contract.from_argv(words)
+        command = from_argv(words)
     except ValueError as error:
         print(f"worker: {error}; see worker --help", file=sys.stderr)
-        return contract.Exit.USAGE
-    assert isinstance(command, contract.Nursery)
+        return Exit.USAGE
+    assert isinstance(command, Nursery)
     os.environ.update(_QUIET | _NURSERY)
     _log()
     _prepare(1)  # what libraries look up when they are loaded must be so here; each child settles it once more
@@ -167,33 +169,34 @@ def _begin_forked(words: list[str]) -> NoReturn:
 
 def _dispatch(words: list[str], tied: leash.Leash, ranks: "Ranks | None") -> None:
     began = time.monotonic()
-    from worker import contract
     from worker.errors import StartError
+    from worker.protocol.argv import Convert, Download, Estimate, Nursery, from_argv
+    from worker.protocol.exits import Exit
 
     _log()
     try:
-        command = contract.from_argv(words)
+        command = from_argv(words)
     except ValueError as error:
-        raise StartError(f"{error}; see worker --help", contract.Exit.USAGE) from None
+        raise StartError(f"{error}; see worker --help", Exit.USAGE) from None
     os.environ.update(_QUIET)
     hub_token = os.environ.pop("HF_TOKEN", None)
-    if isinstance(command, contract.Download):
+    if isinstance(command, Download):
         os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "60")  # seconds without a byte
         from worker import download
 
         download.download(command, tied.say, token=hub_token)
         return
-    assert not isinstance(command, contract.Nursery), "it never takes this leash"
+    assert not isinstance(command, Nursery), "it never takes this leash"
     _prepare(command.threads)
-    if isinstance(command, contract.Estimate) and command.tensor_parallel > 1:
+    if isinstance(command, Estimate) and command.tensor_parallel > 1:
         from worker import divided
 
         tied.say(divided.divided_estimate(command))
-    elif isinstance(command, contract.Estimate):
+    elif isinstance(command, Estimate):
         from worker import estimate
 
         tied.say(estimate.estimate(command))
-    elif isinstance(command, contract.Convert):
+    elif isinstance(command, Convert):
         from worker.engine import conversion
 
         conversion.be_modest()
@@ -211,12 +214,12 @@ def _prepare(threads: int) -> None:
         os.environ[f"{library}_NUM_THREADS"] = str(threads)
 
 
-def _serve(command: "contract.Serve", tied: leash.Leash, began: float, ranks: "Ranks | None") -> None:
+def _serve(command: "Serve", tied: leash.Leash, began: float, ranks: "Ranks | None") -> None:
     """Returns once the worker has been asked to stop and its running answers have ended. `began`: when its work did."""
     import asyncio
 
-    from worker.contract import Exit
     from worker.errors import StartError
+    from worker.protocol.exits import Exit
 
     if tied.leashed and not tied.token:
         raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
@@ -247,12 +250,13 @@ class Laps:
         self._at = now
 
 
-async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began: float, ranks: "Ranks | None") -> None:
+async def _serve_until_told(command: "Serve", tied: leash.Leash, began: float, ranks: "Ranks | None") -> None:
     import asyncio
     import logging
 
-    from worker import contract
     from worker.pagecache import Reading
+    from worker.protocol.events import Prepared, Pulse, Ready
+    from worker.protocol.exits import Exit
 
     reading = Reading.of(command.snapshot)
     may_read = not command.prepare and command.load_format != "dummy"  # before there is room the router says when
@@ -272,15 +276,15 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         reading.start()
 
     if command.prepare and not tied.leashed:
-        raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", contract.Exit.USAGE)
+        raise StartError("--prepare waits for a router's word on stdin, so it needs --leashed", Exit.USAGE)
     prepared = TransformersEngine.prepare(command, over=laps.over)
     if command.prepare:
-        tied.say(contract.Prepared(measured=memory.measured(("cpu",))))
+        tied.say(Prepared(measured=memory.measured(("cpu",))))
         command = _go(command, tied)
         laps.over("standby")
     reading.stop()
     # By hand a line each second would only hide the others.
-    pulse: Callable[[contract.Pulse], None] = tied.say if tied.leashed else lambda _: None
+    pulse: Callable[[Pulse], None] = tied.say if tied.leashed else lambda _: None
     engine = TransformersEngine.load(command, prepared, progress=tied.say, pulse=pulse, over=laps.over, ranks=ranks)
     server = Server(engine, engine.tokenizer, command, token=tied.token or None, announce=tied.say)
     address = await server.start()
@@ -292,7 +296,7 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
         where = address.replace("tcp:", "http://")
         logging.getLogger("worker").info("%s answers at %s; Ctrl-C stops it", command.name or command.snapshot, where)
     tied.say(
-        contract.Ready(
+        Ready(
             address=address,
             measured=engine.measured,
             later=engine.later,
@@ -318,51 +322,52 @@ async def _serve_until_told(command: "contract.Serve", tied: leash.Leash, began:
 
 def _family_modules() -> list[str]:
     """Code of the model's family that this process was not forked with, so that its nursery may have it, too."""
-    from worker import contract
     from worker.engine import memory
+    from worker.protocol.orders import is_warmable
 
     # from the end: a look at a name that came from the nursery copies the page that it is on, 5 ms for all of them
     own = islice(reversed(sys.modules), len(sys.modules) - memory.inheritance.modules)
-    return [name for name in tuple(own) if name.startswith("transformers.") and contract.is_warmable(name)]
+    return [name for name in tuple(own) if name.startswith("transformers.") and is_warmable(name)]
 
 
-def _go(command: "contract.Serve", tied: leash.Leash) -> "contract.Serve":
+def _go(command: "Serve", tied: leash.Leash) -> "Serve":
     """Returns once there is room: the command with what was not known before. Nothing has looked at devices yet."""
     import dataclasses
 
-    from worker import contract
     from worker.errors import StartError
+    from worker.protocol.exits import Exit
+    from worker.protocol.orders import decode_go
 
     line = tied.told()
     try:
-        go = contract.decode_go(line)
+        go = decode_go(line)
         os.environ["CUDA_VISIBLE_DEVICES"] = go.visible
         return dataclasses.replace(command, devices=tuple(go.devices), reserved=go.reserved)
     except (ValueError, TypeError) as error:
-        raise StartError(f"what came on stdin is no word to go: {error}", contract.Exit.USAGE) from None
+        raise StartError(f"what came on stdin is no word to go: {error}", Exit.USAGE) from None
 
 
 def _report(error: BaseException, tied: leash.Leash) -> int:
     """Say for people and for the router why this process ends; returns its exit code."""
     import traceback
 
-    from worker import contract
     from worker.errors import RankLost
+    from worker.protocol.events import Failed
 
     code, message = diagnose(error)
     if code == CRASHED and not isinstance(error, RankLost):
         traceback.print_exception(error)
     print(f"worker: {message}", file=sys.stderr)
     if tied.leashed:
-        tied.say(contract.Failed(message=message))
+        tied.say(Failed(message=message))
     return code
 
 
 def diagnose(error: BaseException) -> tuple[int, str]:
     """Exit code and one line for a person; CRASHED for whatever is not known to mean something."""
-    from worker.contract import Exit
     from worker.engine import faults
     from worker.errors import RankLost, StartError
+    from worker.protocol.exits import Exit
 
     text = " ".join(str(error).split()) or type(error).__name__
     # By name, since torch may never have been imported.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import orjson
 
-from worker.bodies.common import MAX_TOOLS, ROLES
-from worker.bodies.openai import DETAILS
-from worker.contract import Exit
 from worker.errors import InvalidValue, StartError, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields, Json, parse_setting
 from worker.images import TEXT_ONLY, Image, from_url
+from worker.protocol.dialects.generation_fields import MAX_TOOLS, ROLES
+from worker.protocol.dialects.openai import DETAILS
+from worker.protocol.exits import Exit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

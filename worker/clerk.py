@@ -16,11 +16,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from worker import contract, leash
+from worker import leash
 from worker.engine import architectures, layout
 from worker.errors import UnsupportedByModel
 from worker.generation import Delta, Encoding, Generation, Occupancy, Text, Vision
 from worker.images import TEXT_ONLY
+from worker.protocol.argv import AdapterSource, Serve
+from worker.protocol.events import Progress, Pulse, Ready
 from worker.server import Server, asked_to_stop
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Clerk:
     encoding: Encoding | None = None
     occupancy = Occupancy(steps=0, running=0, waiting=0)
 
-    def __init__(self, options: contract.Serve):
+    def __init__(self, options: Serve):
         """Raises StartError for what no worker could be, either."""
         from worker.engine import snapshot  # late: with the libraries of tokenizers
 
@@ -83,7 +85,7 @@ class Clerk:
         """See `worker.generation.Engine`."""
         _refuse()
 
-    async def adapt(self, sources: Sequence[contract.AdapterSource], default: str = "") -> Mapping[str, str]:
+    async def adapt(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
         """Adapters change no token."""
         return {}
 
@@ -99,7 +101,7 @@ def _has_torch() -> bool:
     return sys.modules.get("torch") is not None
 
 
-def _do_without_torch(options: contract.Serve) -> None:
+def _do_without_torch(options: Serve) -> None:
     """Before any library is imported: to those that come there is no torch, unless it is needed, or here already."""
     try:
         stated = json.loads((Path(options.snapshot) / "config.json").read_bytes())["model_type"]
@@ -111,7 +113,7 @@ def _do_without_torch(options: contract.Serve) -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # what importlib takes for: there is none
 
 
-def _read(options: contract.Serve) -> "tuple[Any, PreTrainedTokenizerBase]":
+def _read(options: Serve) -> "tuple[Any, PreTrainedTokenizerBase]":
     """The model's configuration and tokenizer. Raises StartError."""
     from worker.engine import snapshot  # late: with the libraries of tokenizers
 
@@ -123,7 +125,7 @@ def _read(options: contract.Serve) -> "tuple[Any, PreTrainedTokenizerBase]":
     return snapshot.load_config(options), snapshot.load_tokenizer(options)
 
 
-def _capabilities(options: contract.Serve, config: Any) -> frozenset[str]:
+def _capabilities(options: Serve, config: Any) -> frozenset[str]:
     """What its worker could do, which says why a chat cannot be counted for it; `vision` aside."""
     from worker.engine import snapshot  # late: with the libraries of tokenizers
 
@@ -135,10 +137,10 @@ def _capabilities(options: contract.Serve, config: Any) -> frozenset[str]:
     return frozenset({"embedding", "rerank"} if is_pooled else {"embedding"})
 
 
-async def serve(command: contract.Serve, tied: leash.Leash) -> None:
+async def serve(command: Serve, tied: leash.Leash) -> None:
     """Returns once it has been asked to stop and its running answers have ended. Raises StartError."""
     began = time.monotonic()
-    tied.say(contract.Progress(stage="start"))
+    tied.say(Progress(stage="start"))
     _do_without_torch(command)
     clerk = Clerk(command)
     server = Server(clerk, clerk.tokenizer, command, token=tied.token or None, announce=tied.say)
@@ -146,7 +148,7 @@ async def serve(command: contract.Serve, tied: leash.Leash) -> None:
     told = asked_to_stop()
     logging.getLogger("worker").info("the tokenizer of %s answers at %s", command.name or command.snapshot, address)
     tied.say(
-        contract.Ready(
+        Ready(
             address=address,
             measured=clerk.measured,
             capabilities=server.capabilities,
@@ -156,7 +158,7 @@ async def serve(command: contract.Serve, tied: leash.Leash) -> None:
         )
     )
     while not told.is_set():
-        tied.say(contract.Pulse(steps=0, running=0, waiting=0, measured=clerk.measured))
+        tied.say(Pulse(steps=0, running=0, waiting=0, measured=clerk.measured))
         try:
             async with asyncio.timeout(PULSE_INTERVAL):
                 await told.wait()

@@ -8,11 +8,11 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.common import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 from worker.closing import closed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.fields import MAX_LEVELS, Fields, is_deep
 from worker.generation import Grammar
+from worker.protocol.dialects.generation_fields import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
 """Between the parts of JSON, and as much at a time: a model that loops must not fill its context with blanks."""

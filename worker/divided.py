@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from worker import contract, estimate
+from worker import estimate
 from worker.engine import architectures, bounds, grammar, loader, lockstep, memory, slices, staging
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
 from worker.live_bytes import peak_bytes
+from worker.protocol.argv import Estimate, ModelOptions
+from worker.protocol.events import Estimated
 
 GLOO_BYTES = 8 << 20
 """Of main memory, for each rank: buffers and threads of what connects ranks on the CPU. A guess above what was seen."""
@@ -36,7 +38,7 @@ class Pretended:
         return torch.cat([torch.empty_like(tensor) for _ in range(self._count)], dim=-1)
 
 
-def divided_estimate(options: contract.Estimate) -> contract.Estimated:
+def divided_estimate(options: Estimate) -> Estimated:
     """As `worker.estimate.estimate`. Raises StartError for what `serve` would refuse before it reads weights."""
     torch.set_num_threads(options.threads)
     memory.keep_small()
@@ -54,7 +56,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
     weights, context, compute, loading = trace(options, config, dtype, ranks)
     if device.type == "cpu":
         kept = estimate.HEAP_FACTOR * compute + options.threads * estimate.ATTENTION_TILE_BYTES
-        return contract.Estimated(
+        return Estimated(
             weights=[ranks * weights],
             context=[ranks * context],
             compute=[ranks * max(kept, loading - context)],
@@ -64,7 +66,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
     repeated = estimate.repeated_bytes(config, bounds.context_size(options, architectures.positions(config)), dtype)
     step = compute + repeated // ranks
     host = runtime + staging.RING_BYTES + loading
-    return contract.Estimated(
+    return Estimated(
         weights=[weights] * ranks,
         context=[context] * ranks,
         compute=[step] * ranks,
@@ -73,7 +75,7 @@ def divided_estimate(options: contract.Estimate) -> contract.Estimated:
     )
 
 
-def trace(options: contract.ModelOptions, config: Any, dtype: torch.dtype, ranks: int) -> tuple[int, int, int, int]:
+def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) -> tuple[int, int, int, int]:
     """Of one rank, in bytes: weights, cache, what is alive at once in the largest step beside them, and what loading
     needs in main memory for a moment. Raises StartError for what cannot be served so."""
     cls = loader.model_class(options, config, embeds=False)

@@ -36,9 +36,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from worker import contract
-from worker.contract import INDEX, WEIGHTS, Exit
 from worker.errors import StartError
+from worker.protocol.argv import Download
+from worker.protocol.events import Downloaded, Event, Progress
+from worker.protocol.exits import Exit
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
 from worker.room import PARTIAL, claimed
 
 try:
@@ -71,7 +73,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/+-]*")
 
-Say = Callable[[contract.Event], None]
+Say = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class RemoteFile:
     """SHA-256 of the content (64 digits) or, for files outside LFS, its git blob id (40). Also the blob's name."""
 
 
-def download(command: contract.Download, say: Say, *, token: str | None) -> Path:
+def download(command: Download, say: Say, *, token: str | None) -> Path:
     """Make sure that `command`'s snapshot is complete on disk; returns its folder and says Progress and Downloaded.
 
     A complete snapshot in the cache is taken as it is, without any network. Raises StartError: UNUSABLE (no such
@@ -94,11 +96,11 @@ def download(command: contract.Download, say: Say, *, token: str | None) -> Path
     if bool(command.repo) == bool(command.demo):
         raise StartError("download needs one of --repo ORG/NAME and --demo NAME", Exit.USAGE)
     snapshot = _make_demo(command, say) if command.demo else _fetch_repo(command, say, token)
-    say(contract.Downloaded(snapshot=str(snapshot)))
+    say(Downloaded(snapshot=str(snapshot)))
     return snapshot
 
 
-def _make_demo(command: contract.Download, say: Say) -> Path:
+def _make_demo(command: Download, say: Say) -> Path:
     from worker import demo  # late: it may need torch, which no other download does
 
     if not command.target:
@@ -109,7 +111,7 @@ def _make_demo(command: contract.Download, say: Say) -> Path:
         nonlocal told
         if done == total or time.monotonic() - told >= PROGRESS_INTERVAL:
             told = time.monotonic()
-            say(contract.Progress(stage="download", done=done, total=total))
+            say(Progress(stage="download", done=done, total=total))
 
     try:
         return demo.make(command.demo, Path(command.target), report)
@@ -122,7 +124,7 @@ def _make_demo(command: contract.Download, say: Say) -> Path:
         raise cause from error
 
 
-def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path:
+def _fetch_repo(command: Download, say: Say, token: str | None) -> Path:
     if not _REVISION.fullmatch(command.revision):
         raise StartError(f"{command.revision!r} is no name of a revision: use a branch, a tag or a commit")
     cache = RepoCache(Path(command.cache or constants.HF_HUB_CACHE).expanduser().resolve(), command.repo)
@@ -144,14 +146,14 @@ def _fetch_repo(command: contract.Download, say: Say, token: str | None) -> Path
         raise cause from error
 
 
-def _fetch_adapter(cache: "RepoCache", command: contract.Download, say: Say, token: str | None) -> Path:
+def _fetch_adapter(cache: "RepoCache", command: Download, say: Say, token: str | None) -> Path:
     """The two files of an adapter."""
     snapshot = cache.snapshot(cache.commit(command.revision) or "none")
-    if all((snapshot / name).exists() for name in contract.ADAPTER_FILES):
+    if all((snapshot / name).exists() for name in ADAPTER_FILES):
         return snapshot
     commit, listed = _list_files(command, token)
     try:
-        files = [listed[name] for name in contract.ADAPTER_FILES]
+        files = [listed[name] for name in ADAPTER_FILES]
     except KeyError as lacking:
         raise StartError(
             f"{command.repo} has no {lacking.args[0]}; it is no LoRA adapter as PEFT writes them"
@@ -161,14 +163,14 @@ def _fetch_adapter(cache: "RepoCache", command: contract.Download, say: Say, tok
     with cache.room(files, command.repo):
         fetch.get_all(files)
     snapshot = cache.snapshot(commit)
-    if fault := safetensors_fault(snapshot / contract.ADAPTER_FILES[1]):
-        cache.remove(snapshot, contract.ADAPTER_FILES[1:])
+    if fault := safetensors_fault(snapshot / ADAPTER_FILES[1]):
+        cache.remove(snapshot, ADAPTER_FILES[1:])
         raise StartError(f"{command.repo}: {fault}; removed, try again", Exit.DAMAGED)
     cache.name_revision(command.revision, commit)
     return snapshot
 
 
-def _fetch(cache: "RepoCache", command: contract.Download, say: Say, token: str | None) -> Path:
+def _fetch(cache: "RepoCache", command: Download, say: Say, token: str | None) -> Path:
     try:
         commit, listed = _list_files(command, token)
     except (http.RequestError, HfHubHTTPError, OfflineModeIsEnabled):
@@ -204,7 +206,7 @@ def _fetch(cache: "RepoCache", command: contract.Download, say: Say, token: str 
     return snapshot
 
 
-def _list_files(command: contract.Download, token: str | None) -> tuple[str, Mapping[str, RemoteFile]]:
+def _list_files(command: Download, token: str | None) -> tuple[str, Mapping[str, RemoteFile]]:
     """The commit that the revision means now, and all files of it by path."""
     info = HfApi(library_name="fleet-router").model_info(
         command.repo,
@@ -250,7 +252,7 @@ def wanted(repo: str, listed: Mapping[str, RemoteFile]) -> tuple[list[RemoteFile
 
 def _shards_listed(repo: str, index: Path, listed: Mapping[str, RemoteFile]) -> list[RemoteFile]:
     try:
-        return [listed[name] for name in contract.shard_names(index.read_bytes())]
+        return [listed[name] for name in shard_names(index.read_bytes())]
     except ValueError as error:
         raise StartError(f"{repo}: {INDEX} {error}") from error
     except KeyError as error:
@@ -318,7 +320,7 @@ class RepoCache:
             if not (snapshot / INDEX).exists():
                 return {WEIGHTS: f"{WEIGHTS} is missing"}
             try:
-                names = contract.shard_names((snapshot / INDEX).read_bytes())
+                names = shard_names((snapshot / INDEX).read_bytes())
             except (OSError, ValueError) as error:
                 return {INDEX: f"{INDEX} {error}"}
         faults = {"config.json": "config.json is missing"} if not (snapshot / "config.json").exists() else {}
@@ -395,7 +397,7 @@ class _Abandoned(Exception):
 class _Fetch:
     """The files of one commit on their way into the cache."""
 
-    def __init__(self, cache: RepoCache, command: contract.Download, commit: str, token: str | None):
+    def __init__(self, cache: RepoCache, command: Download, commit: str, token: str | None):
         self._cache = cache
         self._repo = command.repo
         self._commit = commit
@@ -575,10 +577,10 @@ class _Progress:
             done = sum(self._done.values())
         if self._told != done:
             self._told = done
-            self._say(contract.Progress(stage="download", done=done, total=self._total, files=files))
+            self._say(Progress(stage="download", done=done, total=self._total, files=files))
 
 
-def _hub_cause(error: Exception, command: contract.Download) -> StartError:
+def _hub_cause(error: Exception, command: Download) -> StartError:
     """What a failed conversation with the hub means for whoever asked for the model."""
     repo, hub = command.repo, constants.ENDPOINT
     if isinstance(error, HFValidationError):

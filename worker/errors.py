@@ -16,13 +16,13 @@ WorkerError
 │   ├── UnsupportedByModel  501 unsupported_by_model
 │   └── Draining            503 draining
 ├── RankLost                ends the process as a crash does
-└── StartError              ends the process with an exit code of `contract.Exit`
+└── StartError              ends the process with an exit code of `Exit`
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from worker.contract import Exit
+from worker.protocol.exits import Exit
 
 
 class WorkerError(Exception):

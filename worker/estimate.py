@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker import contract, images, packed, server
+from worker import images, packed, server
 from worker.engine import (
     architectures,
     attention,
@@ -59,6 +59,8 @@ from worker.engine.vision import HELD_BYTES, Processor, Tower, see
 from worker.errors import StartError
 from worker.generation import Picture, Pictures, Text
 from worker.live_bytes import LiveBytes, Step, live_bytes, peak_bytes, storage_key
+from worker.protocol.argv import Estimate, ModelOptions
+from worker.protocol.events import Estimated
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -109,7 +111,7 @@ class Traced:
     """It goes on with a text, rather than turn it into numbers."""
 
 
-def estimate(options: contract.Estimate) -> contract.Estimated:
+def estimate(options: Estimate) -> Estimated:
     """Bytes that `serve` with the same options would occupy. Takes little longer than its imports.
 
     Raises StartError for what `serve` would refuse before it reads weights.
@@ -129,7 +131,7 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     if options.layers or len(options.devices) > 1:
         shards, staged = trace_split(options, config)
         runtime += grammar.vocabulary_bytes(tokenizer, config.get_text_config(decoder=True).vocab_size)
-        return contract.Estimated(
+        return Estimated(
             weights=[shard.weights for shard in shards],
             context=[shard.context for shard in shards],
             compute=[shard.compute + shard.on_device for shard in shards],
@@ -156,17 +158,17 @@ def estimate(options: contract.Estimate) -> contract.Estimated:
     return _one_shard(weights, context, compute, device_overhead(options, compute), host=host)
 
 
-def device_overhead(options: contract.Estimate, compute: int) -> int:
+def device_overhead(options: Estimate, compute: int) -> int:
     """What a process takes on an accelerator beside weights, context and the `compute` bytes of its largest step."""
     return (options.overhead or ASSUMED_BYTES) + CUBLAS_WORKSPACE_BYTES + int(UNUSABLE_SHARE * compute)
 
 
-def host_overhead(options: contract.Estimate) -> int:
+def host_overhead(options: Estimate) -> int:
     """Main memory that a process takes beside its accelerators, whatever its model."""
     return options.host_overhead or ASSUMED_HOST_BYTES
 
 
-def trace(options: contract.ModelOptions, config: Any) -> Traced:
+def trace(options: ModelOptions, config: Any) -> Traced:
     """The model of `config` built, its cache made and its largest steps run, all without memory.
 
     Raises StartError for what cannot be served.
@@ -253,7 +255,7 @@ class Shard:
     """As in `Traced`."""
 
 
-def trace_split(options: contract.ModelOptions, config: Any) -> tuple[list[Shard], int]:
+def trace_split(options: ModelOptions, config: Any) -> tuple[list[Shard], int]:
     """As `trace`, of a model whose layers are split over devices: each of them, and main memory for weights that are
     converted on their way there.
 
@@ -317,20 +319,20 @@ def _bytes_by_device(model: Any, dtype: torch.dtype) -> dict[torch.device, int]:
     return sizes
 
 
-def _seeing(options: contract.ModelOptions, config: Any) -> Processor | None:
+def _seeing(options: ModelOptions, config: Any) -> Processor | None:
     """What prepares images for a model that takes them."""
     if getattr(config, "vision_config", None) is None:
         return None
     return see(options, config, loader.load_tokenizer(options))[0]
 
 
-def _device(options: contract.ModelOptions) -> torch.device:
+def _device(options: ModelOptions) -> torch.device:
     """The first device of the model, which need not be here."""
     return torch.device(options.devices[0])
 
 
 def dtype_of(
-    options: contract.ModelOptions, config: Any, stored: list[tuple[torch.dtype, int]], device: torch.device
+    options: ModelOptions, config: Any, stored: list[tuple[torch.dtype, int]], device: torch.device
 ) -> torch.dtype:
     return loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
 
@@ -344,8 +346,8 @@ def repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
 
 def _one_shard(
     weights: int, context: int, compute: int, runtime: int, *, host: int = 0, inherited: int = 0
-) -> contract.Estimated:
-    return contract.Estimated(
+) -> Estimated:
+    return Estimated(
         weights=[weights], context=[context], compute=[compute], runtime=[runtime], host=host, inherited=inherited
     )
 
@@ -365,7 +367,7 @@ def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
 def make_runner(
     model: Any,
     config: Any,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     tower: Tower | None = None,
     parts: split.Split | None = None,
@@ -413,7 +415,7 @@ def _parts(layer: torch.nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
-def stored_tensors(options: contract.ModelOptions) -> list[tuple[torch.dtype, int]]:
+def stored_tensors(options: ModelOptions) -> list[tuple[torch.dtype, int]]:
     """Type and number of elements of every tensor in the files, from their headers."""
     if options.load_format == "dummy":
         return []
@@ -421,7 +423,7 @@ def stored_tensors(options: contract.ModelOptions) -> list[tuple[torch.dtype, in
     return [(dtype, count) for file in files for _, dtype, count in file.listed()]
 
 
-def _stacked(options: contract.ModelOptions, config: Any) -> int:
+def _stacked(options: ModelOptions, config: Any) -> int:
     """Elements that are in memory beside the model while transformers puts stored tensors together into larger ones:
     all of those, and one layer's once more."""
     if options.load_format == "dummy" or getattr(config, "quantization_config", None):
@@ -435,7 +437,7 @@ def _first_floating(stored: list[tuple[torch.dtype, int]]) -> torch.dtype | None
     return next((dtype for dtype, _ in stored if dtype.is_floating_point), None)
 
 
-def _weight_bytes(options: contract.ModelOptions, config: Any, model: Any, dtype: torch.dtype) -> int:
+def _weight_bytes(options: ModelOptions, config: Any, model: Any, dtype: torch.dtype) -> int:
     """Bytes of the weights as they will sit in memory, and of the buffers that the model makes itself."""
     saved = model.state_dict()
     own: int = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in saved)
@@ -470,7 +472,7 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 def generation_steps(
     runner: PackedRunner | AlignedRunner,
     capacity: Capacity,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     use: Use | None = None,
 ) -> Iterator[Step]:
@@ -502,7 +504,7 @@ def generation_steps(
 def spread_steps(
     runner: PackedRunner,
     capacity: Capacity,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     heads: int,
     use: Use | None = None,
@@ -520,7 +522,7 @@ def spread_steps(
 def costly_steps(
     runner: PackedRunner | AlignedRunner,
     capacity: Capacity,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     layers: linears.Linears,
     use: Use | None = None,
@@ -542,7 +544,7 @@ def costly_steps(
 def seeing_steps(
     runner: PackedRunner | AlignedRunner,
     capacity: Capacity,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     largest: tuple[Picture, int] | None,
 ) -> Iterator[Step]:
@@ -625,7 +627,7 @@ def graphs_bytes(runner: PackedRunner, rows: int, ctx_size: int) -> int:
     return fixed.buffer_bytes + largest + len(fixed.shapes) * graphs.GRAPH_BYTES
 
 
-def make_encoder(model: Any, options: contract.ModelOptions, *, embeds: bool) -> Encoder:
+def make_encoder(model: Any, options: ModelOptions, *, embeds: bool) -> Encoder:
     """The engine's encoder around `model`; layers behind the model have their shapes and no weights of their own."""
     snapshot = Path(options.snapshot)
     found = layout.read(snapshot) if embeds else None
@@ -637,9 +639,7 @@ def head_bytes(encoder: Encoder) -> int:
     return tensor_bytes(encoder.head) if isinstance(encoder, Embedder) else 0
 
 
-def encoding_steps(
-    model: Any, encoder: Encoder, options: contract.ModelOptions, lengths: Iterable[int]
-) -> Iterator[Step]:
+def encoding_steps(model: Any, encoder: Encoder, options: ModelOptions, lengths: Iterable[int]) -> Iterator[Step]:
     """The largest steps of an encoder: one text of each of `lengths`, which are as long as may be, and those that cost
     its linear layers the most memory; and two with padding, as long as two may be. More and shorter ones have as many
     tokens and smaller masks."""
@@ -666,7 +666,7 @@ def reordered_peak(
     model: Any,
     runner: PackedRunner | AlignedRunner,
     capacity: Capacity,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     use: Use | None,
     steps: Iterator[Step],

@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.common import NEUTRAL, NO_OPS
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
-from worker.schemas import Body, Schema, allows, bounds, kinds
-from worker.unknown import unknown
+from worker.protocol.dialects.generation_fields import NEUTRAL, NO_OPS
+from worker.protocol.schema import Body, Schema, allows, bounds, kinds
+from worker.protocol.unknown_fields import unknown
 
 Json = dict[str, Any]
 MAX_LEVELS = 200

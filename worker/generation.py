@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from worker.contract import AdapterSource
 from worker.images import Image
+from worker.protocol.argv import AdapterSource
 
 Finish = Literal["stop", "length"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]

@@ -7,12 +7,12 @@ import textwrap
 import typing
 from typing import Any
 
-from worker import contract
+from worker.protocol.argv import Convert, Download, Estimate, Nursery, Serve
 
 WIDTH = 110
 _KINDS: dict[str, type[Any]] = {
-    "download": contract.Download, "convert": contract.Convert, "estimate": contract.Estimate,
-    "serve": contract.Serve, "nursery": contract.Nursery,
+    "download": Download, "convert": Convert, "estimate": Estimate,
+    "serve": Serve, "nursery": Nursery,
 }  # fmt: skip
 _TEXTS = {
     "revision": "Branch, tag or commit.",

@@ -17,9 +17,9 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from worker.contract import Event
+    from worker.protocol.events import Event
 
-ORPHANED = 7  # contract.Exit.ORPHANED, written out: importing the contract takes longer than everything here
+ORPHANED = 7  # Exit.ORPHANED, written out: importing the contract takes longer than everything here
 MAX_TOKEN_BYTES = 4096
 MAX_WORD_BYTES = 1 << 16
 """Of the line that may follow the token."""
@@ -51,10 +51,10 @@ class Leash:
         pulses: a pulse is dropped rather than hold up the step loop. A spawner that no longer reads is gone: a
         leashed process ends at once; one started by hand goes on in silence.
         """
-        from worker import contract  # late: see the law above
+        from worker.protocol.events import Pulse, encode  # late: see the law above
 
-        may_drop = isinstance(event, contract.Pulse)
-        line = contract.encode(event)
+        may_drop = isinstance(event, Pulse)
+        line = encode(event)
         if not self._lock.acquire(blocking=not may_drop):
             return
         try:

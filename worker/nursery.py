@@ -26,7 +26,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from worker import contract, leash
+from worker import leash
+from worker.protocol.argv import Nursery as NurseryCommand
+from worker.protocol.argv import Serve, from_argv
+from worker.protocol.events import Born, Exited, Here, Refused, Warm
+from worker.protocol.exits import Exit
+from worker.protocol.orders import MAX_ORDER_BYTES, Birth, Call, Fork, Import, Order, Reap, decode_order, is_warmable
 
 if TYPE_CHECKING:
     from worker.engine.shelf import Shelf
@@ -53,7 +58,7 @@ TIDY_INTERVAL = 30.0
 Run = Callable[[list[str]], NoReturn]
 
 
-def serve(command: contract.Nursery, run: Run, *, modules: Sequence[str] = ALWAYS) -> int:
+def serve(command: NurseryCommand, run: Run, *, modules: Sequence[str] = ALWAYS) -> int:
     """Import `modules`, then fork as ordered until the router is gone; returns the exit code.
 
     `run` is what a child does with its argv; it ends the process. Must be called in a process of one thread, with
@@ -61,7 +66,7 @@ def serve(command: contract.Nursery, run: Run, *, modules: Sequence[str] = ALWAY
     """
     if not command.leashed:
         print("worker: a nursery is only of use to a router, which gives --leashed and --orders", file=sys.stderr)
-        return contract.Exit.USAGE
+        return Exit.USAGE
     leash.bind(command.spawner)
     events = os.dup(1)
     os.dup2(2, 1)
@@ -78,7 +83,7 @@ class Nursery:
         self._tied = tied
         self._run = run
         self._shelf: Shelf | None = None
-        self._wanted: dict[str, tuple[float, contract.Serve]] = {}
+        self._wanted: dict[str, tuple[float, Serve]] = {}
         """Models to keep ready, by snapshot: from when on (by the monotonic clock), and as what."""
         self._trial: Trial | None = None
 
@@ -96,26 +101,26 @@ class Nursery:
             if self._orders.fileno() not in ready:
                 self._keep_ready()
                 continue
-            packet, descriptors, _, _ = socket.recv_fds(self._orders, contract.MAX_ORDER_BYTES, 4)
+            packet, descriptors, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, 4)
             if not packet:
                 return leash.ORPHANED
             try:
-                self._obey(contract.decode_order(packet), descriptors)
+                self._obey(decode_order(packet), descriptors)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
-    def _obey(self, order: contract.Order, descriptors: Sequence[int]) -> None:
+    def _obey(self, order: Order, descriptors: Sequence[int]) -> None:
         match order:
-            case contract.Fork():
+            case Fork():
                 self._fork(order.id, descriptors)
-            case contract.Reap():
+            case Reap():
                 code = os.waitstatus_to_exitcode(os.waitpid(order.pid, 0)[1])
-                self._tied.say(contract.Exited(pid=order.pid, code=code))
-            case contract.Import():
-                self.import_all(name for name in order.modules if contract.is_warmable(name))
-            case contract.Call():
-                self._tied.say(contract.Here())
+                self._tied.say(Exited(pid=order.pid, code=code))
+            case Import():
+                self.import_all(name for name in order.modules if is_warmable(name))
+            case Call():
+                self._tied.say(Here())
 
     # What is kept ready
 
@@ -137,8 +142,8 @@ class Nursery:
         if self._shelf is None or argv[0] != "serve":
             return
         with suppress(ValueError):
-            command = contract.from_argv(argv)
-            assert isinstance(command, contract.Serve)
+            command = from_argv(argv)
+            assert isinstance(command, Serve)
             if not command.clerk and command.snapshot not in self._wanted and self._shelf.wants(command):
                 self._wanted[command.snapshot] = (time.monotonic() + QUIET_BEFORE, command)
 
@@ -158,7 +163,7 @@ class Nursery:
             with suppress(Exception):  # it went well a moment ago; if the files have changed since, its workers say so
                 self._shelf.make(trial.command)
             self._survey()
-            self._tied.say(contract.Warm())
+            self._tied.say(Warm())
         elif self._wanted:
             snapshot, (due, command) = min(self._wanted.items(), key=lambda each: each[1][0])
             if due <= now:
@@ -189,14 +194,14 @@ class Nursery:
         self._survey()
         if self._shelf is None and (shelves := sys.modules.get("worker.engine.shelf")) is not None:
             self._shelf = shelves.shelf
-        self._tied.say(contract.Warm(modules=[name for name in wanted if name in sys.modules]))
+        self._tied.say(Warm(modules=[name for name in wanted if name in sys.modules]))
 
     def _fork(self, id: int, descriptors: Sequence[int]) -> None:
         if why := unfit():
-            self._tied.say(contract.Refused(id=id, why=why))
+            self._tied.say(Refused(id=id, why=why))
             return
         *streams, file = descriptors
-        birth = contract.Birth(**json.loads(os.pread(file, os.fstat(file).st_size, 0)))
+        birth = Birth(**json.loads(os.pread(file, os.fstat(file).st_size, 0)))
         told, tell = os.pipe()
         try:
             sys.stdout.flush()
@@ -205,7 +210,7 @@ class Nursery:
         except OSError as error:
             os.close(told)
             os.close(tell)
-            self._tied.say(contract.Refused(id=id, why=f"cannot fork: {error.strerror}"))
+            self._tied.say(Refused(id=id, why=f"cannot fork: {error.strerror}"))
             return
         if pid == 0:
             try:
@@ -216,7 +221,7 @@ class Nursery:
                 os._exit(1)
         os.close(told)
         # It is announced before it is let go: until then it is in our session, and is found there if we die.
-        self._tied.say(contract.Born(id=id, pid=pid))
+        self._tied.say(Born(id=id, pid=pid))
         with suppress(BrokenPipeError):
             os.write(tell, b"!")
         os.close(tell)
@@ -226,7 +231,7 @@ class Nursery:
 class Trial:
     """A child that makes of a model what is to be kept ready of it, and tells whether that would have done harm."""
 
-    def __init__(self, command: contract.Serve, shelf: "Shelf"):
+    def __init__(self, command: Serve, shelf: "Shelf"):
         self.command = command
         self.told, tell = os.pipe()
         self.ends = time.monotonic() + TRIAL_TIMEOUT
@@ -251,7 +256,7 @@ class Trial:
         return (said or f"its trial ended with exit code {code}") if code else ""
 
 
-def _try(command: contract.Serve, shelf: "Shelf", parent: int, tell: int) -> NoReturn:
+def _try(command: Serve, shelf: "Shelf", parent: int, tell: int) -> NoReturn:
     """In the child: make it, and look at what that has done to this process."""
     try:
         leash.bind(parent)
@@ -304,7 +309,7 @@ def _prime() -> None:
             templates._compile_jinja_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
-def _become(birth: contract.Birth, streams: Sequence[int], told: int) -> None:
+def _become(birth: Birth, streams: Sequence[int], told: int) -> None:
     """In the child: nothing is left of the nursery but its modules."""
     if not os.read(told, 1):
         os._exit(leash.ORPHANED)

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from worker import contract
 from worker.engine import packing, weights
+from worker.protocol.argv import ModelOptions
 
 OUTLIERS = 8
 """One in so many inputs of a linear layer may stand out, so that bitsandbytes multiplies it in full. Published models
@@ -37,7 +37,7 @@ def unpacking_bytes(bits: int) -> int:
     return 5 if bits == 8 else 8
 
 
-def stored_bytes(options: contract.ModelOptions, config: Any, dtype: torch.dtype) -> int:
+def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
     """Bytes of a quantised checkpoint in memory: packed tensors and their scales as they are stored, other floats in
     the type of the model; all of it in that type if it is unpacked, and then without scales."""
     said = packing.stated(config)
@@ -108,7 +108,7 @@ def saved_by_bitsandbytes(model: Any, dtype: torch.dtype, *, bits: int) -> int:
     return saved
 
 
-def pretend(options: contract.ModelOptions, config: Any, model: Any) -> int:
+def pretend(options: ModelOptions, config: Any, model: Any) -> int:
     """Have layers that are or will be packed take in a step what they will; returns the bytes that it takes to put one
     into order."""
     bits, on_cpu, said = _bits(options, config), options.devices[0] == "cpu", packing.stated(config)
@@ -193,7 +193,7 @@ class _Gptq(torch.nn.Linear):
         return out.view(shape)
 
 
-def _bits(options: contract.ModelOptions, config: Any) -> int:
+def _bits(options: ModelOptions, config: Any) -> int:
     """Bits to which bitsandbytes packs linear layers, or has packed them; 0: it does not."""
     said = packing.stated(config)
     if not said:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from worker import contract
+from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
 
 Stretch = TypeVar("Stretch")
 
@@ -165,9 +165,9 @@ def _have_cached(stretch: tuple[Path, int, int]) -> None:
 
 def _stretches(snapshot: Path) -> Iterator[tuple[Path, int, int]]:
     """Of all files of its weights: where each begins, and its bytes."""
-    names = [contract.WEIGHTS]
+    names = [WEIGHTS]
     with suppress(OSError, ValueError):
-        names = contract.shard_names((snapshot / contract.INDEX).read_bytes())
+        names = shard_names((snapshot / INDEX).read_bytes())
     for path in (snapshot / name for name in names):
         size = 0
         with suppress(OSError):

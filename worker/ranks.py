@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from worker import leash
-from worker.contract import Exit
 from worker.errors import RankLost, StartError, WorkerError
+from worker.protocol.exits import Exit
 
 HOST_BYTES, DEVICE_BYTES, LOADED_BYTES = range(3)
 """What each follower tells of itself: peaks of main memory and of its device, and what it has loaded so far."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker import samplers
-from worker.bodies.common import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
-from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields, Json, parse_setting, to_integer
 from worker.generation import Sampling
+from worker.protocol.dialects.generation_fields import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
+from worker.protocol.exits import Exit
 
 Encode = Callable[[str], Sequence[int]]
 _PRESET_KEYS = {

@@ -26,9 +26,7 @@ from urllib.parse import unquote
 import orjson
 from aiohttp import web
 
-from worker import contract, routes
 from worker.connection import WRITE_STALL, ClientGone, Connection
-from worker.contract import Exit
 from worker.deltas import Batch, Deltas
 from worker.errors import (
     Draining,
@@ -58,6 +56,24 @@ from worker.faces import (
 )
 from worker.fields import Json, parse
 from worker.generation import AdapterChoice, Engine, Generation, Prefill, Timings
+from worker.protocol.argv import AdapterSource, Profile, Serve
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import error_body
+from worker.protocol.events import Event, Request
+from worker.protocol.exits import Exit
+from worker.protocol.headers import (
+    ADAPTER_HEADER,
+    ADAPTERS_PATH,
+    ASKED_HEADER,
+    PROFILE_HEADER,
+    PROFILES_PATH,
+    REQUEST_ID_HEADER,
+    TOKEN_HEADER,
+    WAITED_HEADER,
+    ignored_fields,
+)
+from worker.protocol.routes import DIALECTS, ROUTES, refusal
+from worker.protocol.streams import error_frame, silence, stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +86,7 @@ SHUTDOWN_TIMEOUT = 2.0
 KEEPALIVE_TIMEOUT = 75.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ID = web.RequestKey("id", str)
-_FACE = web.RequestKey("face", routes.Face)
+_FACE = web.RequestKey("face", Dialect)
 _RETRIED = (429, 503)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -127,8 +143,8 @@ class _Exchange:
             self._further_tokens += timings.completion_tokens - 1
             self._further_seconds += timings.decode_seconds
 
-    def to_event(self) -> contract.Request:
-        return contract.Request(
+    def to_event(self) -> Request:
+        return Request(
             id=self.id,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -143,7 +159,7 @@ class _Exchange:
 class _Told:
     """What a stream says: frames of deltas, and a comment wherever it says nothing for the ping interval."""
 
-    def __init__(self, call: Call, face: routes.Face, model: str):
+    def __init__(self, call: Call, face: Dialect, model: str):
         self._call = call
         self._face = face
         self._model = model
@@ -193,7 +209,7 @@ class _Told:
         done = sum(prompt.done for prompt in self._prompts.values())
         total = sum(prompt.total for prompt in self._prompts.values())
         text = "ping" if done == total else f"prefill done={done} total={total}"
-        return routes.silence(self._face, text, has_begun=self._has_begun, model=self._model)
+        return silence(self._face, text, has_begun=self._has_begun, model=self._model)
 
 
 async def _until(due: float | None, deltas: Deltas) -> Batch | None:
@@ -212,10 +228,10 @@ class Server:
         self,
         engine: Engine,
         tokenizer: "PreTrainedTokenizerBase",
-        options: contract.Serve,
+        options: Serve,
         *,
         token: str | None,
-        announce: Callable[[contract.Event], None],
+        announce: Callable[[Event], None],
         write_stall: float = WRITE_STALL,
     ):
         """`token`: what every request must bear; None: none, on loopback only. `announce` is told of each request's
@@ -341,12 +357,12 @@ class Server:
             "count_tokens": self._answering(anthropic.count_tokens),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
-        for route in routes.ROUTES:
+        for route in ROUTES:
             if route.worker and not route.upstream:
                 application.router.add_route(route.method, route.path, handlers[route.name])
         application.router.add_get("/health", self._health)
-        application.router.add_put(routes.ADAPTERS_PATH, self._adapt)
-        application.router.add_put(routes.PROFILES_PATH, self._take_profile)
+        application.router.add_put(ADAPTERS_PATH, self._adapt)
+        application.router.add_put(PROFILES_PATH, self._take_profile)
         return application
 
     # A request's life
@@ -354,8 +370,8 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Nobody without the token comes further; whatever happens behind, there is one answer."""
-        given = request.headers.get(routes.REQUEST_ID_HEADER, "")
-        request[_FACE] = routes.FACES.get(request.path, routes.Face.OPENAI)
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request[_FACE] = DIALECTS.get(request.path, Dialect.OPENAI)
         request[_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         try:
             self._check_token(request)
@@ -370,7 +386,7 @@ class Server:
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
             return
-        scheme, _, given = request.headers.get(routes.TOKEN_HEADER, "").partition(" ")
+        scheme, _, given = request.headers.get(TOKEN_HEADER, "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token.encode())
         if scheme.lower() != "bearer" or not is_right:
             raise Unauthorized("Invalid API Key")
@@ -382,7 +398,7 @@ class Server:
         """PUT of the adapters that may be named from now on."""
         body = parse(await _read(request))
         try:
-            sources = [contract.AdapterSource(**each) for each in body["adapters"]]
+            sources = [AdapterSource(**each) for each in body["adapters"]]
             problems = await self._model.engine.adapt(sources, str(body.get("default", "")))
         except (KeyError, TypeError):
             raise InvalidValue("adapters must be an array of {name, path, scale, pinned}", param="adapters") from None
@@ -392,7 +408,7 @@ class Server:
         """PUT of what holds for requests by one name from now on."""
         body = parse(await _read(request))
         try:
-            profile = contract.Profile(**body)
+            profile = Profile(**body)
             self._profiles[profile.name] = self._model.under(profile)
         except TypeError:
             raise InvalidValue("a profile has a name, and options of the worker", param="name") from None
@@ -402,7 +418,7 @@ class Server:
 
     def _under(self, request: web.Request) -> Model:
         """The model as the request's profile wants it. Raises InvalidValue for one that was never told."""
-        name = unquote(request.headers.get(routes.PROFILE_HEADER, ""))
+        name = unquote(request.headers.get(PROFILE_HEADER, ""))
         model = self._profiles.get(name) if name else self._model
         if model is None:
             raise InvalidValue(f"this worker was not told of the profile '{name[:100]}'", param="model")
@@ -483,7 +499,7 @@ class Server:
         face = call.speaks or exchange.request[_FACE]
         told = _Told(call, face, name)
         connection = exchange.connection
-        response = web.StreamResponse(headers={**routes.stream(face).headers, **_headers(exchange, call.ignored)})
+        response = web.StreamResponse(headers={**stream(face).headers, **_headers(exchange, call.ignored)})
         frames = await told.first(deltas, exchange)
         exchange.request[_FACE] = face
         await connection.begin(response)
@@ -502,15 +518,15 @@ class Server:
 
     def _refusal(self, request: web.Request, error: RequestError, allow: str | None = None) -> web.Response:
         is_retried = error.status in _RETRIED
-        headers = {routes.REQUEST_ID_HEADER: request[_ID], "X-Should-Retry": "true" if is_retried else "false"}
+        headers = {REQUEST_ID_HEADER: request[_ID], "X-Should-Retry": "true" if is_retried else "false"}
         if is_retried:
             headers["Retry-After"] = str(self._retry_after(error))
         if isinstance(error, Unauthorized):
             headers["WWW-Authenticate"] = "Bearer"
         if allow is not None:
             headers["Allow"] = allow
-        body = routes.error_body(
-            request.get(_FACE, routes.Face.OPENAI),
+        body = error_body(
+            request.get(_FACE, Dialect.OPENAI),
             status=error.status,
             type=error.type,
             reason=error.reason,
@@ -520,7 +536,7 @@ class Server:
             request_id=request[_ID],
         )
         response = _json(body, status=error.status, headers=headers)
-        response.content_type, response.body = routes.refusal(request.path, orjson.dumps(body))
+        response.content_type, response.body = refusal(request.path, orjson.dumps(body))
         return response
 
     def _retry_after(self, error: RequestError) -> int:
@@ -544,7 +560,7 @@ async def _read(request: web.Request) -> bytes:
 async def _body(request: web.Request) -> Json:
     """The request's JSON object; the model's name is in it even if it was said elsewhere. Raises RequestError."""
     body = parse(await _read(request))
-    asked = request.headers.get(routes.ASKED_HEADER, "")
+    asked = request.headers.get(ASKED_HEADER, "")
     if asked and body.get("model") is None:
         body["model"] = unquote(asked)
     return body
@@ -556,13 +572,13 @@ def _beside(request: web.Request, *, tells_load: bool) -> dict[str, float]:
     if not tells_load:
         return {}
     try:
-        seconds = float(request.headers.get(routes.WAITED_HEADER, 0.0))
+        seconds = float(request.headers.get(WAITED_HEADER, 0.0))
     except ValueError:
         seconds = 0.0
     return {"waited": seconds if 0.0 <= seconds < math.inf else 0.0}
 
 
-def _profiled(generation: Generation, options: contract.Serve) -> Generation:
+def _profiled(generation: Generation, options: Serve) -> Generation:
     """The generation with what its request left open, as its profile has it: what the engine itself was started with
     is of no profile."""
     if generation.max_tokens is None and options.n_predict >= 0:
@@ -576,7 +592,7 @@ def _profiled(generation: Generation, options: contract.Serve) -> Generation:
 
 def _adapted(call: Call, request: web.Request) -> Call:
     """The call with the adapter that was named beside its body. Raises InvalidValue if the body names another one."""
-    name = unquote(request.headers.get(routes.ADAPTER_HEADER, ""))
+    name = unquote(request.headers.get(ADAPTER_HEADER, ""))
     if not name:
         return call
     for each in call.generations:
@@ -594,7 +610,7 @@ async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:
     if made.stream:
         response.body = orjson.dumps(made.body) + b"\n"
         del response.headers["Content-Type"]
-        response.headers.update(routes.stream(exchange.request[_FACE]).headers)
+        response.headers.update(stream(exchange.request[_FACE]).headers)
     return await _send(exchange, response)
 
 
@@ -637,7 +653,7 @@ def _draining() -> Draining:
 
 
 def _frame(exchange: _Exchange, error: RequestError) -> bytes:
-    return routes.error_frame(
+    return error_frame(
         exchange.request[_FACE],
         status=error.status,
         type=error.type,
@@ -651,12 +667,12 @@ def _frame(exchange: _Exchange, error: RequestError) -> bytes:
 def _json(
     body: Any, ignored: Sequence[str] = (), *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    every = {**(headers or {}), **routes.ignored_fields(ignored)}
+    every = {**(headers or {}), **ignored_fields(ignored)}
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=every)
 
 
 def _headers(exchange: _Exchange, ignored: Sequence[str] = ()) -> dict[str, str]:
-    return {routes.REQUEST_ID_HEADER: exchange.id, **routes.ignored_fields(ignored)}
+    return {REQUEST_ID_HEADER: exchange.id, **ignored_fields(ignored)}
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,7 +9,7 @@ from router.members import speaking_of
 from router.settings import Key
 from router.site import Site
 from router.wire import WireError
-from worker.routes import TOKEN_HEADER
+from worker.protocol.headers import TOKEN_HEADER
 
 MOST_PROMPTS = 256
 """In one question whether they fit."""

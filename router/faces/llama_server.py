@@ -14,7 +14,8 @@ from router.settings import Key
 from router.sharing import names_in
 from router.site import BUILD, Site, Words, flag
 from router.worker import Worker
-from worker import routes
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import error_body
 
 OWN_WORDS = {"temp": "temperature", "repetition_penalty": "repeat_penalty"}
 """llama-server's, for what presets and checkpoints call otherwise."""
@@ -157,9 +158,7 @@ def health(site: Site, key: Key, query: Mapping[str, str]) -> tuple[int, dict[st
 
 def _starting(message: str) -> dict[str, Any]:
     error = Starting(message)
-    return routes.error_body(
-        routes.Face.OPENAI, status=error.status, type=error.type, reason=error.reason, message=message
-    )
+    return error_body(Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=message)
 
 
 def ready(site: Site) -> tuple[int, dict[str, Any]]:

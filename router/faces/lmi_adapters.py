@@ -22,7 +22,7 @@ from router.lifecycle import State
 from router.presets import ADAPTER_NAME, HUB, Preset, repository
 from router.settings import Key
 from router.site import Site, flag
-from worker.contract import AdapterSource
+from worker.protocol.argv import AdapterSource
 
 
 async def register(site: Site, id: str, query: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from router.lifecycle import State
 from router.members import Listed
 from router.settings import Key
 from router.site import Site
-from worker.contract import FINAL_EXITS, Exit
+from worker.protocol.exits import FINAL_EXITS, Exit
 
 
 async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> AsyncIterator[bytes]:

@@ -13,12 +13,14 @@ from typing import Literal, Protocol
 from router.errors import RouterError
 from router.ledger import Bytes, Reading
 from router.wire import Wire
-from worker import contract
+from worker.protocol.argv import Convert, Download, Estimate, Serve
+from worker.protocol.events import Converted, Estimated, Event, Ready
+from worker.protocol.exits import FINAL_EXITS, Exit
 
 Cause = Literal["crashed", "oom", "load_failed", "load_timeout", "stalled", "download_failed"]
 
 
-_FROM_OUTSIDE = frozenset({contract.Exit.OK, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+_FROM_OUTSIDE = frozenset({Exit.OK, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 """Exit codes of a process that somebody ended: by a signal that none raises by a fault of its own, or one that it took
 for our wish to stop."""
 
@@ -45,7 +47,7 @@ class WorkerLost(RouterError):
     @property
     def final(self) -> bool:
         """Whether the same attempt would fail the same way again."""
-        return self.exit in contract.FINAL_EXITS
+        return self.exit in FINAL_EXITS
 
     @property
     def from_outside(self) -> bool:
@@ -66,7 +68,7 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     """Beside the launcher's allow-list."""
     forks: bool = True
-    """May be born by fork from a process that has its imports done (`contract.EngineTraits`)."""
+    """May be born by fork from a process that has its imports done (`EngineTraits`)."""
     must_fork: bool = False
     """What was reserved for it is enough for a worker that is forked, and for no other."""
     start_timeout: float = 240.0
@@ -88,7 +90,7 @@ class NotForked(RouterError):
     What another one takes has to be reserved first."""
 
 
-Listen = Callable[[contract.Event], None]
+Listen = Callable[[Event], None]
 """Called on the event loop with each event of a process as it comes; must not block or raise."""
 
 
@@ -115,7 +117,7 @@ class WorkerProcess(Protocol):
         """Peak bytes by device, as the worker last said."""
 
     @property
-    def ready(self) -> contract.Ready: ...
+    def ready(self) -> Ready: ...
 
     @property
     def settle_seconds(self) -> float:
@@ -145,7 +147,7 @@ class Standby(Protocol):
     async def lost(self) -> WorkerLost:
         """Returns once the process has ended. Cancelling stops nothing."""
 
-    async def go(self, command: contract.Serve, place: Bytes) -> WorkerProcess:
+    async def go(self, command: Serve, place: Bytes) -> WorkerProcess:
         """Load on the devices of `place`; to be told once. Returns once the worker is ready; raises WorkerLost.
 
         Of `command` only `reserved` is looked at: the rest the process has from `prepare`.
@@ -175,18 +177,18 @@ class Launcher(Protocol):
     async def refresh(self) -> Sequence[Reading]:
         """Read all devices now; returns once that is done (bounded by a second)."""
 
-    async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
+    async def download(self, program: Program, command: Download, listen: Listen) -> str:
         """Folder of the complete snapshot. Raises WorkerLost; cancelling kills the process, partial files stay."""
 
-    async def convert(self, program: Program, command: contract.Convert, listen: Listen) -> contract.Converted:
+    async def convert(self, program: Program, command: Convert, listen: Listen) -> Converted:
         """Returns once the target is complete. Raises WorkerLost; cancelling kills the process, nothing is used of what
         it leaves."""
 
-    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+    async def estimate(self, program: Program, command: Estimate) -> Estimated:
         """Raises WorkerLost; cancelling kills the process."""
 
     def serve(
-        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+        self, program: Program, command: Serve, place: Bytes, listen: Listen
     ) -> AbstractAsyncContextManager[WorkerProcess]:
         """Run a worker on the devices of `place` (in the order of its shards) for the length of the block.
 
@@ -195,9 +197,7 @@ class Launcher(Protocol):
         cancelled half-way. `command.devices`, `listen`, `leashed` and `spawner` are filled in by the launcher.
         """
 
-    def prepare(
-        self, program: Program, command: contract.Serve, listen: Listen
-    ) -> AbstractAsyncContextManager[Standby]:
+    def prepare(self, program: Program, command: Serve, listen: Listen) -> AbstractAsyncContextManager[Standby]:
         """Run a worker for the length of the block, in two steps: it prepares itself, and loads when told to go.
 
         Entering returns once the process is there. Leaving is as with `serve`.

@@ -36,11 +36,13 @@ from router.launchers.serving import LocalStandby, LocalWorker, device_names, mo
 from router.launchers.vitals import Verdict, Vitals
 from router.launchers.watching import Watch
 from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading
-from worker import contract
+from worker.protocol.argv import Command, Convert, Download, Estimate, ModelOptions, Serve, to_argv
+from worker.protocol.events import Converted, Downloaded, Estimated, Event
+from worker.protocol.exits import Exit
 
 log = logging.getLogger("router.launchers")
 
-Answer = TypeVar("Answer", contract.Downloaded, contract.Converted, contract.Estimated)
+Answer = TypeVar("Answer", Downloaded, Converted, Estimated)
 
 PYTHON_ARGV = (sys.executable, "-P", "-m", "worker")
 """How a worker is started: `-P` keeps the current folder out of its imports."""
@@ -185,34 +187,32 @@ class LocalLauncher:
 
     # Verbs
 
-    async def download(self, program: Program, command: contract.Download, listen: Listen) -> str:
+    async def download(self, program: Program, command: Download, listen: Listen) -> str:
         loop = asyncio.get_running_loop()
         silence = self._download_silence
         vitals = Vitals(loop.time(), start_timeout=silence, stall_timeout=silence, repeats_count=True)
 
-        def hear(event: contract.Event) -> None:
+        def hear(event: Event) -> None:
             vitals.hear(event, loop.time())
             listen(event)
 
-        answer = await self._ask(program, command, contract.Downloaded, vitals, hear)
+        answer = await self._ask(program, command, Downloaded, vitals, hear)
         return answer.snapshot
 
-    async def convert(self, program: Program, command: contract.Convert, listen: Listen) -> contract.Converted:
+    async def convert(self, program: Program, command: Convert, listen: Listen) -> Converted:
         now = asyncio.get_running_loop().time()
         vitals = Vitals(now, start_timeout=CONVERT_SILENCE, stall_timeout=CONVERT_SILENCE)
-        return await self._ask(program, command, contract.Converted, vitals, listen)
+        return await self._ask(program, command, Converted, vitals, listen)
 
-    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+    async def estimate(self, program: Program, command: Estimate) -> Estimated:
         async with self._estimating:
             now = asyncio.get_running_loop().time()
             limit = self._estimate_timeout  # of which no event buys more
             vitals = Vitals(now, start_timeout=limit, stall_timeout=limit)
-            return await self._ask(program, command, contract.Estimated, vitals, lambda event: None)
+            return await self._ask(program, command, Estimated, vitals, lambda event: None)
 
     @asynccontextmanager
-    async def serve(
-        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
-    ) -> AsyncIterator[LocalWorker]:
+    async def serve(self, program: Program, command: Serve, place: Bytes, listen: Listen) -> AsyncIterator[LocalWorker]:
         names = device_names(place)
         command = replace(command, devices=model_devices(names))
         with self._neighbours.claim(place) as claim:
@@ -221,7 +221,7 @@ class LocalLauncher:
                 yield worker
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
+    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
         names = device_names({DeviceId(LOCAL, HOST): 0})
         with self._neighbours.claim({}) as claim:
             async with self._born(program, replace(command, prepare=True), names, listen, claim) as worker:
@@ -229,7 +229,7 @@ class LocalLauncher:
 
     @asynccontextmanager
     async def _born(
-        self, program: Program, command: contract.Serve, names: Mapping[str, DeviceId], listen: Listen, claim: Claim
+        self, program: Program, command: Serve, names: Mapping[str, DeviceId], listen: Listen, claim: Claim
     ) -> AsyncIterator[LocalWorker]:
         """A worker that is about to start, for the length of the block; left, all it had is given back."""
         tag = self._folder.tag(program.model, program.worker)
@@ -263,7 +263,7 @@ class LocalLauncher:
             self.nursery.warm(worker.ready.modules)
 
     async def _ask(
-        self, program: Program, command: contract.Command, kind: type[Answer], vitals: Vitals, listen: Listen
+        self, program: Program, command: Command, kind: type[Answer], vitals: Vitals, listen: Listen
     ) -> Answer:
         """Run a process to its end; returns the last event of `kind` that it said. Raises WorkerLost."""
         verb = _verb(command)
@@ -271,7 +271,7 @@ class LocalLauncher:
         answers: list[Answer] = []
         verdicts: list[Verdict] = []
 
-        def hear(event: contract.Event) -> None:
+        def hear(event: Event) -> None:
             if isinstance(event, kind):
                 answers.append(event)
             listen(event)
@@ -285,7 +285,7 @@ class LocalLauncher:
                 watch.cancel()
             if verdicts:
                 raise lost_by_verdict(program, verb, verdicts[0], child.said)
-            if code != contract.Exit.OK or not answers:
+            if code != Exit.OK or not answers:
                 raise lost_by_exit(program, verb, code, child.said, oom_killed=self._oom_killed(code))
             return answers[-1]
 
@@ -321,7 +321,7 @@ class LocalLauncher:
 
     @asynccontextmanager
     async def _running(
-        self, program: Program, command: contract.Command, verb: Verb, tag: str, token: str, visible: str
+        self, program: Program, command: Command, verb: Verb, tag: str, token: str, visible: str
     ) -> AsyncIterator[Child]:
         """A child that has its token, for the length of the block; left, it is dead, reaped and struck off."""
         try:
@@ -332,9 +332,7 @@ class LocalLauncher:
         finally:
             await uncancelled(self._bury(tag))
 
-    async def _bear(
-        self, program: Program, command: contract.Command, verb: Verb, tag: str, told: tuple[str, str]
-    ) -> None:
+    async def _bear(self, program: Program, command: Command, verb: Verb, tag: str, told: tuple[str, str]) -> None:
         """Returns once there is a child of that tag, on record. `told`: its token, and which devices it may see."""
         token, visible = told
         env = self._environment(verb, tag, visible, program.env, command)
@@ -343,7 +341,7 @@ class LocalLauncher:
         nursery = self.nursery
         child = None
         if nursery is not None and self._can_fork(program, verb):
-            argv = contract.to_argv(replace(command, leashed=True, spawner=nursery.pid))
+            argv = to_argv(replace(command, leashed=True, spawner=nursery.pid))
             try:
                 child = await nursery.spawn(argv, env, name=name, log=words)
             except NurseryRefused as refused:
@@ -352,7 +350,7 @@ class LocalLauncher:
         if child is None and verb == "serve" and program.must_fork:
             raise NotForked(f"{program.worker} was to be forked, and there is no nursery that would")
         if child is None:
-            argv = contract.to_argv(replace(command, leashed=True, spawner=os.getpid()))
+            argv = to_argv(replace(command, leashed=True, spawner=os.getpid()))
             argv = [program.python or self._argv[0], *self._argv[1:], *argv]
             try:
                 child = Child.spawn(argv, env, name=name, log=words, private=verb != "download")
@@ -362,14 +360,14 @@ class LocalLauncher:
         self._put_on_record(program, verb, tag, child.pid)
 
     def _environment(
-        self, verb: Verb, tag: str, visible: str, extra: Mapping[str, str], command: contract.Command | None
+        self, verb: Verb, tag: str, visible: str, extra: Mapping[str, str], command: Command | None
     ) -> dict[str, str]:
         return environments.environment(
             self._environ,
             verb,
             tag=tag,
             visible=visible,
-            threads=command.threads if isinstance(command, contract.ModelOptions) else 1,
+            threads=command.threads if isinstance(command, ModelOptions) else 1,
             extra=extra,
             offline=self._offline,
             hf_token=self._hf_token,
@@ -498,12 +496,12 @@ class LocalHeld:
         return NotHeld("the process that held them has ended")
 
 
-def _verb(command: contract.Command) -> Verb:
+def _verb(command: Command) -> Verb:
     """Of a process that runs to its end."""
     match command:
-        case contract.Download():
+        case Download():
             return "download"
-        case contract.Convert():
+        case Convert():
             return "convert"
     return "estimate"
 

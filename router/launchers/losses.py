@@ -9,22 +9,22 @@ from typing import Literal
 from router.launchers import Cause, Program, WorkerLost
 from router.launchers.environment import Verb
 from router.launchers.vitals import Verdict
-from worker import contract
+from worker.protocol.exits import FINAL_EXITS, Exit
 
 _NOUNS: Mapping[Verb, str] = {
     "download": "download", "convert": "conversion", "estimate": "estimate", "serve": "worker",
 }  # fmt: skip
 _MEANINGS: Mapping[int, str] = {
-    contract.Exit.OK: "although nobody asked it to",
-    contract.Exit.USAGE: "wrong usage",
-    contract.Exit.UNUSABLE: "the model cannot be used",
-    contract.Exit.DEVICE_MEMORY: "out of device memory",
-    contract.Exit.POISONED: "its device failed",
-    contract.Exit.HOST_MEMORY: "out of main memory",
-    contract.Exit.ORPHANED: "it lost its router",
-    contract.Exit.NETWORK: "network trouble",
-    contract.Exit.DISK_FULL: "the disk is full",
-    contract.Exit.DAMAGED: "damaged content",
+    Exit.OK: "although nobody asked it to",
+    Exit.USAGE: "wrong usage",
+    Exit.UNUSABLE: "the model cannot be used",
+    Exit.DEVICE_MEMORY: "out of device memory",
+    Exit.POISONED: "its device failed",
+    Exit.HOST_MEMORY: "out of main memory",
+    Exit.ORPHANED: "it lost its router",
+    Exit.NETWORK: "network trouble",
+    Exit.DISK_FULL: "the disk is full",
+    Exit.DAMAGED: "damaged content",
 }
 _NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.EISDIR})
 
@@ -32,16 +32,16 @@ _NOT_A_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENO
 def lost_by_exit(program: Program, verb: Verb, code: int, said: str, *, oom_killed: bool) -> WorkerLost:
     """What the exit code of a process means: what was lost, why, and whether memory ran out."""
     memory: Literal["", "device", "host"] = ""
-    if code == contract.Exit.DEVICE_MEMORY:
+    if code == Exit.DEVICE_MEMORY:
         memory = "device"
-    elif code == contract.Exit.HOST_MEMORY or oom_killed:
+    elif code == Exit.HOST_MEMORY or oom_killed:
         memory = "host"
     cause: Cause = "crashed"
     if verb == "download":
         cause = "download_failed"
     elif memory:
         cause = "oom"
-    elif code in contract.FINAL_EXITS:
+    elif code in FINAL_EXITS:
         cause = "load_failed"
     message = f"{program.model}: the {_NOUNS[verb]} {how_it_ended(code, said, oom_killed=oom_killed)}"
     return WorkerLost(message, cause=cause, exit=code, memory=memory)
@@ -60,7 +60,7 @@ def lost_at_birth(program: Program, verb: Verb, executable: str, error: OSError)
     cause: Cause = "download_failed" if verb == "download" else "load_failed"
     if error.errno in _NOT_A_PROGRAM:
         message = f"{program.model}: cannot run {executable} ({reason}); correct `python` in its preset"
-        return WorkerLost(message, cause=cause, exit=contract.Exit.USAGE)
+        return WorkerLost(message, cause=cause, exit=Exit.USAGE)
     return WorkerLost(f"{program.model}: cannot start a process ({reason})", cause=cause)
 
 

@@ -22,7 +22,11 @@ from dataclasses import asdict
 from router.errors import RouterError
 from router.launchers import orphans
 from router.launchers.process import Child, Log, Pipes
-from worker import contract
+from worker.protocol.argv import Nursery as NurseryCommand
+from worker.protocol.argv import to_argv
+from worker.protocol.events import Born, Event, Exited, Here, Refused, Warm
+from worker.protocol.exits import Exit
+from worker.protocol.orders import Birth, Call, Fork, Import, Order, Reap, encode_order, is_warmable
 
 log = logging.getLogger("router.launchers")
 
@@ -104,8 +108,8 @@ class Nursery:
         ours.setblocking(False)
         try:
             with theirs:
-                command = contract.Nursery(orders=theirs.fileno(), leashed=True, spawner=os.getpid())
-                argv, passed = [*program, *contract.to_argv(command)], [theirs.fileno()]
+                command = NurseryCommand(orders=theirs.fileno(), leashed=True, spawner=os.getpid())
+                argv, passed = [*program, *to_argv(command)], [theirs.fileno()]
                 child = Child.spawn(argv, env, name=NAME, log=log, private=True, pass_fds=passed)
         except OSError:
             ours.close()
@@ -126,17 +130,17 @@ class Nursery:
         except OSError as error:
             raise NurseryRefused(error.strerror) from None
         try:
-            pid = await self._birth(pipes, contract.Birth(argv=list(argv), env=dict(env)))
+            pid = await self._birth(pipes, Birth(argv=list(argv), env=dict(env)))
             try:
                 return Child(pid, pipes, name, log, self._reap)
             except OSError as error:
-                self._order(contract.Reap(pid=pid))  # its stdin will end, and so will it
+                self._order(Reap(pid=pid))  # its stdin will end, and so will it
                 raise NurseryRefused(error.strerror) from None
         except NurseryRefused:
             pipes.close()
             raise
 
-    async def _birth(self, pipes: Pipes, birth: contract.Birth) -> int:
+    async def _birth(self, pipes: Pipes, birth: Birth) -> int:
         """Process id of a new child with the other ends of `pipes`. Raises NurseryRefused."""
         self._ids += 1
         id, answer = self._ids, self._loop.create_future()
@@ -157,26 +161,24 @@ class Nursery:
 
     def warm(self, modules: Sequence[str]) -> None:
         """Have it import what a worker needed, as far as that is allowed and new, before it forks the next one."""
-        wanted = [name for name in modules if contract.is_warmable(name) and name not in self._modules][
-            :MODULES_AT_ONCE
-        ]
+        wanted = [name for name in modules if is_warmable(name) and name not in self._modules][:MODULES_AT_ONCE]
         if wanted and self.can_fork:
             self._modules.update(wanted)
-            self._order(contract.Import(modules=wanted))
+            self._order(Import(modules=wanted))
 
-    def _order_fork(self, id: int, pipes: Pipes, birth: contract.Birth) -> None:
+    def _order_fork(self, id: int, pipes: Pipes, birth: Birth) -> None:
         """Raises OSError."""
         file = os.memfd_create("birth", os.MFD_CLOEXEC)
         try:
             os.write(file, json.dumps(asdict(birth)).encode())
-            socket.send_fds(self._orders, [contract.encode_order(contract.Fork(id=id))], [*pipes.theirs, file])
+            socket.send_fds(self._orders, [encode_order(Fork(id=id))], [*pipes.theirs, file])
         finally:
             os.close(file)
 
-    def _order(self, order: contract.Order) -> None:
+    def _order(self, order: Order) -> None:
         """If it cannot be told any more, it is ending."""
         try:
-            self._orders.send(contract.encode_order(order))
+            self._orders.send(encode_order(order))
         except BlockingIOError:  # hundreds of orders that it has not read
             self._give_up()
         except OSError:
@@ -188,7 +190,7 @@ class Nursery:
             self._reaps[pid] = tell
             self._reap_adopted(pid)
             return
-        self._order(contract.Reap(pid=pid))
+        self._order(Reap(pid=pid))
         if self.is_silent:
             self._reaps[pid] = tell
             self._do_without()
@@ -226,7 +228,7 @@ class Nursery:
         if self.child.exited.done() or self._timer is not before:
             return
         if not self._owes:
-            self._order(contract.Call())
+            self._order(Call())
             self._is_called = True
             self._arm()
         elif late > LATE:  # we slept, or were stopped, and perhaps it was, too
@@ -266,28 +268,28 @@ class Nursery:
             log.error("the nursery (process %d) does not answer and is killed, with its workers", self.pid)
             self.child.kill()
 
-    def _hear(self, event: contract.Event) -> None:
+    def _hear(self, event: Event) -> None:
         if self.is_silent:
             self.is_silent = False
             log.warning("the nursery (process %d) answers again", self.pid)
         match event:
-            case contract.Warm():
+            case Warm():
                 if not self.is_warm:
                     log.info("the nursery (process %d) is warm: workers are forked from now on", self.pid)
                 self.is_warm = True
                 self._on_warm()
-            case contract.Born() if (answer := self._births.pop(event.id, None)) and not answer.done():
+            case Born() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 self._born.add(event.pid)
                 answer.set_result(event.pid)
-            case contract.Born():  # whoever wanted it gave up: it finds the end of its stdin, and ends
+            case Born():  # whoever wanted it gave up: it finds the end of its stdin, and ends
                 self._reap(event.pid, lambda code: None)
-            case contract.Refused() if (answer := self._births.pop(event.id, None)) and not answer.done():
+            case Refused() if (answer := self._births.pop(event.id, None)) and not answer.done():
                 answer.set_exception(NurseryRefused(event.why))
-            case contract.Exited():
+            case Exited():
                 self._zombies.discard(event.pid)
                 if tell := self._reaps.pop(event.pid, None):
                     tell(event.code)
-            case contract.Here():
+            case Here():
                 self._is_called = False
         self._arm()
 
@@ -312,7 +314,7 @@ class Nursery:
         else:
             code = os.waitstatus_to_exitcode(status)
             # where the kernel had not heard yet whom to end with the nursery, it has seen for itself that it lost it
-            tell(KILLED if code == contract.Exit.ORPHANED else code)
+            tell(KILLED if code == Exit.ORPHANED else code)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from router.launchers import orphans
-from worker import contract
+from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Request, decode
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ _FIELDS: Mapping[type, tuple[tuple[str, frozenset[type], Any], ...]] = {
         for name, hint in get_type_hints(kind).items()
         if get_origin(hint) not in (None, UnionType)
     )
-    for kind in get_args(contract.Event)
+    for kind in get_args(Event)
 }
 """Of each kind of event: name, types that are right at a glance, and the hint, of every field."""
 
@@ -217,14 +217,14 @@ class Child:
         self._reap = reap
         self._loop = asyncio.get_running_loop()
         self._stdin = pipes.stdin
-        self._events, self._lines = pipes.stdout, Lines(contract.MAX_EVENT_BYTES)
+        self._events, self._lines = pipes.stdout, Lines(MAX_EVENT_BYTES)
         self._stderr, self._text = pipes.stderr, Lines(MAX_LOG_BYTES)
         self._reads: dict[int, Callable[[bytes], None]] = {self._events: self._heard, self._stderr: self._logged}
         self.pid = pid
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """The exit code, negative for a signal, once it is reaped."""
-        self.on_event: Callable[[contract.Event], None] = lambda event: None
-        self.failed: contract.Failed | None = None
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self.failed: Failed | None = None
         """The cause, if it gave one."""
         self._has_ended = False
         self._one_ended = False
@@ -427,8 +427,8 @@ class Child:
         if pipe == self._stderr:
             self._log.add(line, self._loop.time())
             return
-        if len(line) > contract.MAX_EVENT_BYTES:
-            bound = contract.MAX_EVENT_BYTES
+        if len(line) > MAX_EVENT_BYTES:
+            bound = MAX_EVENT_BYTES
             self._log.note(f"skipped a line on stdout of more than {bound} bytes", self._loop.time())
             return
         event = _decode(line)
@@ -436,16 +436,16 @@ class Child:
             start = line[:200].decode(errors="replace")
             self._log.note(f"skipped a line on stdout that is no event: {start}", self._loop.time())
             return
-        if type(event) is contract.Request:
+        if type(event) is Request:
             self._one_ended = True
-        elif isinstance(event, contract.Failed):
+        elif isinstance(event, Failed):
             self.failed = event
         self.on_event(event)
 
 
 _ENDED = b'{"event":"request",'
 """How the event begins that comes with every request, and that is read without a detour."""
-_ENDED_DECODER = msgspec.json.Decoder(contract.Request)
+_ENDED_DECODER = msgspec.json.Decoder(Request)
 
 
 def _folder() -> str | None:
@@ -458,18 +458,18 @@ def _folder() -> str | None:
     return None
 
 
-def _decode(line: bytes) -> contract.Event | None:
+def _decode(line: bytes) -> Event | None:
     """The event in `line`, all of whose fields have the types that they should have; None if there is none."""
     if line.startswith(_ENDED):
         try:
             return _ENDED_DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-    event = contract.decode(line)
+    event = decode(line)
     return event if event is not None and _is_sound(event) else None
 
 
-def _is_sound(event: contract.Event) -> bool:
+def _is_sound(event: Event) -> bool:
     """Whether every field of a decoded event has the type that it should have."""
     for name, kinds, hint in _FIELDS[type(event)]:
         value = getattr(event, name)

@@ -20,8 +20,10 @@ from router.launchers.vitals import Verdict, Vitals
 from router.launchers.watching import Watch
 from router.ledger import HOST, Bytes, DeviceId
 from router.wire import Wire, WireError
-from worker import contract
-from worker.routes import TOKEN_HEADER
+from worker.protocol.argv import Serve
+from worker.protocol.events import Event, Prepared, Pulse, Ready, Request
+from worker.protocol.headers import TOKEN_HEADER
+from worker.protocol.orders import Go, encode_go
 
 log = logging.getLogger("router.launchers")
 
@@ -38,7 +40,7 @@ class LocalWorker:
     def __init__(
         self,
         program: Program,
-        command: contract.Serve,
+        command: Serve,
         child: Child,
         names: Mapping[str, DeviceId],
         socket: Path,
@@ -69,7 +71,7 @@ class LocalWorker:
         self._loop = loop
         self.forked = forked
         self._began = began
-        self._ready: asyncio.Future[contract.Ready] = loop.create_future()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
         self._lost: asyncio.Future[WorkerLost] = loop.create_future()
         self._serving = False
         self._vitals = Vitals(loop.time(), start_timeout=program.start_timeout, stall_timeout=program.stall_timeout)
@@ -78,7 +80,7 @@ class LocalWorker:
         child.exited.add_done_callback(self._exited)
 
     @property
-    def ready(self) -> contract.Ready:
+    def ready(self) -> Ready:
         return self._ready.result()
 
     async def lost(self) -> WorkerLost:
@@ -108,8 +110,8 @@ class LocalWorker:
         self.names = names
         self.measured.clear()
         self._vitals.go(self._loop.time())
-        go = contract.Go(devices=list(model_devices(names)), reserved=reserved, visible=visible)
-        self._child.send(contract.encode_go(go))
+        go = Go(devices=list(model_devices(names)), reserved=reserved, visible=visible)
+        self._child.send(encode_go(go))
 
     async def end(self) -> None:
         """Returns once nothing is sent to it any more and, if it served and lives, it has stopped in good order."""
@@ -148,28 +150,28 @@ class LocalWorker:
             await asyncio.wait({self._lost}, timeout=DYING)  # if it has died, then that is the reason to tell
             raise WorkerLost(f"{self._program.model}: the worker said that it is ready, but {problem}", cause="crashed")
 
-    def _hear(self, event: contract.Event) -> None:
-        if type(event) is contract.Request:  # says nothing of its health
+    def _hear(self, event: Event) -> None:
+        if type(event) is Request:  # says nothing of its health
             self._listen(event)
             return
         match event:
-            case contract.Ready() if event.address != self._address:
+            case Ready() if event.address != self._address:
                 log.warning("%s: skipped a ready for %s, which is not its socket", self._program.worker, event.address)
                 return
-            case contract.Ready() if self._ready.done():
+            case Ready() if self._ready.done():
                 log.warning("%s: skipped a second ready", self._program.worker)
                 return
-            case contract.Ready():
+            case Ready():
                 self._measure(event.measured)
                 self._count(event.mapped)
                 birth = max(0.0, self._loop.time() - self._began - sum(event.seconds.values()))
                 self._ready.set_result(
                     replace(event, seconds={"fork" if self.forked else "exec": birth, **event.seconds})
                 )
-            case contract.Pulse():
+            case Pulse():
                 self._measure(event.measured)
                 self._count(event.mapped)
-            case contract.Prepared() if not self._prepared.done():
+            case Prepared() if not self._prepared.done():
                 self._measure(event.measured)
                 self._prepared.set_result(None)
         self._vitals.hear(event, self._loop.time())
@@ -222,7 +224,7 @@ class LocalStandby:
     async def lost(self) -> WorkerLost:
         return await self._worker.lost()
 
-    async def go(self, command: contract.Serve, place: Bytes) -> LocalWorker:
+    async def go(self, command: Serve, place: Bytes) -> LocalWorker:
         names = device_names(place)
         self._claim.give(place)
         self._worker.go(names, reserved=command.reserved, visible=self._visible(names))

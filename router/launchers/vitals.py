@@ -6,7 +6,7 @@ Law: PURE; time is an argument, in seconds of a monotonic clock. Time in which n
 from dataclasses import dataclass
 from typing import Literal
 
-from worker import contract
+from worker.protocol.events import Event, Prepared, Progress, Pulse
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Vitals:
         self._start_timeout = start_timeout
         self._stall_timeout = stall_timeout
         self._repeats_count = repeats_count
-        self._said: dict[type[contract.Event], contract.Event] = {}
+        self._said: dict[type[Event], Event] = {}
         self._stage = ""
         self._serving = False
         self._stands_by = False
@@ -43,15 +43,15 @@ class Vitals:
     def shortest_timeout(self) -> float:
         return min(self._start_timeout, self._stall_timeout)
 
-    def hear(self, event: contract.Event, now: float) -> None:
+    def hear(self, event: Event, now: float) -> None:
         if self._repeats_count or self._said.get(type(event)) != event:
             self._progress_at = now
         self._said[type(event)] = event
-        if isinstance(event, contract.Progress):
+        if isinstance(event, Progress):
             self._stage = f"{event.stage}, {event.done} of {event.total}" if event.total else event.stage
-        if isinstance(event, contract.Prepared):
+        if isinstance(event, Prepared):
             self._stands_by = True
-        if isinstance(event, contract.Pulse):
+        if isinstance(event, Pulse):
             self._pulse_at = now
             if event.steps != self._steps or not event.running:
                 self._step_at = now

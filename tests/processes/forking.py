@@ -18,9 +18,10 @@ from router.launchers.nursery import Nursery
 from router.launchers.serving import LocalStandby, LocalWorker
 from router.ledger import Bytes
 from tests.fakes import DEADLINE
-from worker import contract
+from worker.protocol.argv import Estimate, Serve
+from worker.protocol.events import Estimated
 
-Model = TypeVar("Model", contract.Serve, contract.Estimate)
+Model = TypeVar("Model", Serve, Estimate)
 
 
 class ForkingLauncher(LocalLauncher):
@@ -42,18 +43,16 @@ class ForkingLauncher(LocalLauncher):
             return self.nursery
 
     @asynccontextmanager
-    async def serve(
-        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
-    ) -> AsyncIterator[LocalWorker]:
+    async def serve(self, program: Program, command: Serve, place: Bytes, listen: Listen) -> AsyncIterator[LocalWorker]:
         async with super().serve(*self._moved(program, command), place, listen) as worker:
             yield worker
 
     @asynccontextmanager
-    async def prepare(self, program: Program, command: contract.Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
+    async def prepare(self, program: Program, command: Serve, listen: Listen) -> AsyncIterator[LocalStandby]:
         async with super().prepare(*self._moved(program, command), listen) as standby:
             yield standby
 
-    async def estimate(self, program: Program, command: contract.Estimate) -> contract.Estimated:
+    async def estimate(self, program: Program, command: Estimate) -> Estimated:
         return await super().estimate(*self._moved(program, command))
 
     def _moved(self, program: Program, command: Model) -> tuple[Program, Model]:

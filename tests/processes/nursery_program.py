@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy.random  # it draws its seed when it is imported
 
-from worker import contract, leash, nursery
+from worker import leash, nursery
+from worker.protocol.argv import Download, Estimate, Nursery, from_argv
+from worker.protocol.events import Estimated, Progress
 
 STAY = "stay"
 """As --config-override: end only with the leash."""
@@ -57,24 +59,24 @@ def _kind(number: int) -> str:
 
 
 def run(argv: list[str]) -> NoReturn:
-    command = contract.from_argv(argv)
-    assert not isinstance(command, contract.Download | contract.Nursery)
+    command = from_argv(argv)
+    assert not isinstance(command, Download | Nursery)
     found = facts()
     tied = leash.take(leashed=command.leashed, spawner=command.spawner)
     found["oom after"] = int(Path("/proc/self/oom_score_adj").read_text())
     found["cmdline"] = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     found["luck"] = luck()
-    tied.say(contract.Progress(stage=json.dumps(found)))
-    if isinstance(command, contract.Estimate) and command.config_override == STAY:
+    tied.say(Progress(stage=json.dumps(found)))
+    if isinstance(command, Estimate) and command.config_override == STAY:
         threading.Event().wait()
-    tied.say(contract.Estimated(weights=[1], context=[], compute=[], runtime=[]))
+    tied.say(Estimated(weights=[1], context=[], compute=[], runtime=[]))
     os._exit(0)
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    order = contract.from_argv(words)
-    if isinstance(order, contract.Nursery):
+    order = from_argv(words)
+    if isinstance(order, Nursery):
         if os.environ.get("NURSERY_HAS") == "thread":
             threading.Thread(target=threading.Event().wait, daemon=True).start()
         if "NURSERY_CUDA" in os.environ:

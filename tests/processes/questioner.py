@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from router.answers import COMPONENTS
+from router.openapi import COMPONENTS
 from tests import tiny
 from tests.processes.routers import ROOT
 

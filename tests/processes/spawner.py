@@ -18,7 +18,7 @@ from router.launchers.local import LocalLauncher
 from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
 from tests.processes.asking import asked
 from tests.processes.forking import ForkingLauncher
-from worker import contract
+from worker.protocol.argv import Download, Estimate, Serve
 
 KILLS_ITS_PARENT = (
     "import os, runpy, sys; os.kill(os.getppid(), 9); "
@@ -38,15 +38,15 @@ async def main(folder: Path, plan: dict[str, Any]) -> None:
         if isinstance(launcher, ForkingLauncher):
             say(f"nursery {(await launcher.warmed()).pid}")
         if plan["verb"] == "download":
-            await launcher.download(program, contract.Download(repo="org/m"), lambda event: None)
+            await launcher.download(program, Download(repo="org/m"), lambda event: None)
         elif plan["verb"] == "estimate":
-            await launcher.estimate(program, contract.Estimate(snapshot="/"))
+            await launcher.estimate(program, Estimate(snapshot="/"))
         else:
             await serve(launcher, program, plan)
 
 
 async def serve(launcher: LocalLauncher, program: Any, plan: dict[str, Any]) -> None:
-    command = contract.Serve(snapshot="/", listen="", name="m")
+    command = Serve(snapshot="/", listen="", name="m")
     async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
         say("ready")
         if "request" in plan:

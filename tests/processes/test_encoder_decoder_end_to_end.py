@@ -10,7 +10,8 @@ import torch
 from tests import tiny
 from tests.children import Child, python
 from tests.worker.loaded import generated, reference
-from worker import contract
+from worker.protocol.argv import Serve, to_argv
+from worker.protocol.events import Ready
 
 pytestmark = pytest.mark.slow
 DEADLINE = 240.0
@@ -24,9 +25,9 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(snapshot: Path) -> Iterator[str]:
-    command = contract.Serve(snapshot=str(snapshot), listen="tcp:127.0.0.1:0", parallel=2)
-    with Child(python("-m", "worker", *contract.to_argv(command))) as worker:
-        yield worker.event(contract.Ready, DEADLINE).address.replace("tcp:", "http://")
+    command = Serve(snapshot=str(snapshot), listen="tcp:127.0.0.1:0", parallel=2)
+    with Child(python("-m", "worker", *to_argv(command))) as worker:
+        yield worker.event(Ready, DEADLINE).address.replace("tcp:", "http://")
 
 
 def test_a_completion_is_the_text_that_generate_gives(snapshot: Path, url: str) -> None:

@@ -20,7 +20,8 @@ from router.limits import Limits
 from router.proxy import Pace
 from router.settings import Key, digest
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
-from worker.routes import ERRORS, Face, Trouble, error_body
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import ERRORS, Trouble, error_body
 
 HI: Any = [{"role": "user", "content": "hi"}]
 OPENAI: dict[int, type[Exception]] = {
@@ -121,7 +122,7 @@ async def by_ollama_in_a_thread(up: World) -> None:
         await asyncio.to_thread(client.generate, "a", "hi")
 
 
-def refusal(row: Trouble, face: Face) -> bytes:
+def refusal(row: Trouble, face: Dialect) -> bytes:
     """A worker's answer with the first reason of a row."""
     body = json.dumps(
         error_body(face, status=row.status, type=row.type, reason=row.reasons[0], message="so it is", param="x")
@@ -135,19 +136,19 @@ def refusal(row: Trouble, face: Face) -> bytes:
 @pytest.mark.parametrize(
     ("ask", "face", "classes", "otherwise"),
     [
-        (by_openai, Face.OPENAI, OPENAI, openai.APIStatusError),
-        (by_openai_streaming, Face.OPENAI, OPENAI, openai.APIStatusError),
-        (by_responses, Face.RESPONSES, OPENAI, openai.APIStatusError),
-        (by_openai_in_a_thread, Face.OPENAI, OPENAI, openai.APIStatusError),
-        (by_anthropic, Face.ANTHROPIC, ANTHROPIC, anthropic.APIStatusError),
-        (by_anthropic_in_a_thread, Face.ANTHROPIC, ANTHROPIC, anthropic.APIStatusError),
-        (by_ollama, Face.OLLAMA, {}, ollama.ResponseError),
-        (by_ollama_in_a_thread, Face.OLLAMA, {}, ollama.ResponseError),
+        (by_openai, Dialect.OPENAI, OPENAI, openai.APIStatusError),
+        (by_openai_streaming, Dialect.OPENAI, OPENAI, openai.APIStatusError),
+        (by_responses, Dialect.RESPONSES, OPENAI, openai.APIStatusError),
+        (by_openai_in_a_thread, Dialect.OPENAI, OPENAI, openai.APIStatusError),
+        (by_anthropic, Dialect.ANTHROPIC, ANTHROPIC, anthropic.APIStatusError),
+        (by_anthropic_in_a_thread, Dialect.ANTHROPIC, ANTHROPIC, anthropic.APIStatusError),
+        (by_ollama, Dialect.OLLAMA, {}, ollama.ResponseError),
+        (by_ollama_in_a_thread, Dialect.OLLAMA, {}, ollama.ResponseError),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_every_row_is_an_exception_of_the_client(
-    ask: Asking, face: Face, classes: dict[int, type[Exception]], otherwise: type[Exception], tmp_path: Path
+    ask: Asking, face: Dialect, classes: dict[int, type[Exception]], otherwise: type[Exception], tmp_path: Path
 ) -> None:
     rows = iter(ERRORS)
 
@@ -161,10 +162,10 @@ async def test_every_row_is_an_exception_of_the_client(
                 await ask(up)
             error: Any = caught.value
             assert error.status_code == row.status
-            if face in (Face.OPENAI, Face.RESPONSES):
+            if face in (Dialect.OPENAI, Dialect.RESPONSES):
                 assert (str(error.code), error.param, error.type) == (str(row.status), "x", row.type)
                 assert error.body["reason"] == row.reasons[0]
-            if face is Face.ANTHROPIC and row.status < 500:
+            if face is Dialect.ANTHROPIC and row.status < 500:
                 assert error.body["error"]["type"] == row.type
 
 
@@ -325,18 +326,18 @@ async def ollama_first(up: World) -> AsyncIterator[Any]:
 
 
 CLIENTS = {
-    Face.OPENAI: (
+    Dialect.OPENAI: (
         openai_first,
         STREAM,
         b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"a","choices":[]}\n\n',
     ),
-    Face.ANTHROPIC: (
+    Dialect.ANTHROPIC: (
         anthropic_first,
         STREAM,
         b'event: ping\ndata: {"type":"ping"}\n\nevent: content_block_stop\n'
         b'data: {"type":"content_block_stop","index":0}\n\n',
     ),
-    Face.OLLAMA: (
+    Dialect.OLLAMA: (
         ollama_first,
         STREAM.replace(b"text/event-stream", b"application/x-ndjson"),
         b'{"model":"a","created_at":"2026-01-01T00:00:00Z","message":{"role":"assistant","content":"w"},"done":false}\n',
@@ -348,7 +349,7 @@ CLIENTS = {
 @pytest.mark.parametrize("face", CLIENTS)
 @pytest.mark.parametrize("how", ["closes", "times out"])
 async def test_who_leaves_a_stream_stops_the_worker_and_gives_the_lease_back(
-    face: Face, how: str, tmp_path: Path
+    face: Dialect, how: str, tmp_path: Path
 ) -> None:
     opening, head, first = CLIENTS[face]
     gone = asyncio.Event()
@@ -374,7 +375,7 @@ async def test_who_leaves_a_stream_stops_the_worker_and_gives_the_lease_back(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("face", CLIENTS)
-async def test_who_is_tired_of_waiting_for_a_load_leaves_the_queue(face: Face, tmp_path: Path) -> None:
+async def test_who_is_tired_of_waiting_for_a_load_leaves_the_queue(face: Dialect, tmp_path: Path) -> None:
     opening, _, _ = CLIENTS[face]
     async with world(tmp_path, holding, load_seconds=30) as up:
         with pytest.raises(TIRED):

@@ -16,7 +16,8 @@ from router.facts import Checkpoint, compute_dtype, effective_ctx, embeds
 from router.presets import Preset
 from tests import tiny
 from tests.children import Child, python
-from worker import contract
+from worker.protocol.argv import Estimate, Serve, to_argv
+from worker.protocol.events import Ready
 
 pytestmark = pytest.mark.slow  # torch is imported, here or in the workers
 
@@ -74,7 +75,7 @@ def test_a_worker_stays_within_its_static_estimate_and_near_it(name: str, tmp_pa
 
 def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: Sequence[int]) -> int:
     """Highest resident bytes of a worker that was sent `prompts`, by their lengths, all at once."""
-    command = contract.Serve(
+    command = Serve(
         snapshot=str(folder),
         listen="tcp:127.0.0.1:0",
         ctx_size=effective_ctx(facts, preset),
@@ -83,8 +84,8 @@ def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: S
         dtype=preset.dtype,
     )
     is_embedder = embeds(facts, preset)
-    with Child(python("-m", "worker", *contract.to_argv(command))) as worker, ThreadPoolExecutor(len(prompts)) as pool:
-        url = worker.event(contract.Ready, DEADLINE).address.replace("tcp:", "http://")
+    with Child(python("-m", "worker", *to_argv(command))) as worker, ThreadPoolExecutor(len(prompts)) as pool:
+        url = worker.event(Ready, DEADLINE).address.replace("tcp:", "http://")
 
         def ask(length: int) -> None:
             tokens = [5] * length
@@ -133,7 +134,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
 
     folder, preset = snapshots[family], Preset(id="m", ctx_size=100, parallel=3)
     facts = checkpoint.read(folder)
-    options = contract.Estimate(snapshot=str(folder))
+    options = Estimate(snapshot=str(folder))
     config = loader.load_config(options)
     assert embeds(facts, preset) == loader.is_embedder(options, config)
     stored = loader.resolve_dtype("auto", config.dtype, torch.device("cpu"))
@@ -142,7 +143,7 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
         assert facts.max_positions == architectures.positions(config)
         assert facts.aligned == (architectures.backend(config) == "aligned")
         model = loader.load_model(options, config, None, lambda event: None).model
-        asked = contract.Estimate(snapshot=str(folder), parallel=3)
+        asked = Estimate(snapshot=str(folder), parallel=3)
         cache = exact.make_runner(model, config, asked, 100)[0].bytes
         estimated = context_bytes(facts, preset, 100, on_host=True)
         # of states it knows the outer sizes, and not every model's convolution

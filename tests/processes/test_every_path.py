@@ -14,7 +14,7 @@ import pytest
 from router.access import Access
 from router.settings import Key, digest
 from tests.processes.upstreams import BODY, PATH, World, request, respond, world
-from worker.routes import ROUTES, Route
+from worker.protocol.routes import ROUTES, Route
 
 METHODS = {"GET", "POST", "PUT", "DELETE"}
 ENDLESS = {"models_sse", "events", "logs_sse"}

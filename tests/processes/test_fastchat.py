@@ -12,7 +12,8 @@ import pytest
 
 from router.proxy import Pace
 from tests.processes.upstreams import END, Upstream, World, chunk, world
-from worker.routes import Face, error_body
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import error_body
 
 BEGIN = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 PATH = "/worker_generate_stream"
@@ -112,8 +113,8 @@ async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
 
 def test_what_has_no_room_is_fastchats_out_of_memory() -> None:
     told: Any = {"type": "x", "message": "m"}
-    assert error_body(Face.FASTCHAT, status=507, reason="does_not_fit", **told) == {"error_code": 50002, "text": "m"}
-    assert error_body(Face.FASTCHAT, status=502, reason="worker_crashed", **told)["error_code"] == 50001
+    assert error_body(Dialect.FASTCHAT, status=507, reason="does_not_fit", **told) == {"error_code": 50002, "text": "m"}
+    assert error_body(Dialect.FASTCHAT, status=502, reason="worker_crashed", **told)["error_code"] == 50001
 
 
 async def test_a_workers_refusal_in_a_frame_keeps_its_status_and_fails_a_stream_that_has_begun(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.processes.upstreams import (
     until,
     world,
 )
-from worker.routes import ROUTES
+from worker.protocol.routes import ROUTES
 
 ODD = b"Sec-Fetch-Site: none\r\n"
 """Makes a request one of aiohttp's, and means nothing."""

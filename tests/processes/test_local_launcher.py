@@ -38,7 +38,9 @@ from tests.fakes import (
 )  # fmt: skip
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher
-from worker import contract
+from worker.protocol.argv import Download, Estimate, Serve
+from worker.protocol.events import Event, Progress, Pulse, Ready
+from worker.protocol.exits import Exit
 
 SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
 PLACE: Bytes = {CPU: 64 * MIB}
@@ -91,7 +93,7 @@ def modes(folder: Path) -> dict[str, int]:
     return {file.name.rpartition(".")[2]: stat.S_IMODE(file.stat().st_mode) for file in (folder, *folder.iterdir())}
 
 
-def ignore(event: contract.Event) -> None:
+def ignore(event: Event) -> None:
     pass
 
 
@@ -103,7 +105,7 @@ def as_launcher(launcher: LocalLauncher) -> Launcher:
 def serve(
     launcher: LocalLauncher, program: Program, *, place: Bytes = PLACE, listen: Listen = ignore
 ) -> AbstractAsyncContextManager[LocalWorker]:
-    return launcher.serve(program, contract.Serve(snapshot="/", listen="", name=program.model), place, listen)
+    return launcher.serve(program, Serve(snapshot="/", listen="", name=program.model), place, listen)
 
 
 def post(worker: LocalWorker, body: dict[str, Any], *, token: str = "") -> AbstractAsyncContextManager[Exchange]:
@@ -161,9 +163,9 @@ async def test_no_secret_reaches_a_worker_and_no_token_its_command_line(
 async def test_only_a_download_gets_the_hub_token(launcher: LocalLauncher, tmp_path: Path) -> None:
     file = tmp_path / "environ"
     program = fake_program("m", environ_file=str(file))
-    await launcher.download(program, contract.Download(repo="org/m", cache=str(tmp_path)), ignore)
+    await launcher.download(program, Download(repo="org/m", cache=str(tmp_path)), ignore)
     assert json.loads(file.read_text())["HF_TOKEN"] == "hf_given"
-    await launcher.estimate(program, contract.Estimate(snapshot="/"))
+    await launcher.estimate(program, Estimate(snapshot="/"))
     assert "HF_TOKEN" not in json.loads(file.read_text())
 
 
@@ -179,10 +181,10 @@ async def test_a_place_is_told_by_uuid_and_a_measurement_comes_back_by_device(la
 
 
 async def test_a_pulse_brings_a_new_measurement(launcher: LocalLauncher) -> None:
-    pulses: asyncio.Queue[contract.Event] = asyncio.Queue()
+    pulses: asyncio.Queue[Event] = asyncio.Queue()
     program = fake_program("m", pulse_interval=0.05)
     async with serve(launcher, program, listen=pulses.put_nowait) as worker:
-        while not isinstance(pulse := await pulses.get(), contract.Pulse):
+        while not isinstance(pulse := await pulses.get(), Pulse):
             pass
         assert worker.measured == {CPU: pulse.measured["cpu"]}
 
@@ -201,11 +203,11 @@ async def test_leaving_waits_until_the_driver_has_settled(launcher: LocalLaunche
 @pytest.mark.parametrize(
     ("code", "cause", "memory", "final"),
     [
-        (contract.Exit.USAGE, "load_failed", "", True),
-        (contract.Exit.UNUSABLE, "load_failed", "", True),
-        (contract.Exit.DEVICE_MEMORY, "oom", "device", False),
-        (contract.Exit.POISONED, "crashed", "", False),
-        (contract.Exit.HOST_MEMORY, "oom", "host", False),
+        (Exit.USAGE, "load_failed", "", True),
+        (Exit.UNUSABLE, "load_failed", "", True),
+        (Exit.DEVICE_MEMORY, "oom", "device", False),
+        (Exit.POISONED, "crashed", "", False),
+        (Exit.HOST_MEMORY, "oom", "host", False),
         (1, "crashed", "", False),
         (0, "crashed", "", False),
         (-signal.SIGSEGV, "crashed", "", False),
@@ -234,9 +236,9 @@ async def test_an_interpreter_that_is_missing_is_named(launcher: LocalLauncher) 
 
 
 async def test_garbage_on_stdout_is_skipped(launcher: LocalLauncher, caplog: pytest.LogCaptureFixture) -> None:
-    heard: asyncio.Queue[contract.Event] = asyncio.Queue()
+    heard: asyncio.Queue[Event] = asyncio.Queue()
     async with serve(launcher, fake_program("noisy"), listen=heard.put_nowait) as worker:
-        assert [type(await heard.get()) for _ in range(2)] == [contract.Ready, contract.Pulse]
+        assert [type(await heard.get()) for _ in range(2)] == [Ready, Pulse]
         assert worker.ready.address.startswith("unix:")
         assert worker.ready.n_ctx == 8192
     for part in ("more than 1048576 bytes", "unheard_of", "which is not its socket", "a second ready"):
@@ -404,7 +406,7 @@ async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
 @pytest.mark.slow
 @EXECUTED
 async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLauncher) -> None:
-    pulses: asyncio.Queue[contract.Event] = asyncio.Queue()
+    pulses: asyncio.Queue[Event] = asyncio.Queue()
     program = fake_program("m", stall_timeout=1.0, pulse_interval=0.05)
     async with serve(launcher, program, listen=pulses.put_nowait) as worker:
         os.kill(worker.pid, signal.SIGSTOP)  # as when a whole machine is held
@@ -422,18 +424,18 @@ async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLa
 
 
 async def test_a_download_tells_its_progress_and_its_folder(launcher: LocalLauncher, tmp_path: Path) -> None:
-    heard: list[contract.Event] = []
-    command = contract.Download(repo="org/m", cache=str(tmp_path))
+    heard: list[Event] = []
+    command = Download(repo="org/m", cache=str(tmp_path))
     found = await launcher.download(fake_program("m", load_steps=3), command, heard.append)
     assert found == str(tmp_path / "org--m")
-    assert [event.done for event in heard if isinstance(event, contract.Progress)] == [0, 1, 2]
+    assert [event.done for event in heard if isinstance(event, Progress)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("code", [contract.Exit.UNUSABLE, contract.Exit.NETWORK, contract.Exit.DISK_FULL, 1])
+@pytest.mark.parametrize("code", [Exit.UNUSABLE, Exit.NETWORK, Exit.DISK_FULL, 1])
 async def test_a_failed_download_says_why(launcher: LocalLauncher, code: int) -> None:
     program = fake_program("m", die_at_start=code, message="404 Not Found")
     with pytest.raises(WorkerLost) as lost:
-        await launcher.download(program, contract.Download(repo="org/m"), ignore)
+        await launcher.download(program, Download(repo="org/m"), ignore)
     assert (lost.value.cause, lost.value.exit) == ("download_failed", code)
     assert lost.value.message.startswith(f"m: the download ended with exit code {code:d}")
     assert lost.value.message.endswith(": 404 Not Found")
@@ -441,7 +443,7 @@ async def test_a_failed_download_says_why(launcher: LocalLauncher, code: int) ->
 
 async def test_a_cancelled_download_is_killed_at_once(launcher: LocalLauncher, journal: Journal) -> None:
     program = fake_program("deaf", ignore_sigterm=True, journal=journal.path)
-    downloading = asyncio.create_task(launcher.download(program, contract.Download(repo="org/m"), ignore))
+    downloading = asyncio.create_task(launcher.download(program, Download(repo="org/m"), ignore))
     pid = await journal.pid()
     downloading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -461,27 +463,27 @@ async def test_silence_ends_a_download_and_time_an_estimate(folder: Path) -> Non
     ) as launcher:
         busy = fake_program("m", load_steps=30, load_interval=0.05)
         with pytest.raises(WorkerLost) as late:
-            await launcher.estimate(busy, contract.Estimate(snapshot="/"))
+            await launcher.estimate(busy, Estimate(snapshot="/"))
         assert late.value.cause == "load_timeout"
-        await launcher.download(busy, contract.Download(demo="m", target=str(folder)), ignore)
+        await launcher.download(busy, Download(demo="m", target=str(folder)), ignore)
         with pytest.raises(WorkerLost) as silent:
-            await launcher.download(fake_program("m", deaf=True), contract.Download(demo="m"), ignore)
+            await launcher.download(fake_program("m", deaf=True), Download(demo="m"), ignore)
         assert silent.value.cause == "download_failed"
 
 
 async def test_an_estimate_is_what_the_worker_says(launcher: LocalLauncher, tmp_path: Path) -> None:
     snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
-    answer = await launcher.estimate(fake_program("m"), contract.Estimate(snapshot=str(snapshot)))
+    answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(snapshot)))
     assert (answer.weights, answer.host) == ([7], 5)
 
 
 async def test_estimates_are_made_one_at_a_time(launcher: LocalLauncher, journal: Journal) -> None:
     """Their memory is charged to nobody, so there may not be much of it."""
     endless = fake_program("first", deaf=True, journal=journal.path)
-    first = asyncio.create_task(launcher.estimate(endless, contract.Estimate(snapshot="/")))
+    first = asyncio.create_task(launcher.estimate(endless, Estimate(snapshot="/")))
     await journal.pid()
-    second = asyncio.create_task(launcher.estimate(fake_program("second"), contract.Estimate(snapshot="/")))
-    await launcher.download(fake_program("beside"), contract.Download(repo="org/m"), ignore)  # as long as an estimate
+    second = asyncio.create_task(launcher.estimate(fake_program("second"), Estimate(snapshot="/")))
+    await launcher.download(fake_program("beside"), Download(repo="org/m"), ignore)  # as long as an estimate
     assert not second.done()
     first.cancel()
     assert (await second).weights == [64 << 20]
@@ -490,7 +492,7 @@ async def test_estimates_are_made_one_at_a_time(launcher: LocalLauncher, journal
 
 async def test_a_process_that_says_nothing_is_lost_though_it_ends_well(launcher: LocalLauncher) -> None:
     with pytest.raises(WorkerLost, match="although nobody asked it to"):
-        await launcher.estimate(fake_program("m", die_at_start=0), contract.Estimate(snapshot="/"))
+        await launcher.estimate(fake_program("m", die_at_start=0), Estimate(snapshot="/"))
 
 
 # The launcher itself
@@ -666,10 +668,10 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextManager[LocalStandby]:
-    return launcher.prepare(program, contract.Serve(snapshot="/", listen="", name=program.model), ignore)
+    return launcher.prepare(program, Serve(snapshot="/", listen="", name=program.model), ignore)
 
 
-GO = contract.Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
+GO = Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
 
 
 async def test_a_standby_is_told_its_devices_only_when_it_goes(launcher: LocalLauncher, journal: Journal) -> None:

@@ -22,7 +22,9 @@ from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, en
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
 from tests.processes.nursery_program import STAY
-from worker import contract
+from worker.protocol.argv import Estimate, Serve, to_argv
+from worker.protocol.events import Event, Here, Progress
+from worker.protocol.exits import Exit
 
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("nursery_program.py")))
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -63,19 +65,19 @@ async def nursing(
 
 async def told(child: Child, token: str = "a-token-of-this-test") -> dict[str, Any]:
     """What the program says of itself, once it has ended well."""
-    said: asyncio.Queue[contract.Event] = asyncio.Queue()
+    said: asyncio.Queue[Event] = asyncio.Queue()
     child.on_event = said.put_nowait
     child.send_token(token)
     async with asyncio.timeout(DEADLINE):
         event = await said.get()
-        assert isinstance(event, contract.Progress)
+        assert isinstance(event, Progress)
         assert await child.exited == 0
     found: dict[str, Any] = json.loads(event.stage)
     return found
 
 
 def estimate(spawner: int) -> list[str]:
-    return contract.to_argv(contract.Estimate(snapshot="/a b", leashed=True, spawner=spawner))
+    return to_argv(Estimate(snapshot="/a b", leashed=True, spawner=spawner))
 
 
 ENV = {
@@ -95,7 +97,7 @@ async def staying(nursery: Nursery) -> Child:
     """A forked one that has its token, has said something and goes on."""
     argv = [*estimate(nursery.pid), f"--config-override={STAY}"]
     child = await nursery.spawn(argv, ENV, name="m#1", log=Log("m", "m#1"))
-    said: asyncio.Queue[contract.Event] = asyncio.Queue()
+    said: asyncio.Queue[Event] = asyncio.Queue()
     child.on_event = said.put_nowait
     child.send_token("a-token-of-this-test")
     await said.get()
@@ -161,7 +163,7 @@ async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None
         async with asyncio.timeout(DEADLINE):
             child = await staying(nursery)
             cut(child)
-            assert await child.exited == contract.Exit.ORPHANED
+            assert await child.exited == Exit.ORPHANED
         assert not nursery.child.exited.done()
 
 
@@ -230,7 +232,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
 
 @asynccontextmanager
 async def serving(launcher: LocalLauncher, number: int = 1, **wrong: Any) -> AsyncIterator[LocalWorker]:
-    command = contract.Serve(snapshot="/", listen="", name="m")
+    command = Serve(snapshot="/", listen="", name="m")
     async with launcher.serve(
         fake_program("m", number=number, **wrong), command, {CPU: GIB}, lambda event: None
     ) as worker:
@@ -249,7 +251,7 @@ async def test_what_a_preset_says_of_its_environment_is_not_lost(launcher: Forki
     await launcher.warmed()
     file = tmp_path / "environ"
     program = fake_program("m", env={"EXTRA": "1"}, environ_file=str(file))
-    await launcher.estimate(program, contract.Estimate(snapshot="/"))
+    await launcher.estimate(program, Estimate(snapshot="/"))
     assert json.loads(file.read_text())["EXTRA"] == "1"
 
 
@@ -286,7 +288,7 @@ async def test_a_nursery_that_is_stopped_while_it_owes_a_reap_costs_no_other_wor
         one.kill()
         assert await one.exited == -signal.SIGKILL
         cut(other)
-        assert await other.exited == contract.Exit.ORPHANED
+        assert await other.exited == Exit.ORPHANED
         assert not healthy.exited.done()
         assert not nursery.child.exited.done()
         os.kill(nursery.pid, signal.SIGCONT)
@@ -345,12 +347,12 @@ async def test_a_worker_that_sees_its_nursery_gone_before_the_kernel_ends_it_was
 
 async def test_an_idle_nursery_is_called_and_answers() -> None:
     async with nursing(answer=DEADLINE, call=0.01) as nursery:
-        heard: asyncio.Queue[contract.Event] = asyncio.Queue()
+        heard: asyncio.Queue[Event] = asyncio.Queue()
         hear, nursery.child.on_event = nursery.child.on_event, heard.put_nowait
         async with asyncio.timeout(DEADLINE):
             for _ in range(3):
                 event = await heard.get()
-                assert event == contract.Here()
+                assert event == Here()
                 hear(event)
         nursery.child.on_event = hear
 
@@ -457,5 +459,5 @@ async def test_an_answer_breaks_with_the_nursery(launcher: ForkingLauncher) -> N
 async def test_an_estimate_by_fork_is_what_the_worker_says(launcher: ForkingLauncher, tmp_path: Path) -> None:
     await launcher.warmed()
     snapshot = fake_snapshot(tmp_path / "s", estimated={"weights": [7], "host": 5})
-    answer = await launcher.estimate(fake_program("m"), contract.Estimate(snapshot=str(snapshot)))
+    answer = await launcher.estimate(fake_program("m"), Estimate(snapshot=str(snapshot)))
     assert (answer.weights, answer.host) == ([7], 5)

@@ -7,12 +7,11 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from router.access import ANYBODY
-from router.answers import ANSWERS
 from router.faces.status import status_of
 from router.openapi import document
 from tests.processes.questioner import closed
 from tests.processes.upstreams import Upstream, world
-from worker.routes import ROUTES, query
+from worker.protocol.routes import ANSWERS, ROUTES, query
 
 DOCUMENT = closed(document())
 GETS = [route.path for route in ROUTES if route.method == "GET" and route.name in ANSWERS and ANSWERS[route.name].body]

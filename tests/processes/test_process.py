@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from router.launchers import orphans
 from router.launchers.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
 from tests.fakes import DEADLINE
-from worker import contract
+from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, Request, encode
 
 ROOT = str(Path(__file__).resolve().parents[2])
-LEASHED = "import os, sys; from worker import contract, leash; tied = leash.take(leashed=True, spawner=os.getppid())\n"
+LEASHED = (
+    "import os, sys; from worker import leash; from worker.protocol import events\n"
+    "tied = leash.take(leashed=True, spawner=os.getppid())\n"
+)
 WAIT = "import signal; signal.pause()\n"
 TOKEN = "a-token-of-this-test"
 TAG = "0123456789ab"
@@ -28,10 +31,10 @@ TAG = "0123456789ab"
 @asynccontextmanager
 async def running(
     code: str, *, secrets: tuple[str, ...] = (), tag: str = TAG, pause: float = ROUND
-) -> AsyncIterator[tuple[Child, asyncio.Queue[contract.Event]]]:
+) -> AsyncIterator[tuple[Child, asyncio.Queue[Event]]]:
     """A child that runs `code` and has its token; yields it and what it says."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": ROOT, "FLEET_WORKER": tag}
-    said: asyncio.Queue[contract.Event] = asyncio.Queue()
+    said: asyncio.Queue[Event] = asyncio.Queue()
     words = Log("m", "m#1", secrets=secrets)
     argv = [sys.executable, "-P", "-c", code, f"--listen=unix:/run/{tag}.sock"]
     child = Child.spawn(argv, env, name="m#1", log=words, private=True, pause=pause)
@@ -58,10 +61,10 @@ def has_children() -> bool:
     return True
 
 
-async def number(said: "asyncio.Queue[contract.Event]") -> int:
+async def number(said: "asyncio.Queue[Event]") -> int:
     """The number in the next progress event."""
     event = await said.get()
-    assert isinstance(event, contract.Progress)
+    assert isinstance(event, Progress)
     return event.done
 
 
@@ -113,14 +116,14 @@ async def test_its_last_words_are_the_cause() -> None:
 
 
 async def test_the_cause_that_it_names_goes_before_its_last_words() -> None:
-    code = LEASHED + "print('Traceback', file=sys.stderr); tied.say(contract.Failed(message='no room')); sys.exit(4)"
+    code = LEASHED + "print('Traceback', file=sys.stderr); tied.say(events.Failed(message='no room')); sys.exit(4)"
     async with running(code) as (child, _):
         assert await child.exited == 4
         assert child.said == "no room"
 
 
 async def test_what_is_no_event_is_skipped() -> None:
-    noise = [b"x" * (contract.MAX_EVENT_BYTES + 1), b"Loading: 100%", b'{"event":"unheard_of"}', b"\xff", b"[" * 5000]
+    noise = [b"x" * (MAX_EVENT_BYTES + 1), b"Loading: 100%", b'{"event":"unheard_of"}', b"\xff", b"[" * 5000]
     noise += [b'{"event":"pulse","steps":"many","running":0,"waiting":0,"measured":{}}', b'{"event":"ready"}', b""]
     code = (
         "import os\n"
@@ -137,13 +140,13 @@ async def test_what_is_no_event_is_skipped() -> None:
 
 
 async def test_every_event_is_heard_whatever_may_be_left_out_of_it() -> None:
-    events: list[contract.Event] = [
-        contract.Request(id="plain"),
-        contract.Request(id="kept", ttft=1, keep_alive=5.0),
-        contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4]]),
+    events: list[Event] = [
+        Request(id="plain"),
+        Request(id="kept", ttft=1, keep_alive=5.0),
+        Pulse(steps=1, running=0, waiting=0, measured={"cpu": 1}, slots=[[0, 1, 2, 3, 4]]),
     ]
     wrong = b'{"event":"request","id":"wrong","keep_alive":"5m"}'
-    lines = [wrong, *(contract.encode(event).strip() for event in events)]
+    lines = [wrong, *(encode(event).strip() for event in events)]
     async with running(f"import os\nfor line in {lines!r}: os.write(1, line + b'\\n')") as (child, said):
         assert [await said.get() for _ in events] == events
         await child.exited
@@ -167,14 +170,14 @@ async def test_requests_that_end_one_behind_another_are_heard_of_together() -> N
     )
     async with running(code, pause=3600.0) as (child, said):
         for id in ("1", "2"):
-            assert await said.get() == contract.Request(id=id)
+            assert await said.get() == Request(id=id)
             child.send(b"go on\n")
         while child.said != "said":  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert said.empty()
         child.send(b"go on\n")
         assert await child.exited == 0
-        assert [said.get_nowait() for _ in range(said.qsize())] == [contract.Request(id=id) for id in ("3", "4", "5")]
+        assert [said.get_nowait() for _ in range(said.qsize())] == [Request(id=id) for id in ("3", "4", "5")]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
@@ -182,7 +185,7 @@ async def test_every_end_of_a_request_is_heard_of_however_fast_they_come(pause: 
     code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
     async with running(code, pause=pause) as (child, said):
         for id in range(100):
-            assert [await said.get(), await said.get()] == [contract.Request(id=f"{sign * id}") for sign in (1, -1)]
+            assert [await said.get(), await said.get()] == [Request(id=f"{sign * id}") for sign in (1, -1)]
             child.send(b"go on\n")
         assert await child.exited == 0
         assert said.empty()
@@ -191,14 +194,14 @@ async def test_every_end_of_a_request_is_heard_of_however_fast_they_come(pause: 
 async def test_a_line_as_long_as_allowed_is_heard() -> None:
     code = (
         "import os\n"
-        f'text = b\'{{"event":"failed","message":"\' + b\'x\' * {contract.MAX_EVENT_BYTES - 31} + b\'"}}\'\n'
-        f"assert len(text) == {contract.MAX_EVENT_BYTES}\n"
+        f'text = b\'{{"event":"failed","message":"\' + b\'x\' * {MAX_EVENT_BYTES - 31} + b\'"}}\'\n'
+        f"assert len(text) == {MAX_EVENT_BYTES}\n"
         "text += b'\\n'\n"
         "while text: text = text[os.write(1, text):]\n"
     )
     async with running(code) as (child, said):
         event = await said.get()
-        assert isinstance(event, contract.Failed)
+        assert isinstance(event, Failed)
         assert await child.exited == 0
 
 
@@ -227,9 +230,9 @@ async def test_stopped_in_good_order_it_may_say_goodbye() -> None:
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is a thread that does not know\n"
         f"{LEASHED}"
-        "tied.say(contract.Progress(stage='here', done=1))\n"
+        "tied.say(events.Progress(stage='here', done=1))\n"
         "signal.sigwait({signal.SIGTERM})\n"
-        "tied.say(contract.Progress(stage='bye', done=2))\n"
+        "tied.say(events.Progress(stage='bye', done=2))\n"
     )
     async with running(code) as (child, said):
         assert await number(said) == 1
@@ -241,7 +244,7 @@ async def test_stopped_in_good_order_it_may_say_goodbye() -> None:
 async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
     code = (
         LEASHED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(contract.Progress(stage='up'))\n"
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(events.Progress(stage='up'))\n"
     )
     async with running(code + WAIT) as (child, said):
         await said.get()
@@ -253,7 +256,7 @@ async def test_who_ignores_sigterm_is_killed_after_the_stop_timeout() -> None:
 
 async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
     polite = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-    async with running(LEASHED + polite + "tied.say(contract.Progress(stage='up'))\n" + WAIT) as (child, said):
+    async with running(LEASHED + polite + "tied.say(events.Progress(stage='up'))\n" + WAIT) as (child, said):
         await said.get()
         os.kill(child.pid, signal.SIGSTOP)
         await child.stop(0.1)
@@ -263,7 +266,7 @@ async def test_who_was_stopped_by_a_signal_dies_of_sigkill() -> None:
 async def test_a_cancelled_stop_stops_all_the_same() -> None:
     code = (
         LEASHED
-        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(contract.Progress(stage='up'))\n"
+        + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); tied.say(events.Progress(stage='up'))\n"
     )
     async with running(code + WAIT) as (child, said):
         await said.get()
@@ -281,7 +284,7 @@ GRANDCHILD = (
     "import os, subprocess, sys\n"
     "deaf = 'import signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()'\n"
     "child = subprocess.Popen([sys.executable, '-ISc', deaf], stdout=subprocess.PIPE, {how})\n"
-    "child.stdout.readline(); tied.say(contract.Progress(stage='grandchild', done=child.pid))\n"
+    "child.stdout.readline(); tied.say(events.Progress(stage='grandchild', done=child.pid))\n"
 )
 DAEMON = (
     "reader, writer = os.pipe()\n"
@@ -293,7 +296,7 @@ DAEMON = (
     "        import signal; signal.pause()\n"
     "    os._exit(0)\n"
     "os.wait()\n"
-    "for pid in os.read(reader, 100).split(): tied.say(contract.Progress(stage='daemon', done=int(pid)))\n"
+    "for pid in os.read(reader, 100).split(): tied.say(events.Progress(stage='daemon', done=int(pid)))\n"
 )
 """Forked twice, in a session of its own, with a child of its own: nothing links it to the worker but descent."""
 
@@ -348,7 +351,7 @@ async def test_another_workers_orphans_and_strangers_are_left_alone() -> None:
 @pytest.mark.slow
 async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
     async def one() -> None:
-        async with running(LEASHED + "tied.say(contract.Progress(stage='up'))\n" + WAIT) as (child, said):
+        async with running(LEASHED + "tied.say(events.Progress(stage='up'))\n" + WAIT) as (child, said):
             await said.get()
             await child.stop(DEADLINE)
 

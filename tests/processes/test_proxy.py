@@ -16,8 +16,9 @@ from router.lifecycle import State
 from router.limits import Limits
 from router.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
-from worker import contract
-from worker.routes import Face, error_frame
+from worker.protocol.dialects import Dialect
+from worker.protocol.events import Pulse
+from worker.protocol.streams import error_frame
 
 WORDS = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % number for number in range(6)]
 ANSWER = STREAM + b"".join(map(chunk, [*WORDS, DONE])) + END
@@ -220,7 +221,7 @@ async def test_a_long_answer_that_breaks_leaves_its_length_unmet(tmp_path: Path)
 
 
 async def test_a_workers_own_error_frame_stays_the_only_one(tmp_path: Path) -> None:
-    frame = error_frame(Face.OPENAI, status=500, type="server_error", reason="internal", message="NaN in the logits")
+    frame = error_frame(Dialect.OPENAI, status=500, type="server_error", reason="internal", message="NaN in the logits")
 
     async def fail(upstream: Upstream) -> None:
         await upstream.send(STREAM + chunk(WORDS[0]))
@@ -325,7 +326,7 @@ async def test_what_a_pulse_says_is_told_wherever_somebody_looks(tmp_path: Path)
         slots = [[0, 41, 0, 7, 5], [2, 44, 90, 0, 12]]
         up.launcher.say(
             "a",
-            contract.Pulse(
+            Pulse(
                 steps=70, running=2, waiting=1, measured={"cpu": 1}, parallel=3, prefill_rate=80.0, decode_rate=6.5,
                 cache_used=110, cache_reusable=30, cache_total=600, slots=slots,
             ),
@@ -350,7 +351,7 @@ async def test_what_a_pulse_says_is_told_wherever_somebody_looks(tmp_path: Path)
             assert [slot["next_token"] for slot in told] == [
                 {"n_decoded": 7, "n_remain": 5}, {"n_decoded": 0, "n_remain": 0}, {"n_decoded": 0, "n_remain": 12},
             ]  # fmt: skip
-            up.launcher.say("a", contract.Pulse(steps=71, running=1, waiting=0, measured={"cpu": 1}))
+            up.launcher.say("a", Pulse(steps=71, running=1, waiting=0, measured={"cpu": 1}))
             told = await get("/slots")
             assert [slot["is_processing"] for slot in told] == [True, False, False], "an engine without places"
 

@@ -15,7 +15,8 @@ import pytest_asyncio
 
 from router.launchers.keeper import lockable
 from tests.processes.routers import Router, chat, error_of, fake_snapshot, is_alive, presets, refused, router
-from worker.routes import ROUTES, Face
+from worker.protocol.dialects import Dialect
+from worker.protocol.routes import ROUTES
 
 MARGIN = ("--models-memory-margin", "64")
 LIMIT = ("--device-limit", "cpu=1064")  # 1000 MiB for models
@@ -114,7 +115,7 @@ async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) ->
     for route in routes:
         path = route.path.replace("{slot}", "0").replace("{digest}", "sha256:0")
         response = await shared.client.request(route.method, path, json={"model": "huge"})
-        if route.face is Face.OLLAMA:
+        if route.dialect is Dialect.OLLAMA:
             assert response.status_code == 501
             assert "; use " in response.json()["error"]
             continue

@@ -18,7 +18,7 @@ from router.proxy import Pace
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
 from tests.processes.upstreams import Upstream, until, world
-from worker.routes import ROUTES
+from worker.protocol.routes import ROUTES
 
 PATH = "/v1/chat/completions"
 PATIENCE, TIMEOUT = 10.0, 2.0

@@ -13,10 +13,12 @@ import torch
 
 from tests import tiny
 from tests.children import TOKEN, Child, await_end, environment, python
-from worker import contract
 from worker.__main__ import CRASHED, diagnose
-from worker.contract import Exit
 from worker.errors import StartError
+from worker.protocol.argv import VERBS, Convert, Download, Estimate, Nursery, Serve
+from worker.protocol.events import Estimated, Failed, Prepared, Progress, Pulse, Ready, Request
+from worker.protocol.exits import Exit
+from worker.protocol.orders import Go, encode_go
 
 WORKER = python("-m", "worker")
 STDIN = f"{TOKEN}\n".encode()
@@ -41,12 +43,12 @@ def by_hand(*words: str) -> tuple[int, str, str]:
 # Words
 
 
-@pytest.mark.parametrize("verb", contract.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_explains_every_option_of_a_verb(verb: str) -> None:
     code, out, _ = by_hand(verb, "--help")
     assert code == 0
-    kind = {"download": contract.Download, "convert": contract.Convert, "estimate": contract.Estimate,
-            "serve": contract.Serve, "nursery": contract.Nursery}[verb]  # fmt: skip
+    kind = {"download": Download, "convert": Convert, "estimate": Estimate,
+            "serve": Serve, "nursery": Nursery}[verb]  # fmt: skip
     for field in dataclasses.fields(kind):
         assert field.name.replace("_", "-") in out
 
@@ -54,7 +56,7 @@ def test_help_explains_every_option_of_a_verb(verb: str) -> None:
 def test_help_names_the_verbs() -> None:
     code, out, _ = by_hand("--help")
     assert code == 0
-    assert all(f"\n  {verb}" in out for verb in contract.VERBS)
+    assert all(f"\n  {verb}" in out for verb in VERBS)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_help_names_the_verbs() -> None:
         ((), "worker: say what to do: download, convert, estimate or serve; see worker --help"),
         (
             ("sing",),
-            f"worker: unknown verb 'sing'; one of: {', '.join(contract.VERBS)}; see worker --help",
+            f"worker: unknown verb 'sing'; one of: {', '.join(VERBS)}; see worker --help",
         ),
         (("serve", "--snapshot=/m"), "worker: serve: missing --listen; see worker --help"),
         (("download", "--leashed"), "worker: --leashed needs --spawner=PID, the process id of whoever starts this one"),
@@ -75,14 +77,14 @@ def test_a_wrong_command_line_exits_2_and_says_why(words: tuple[str, ...], messa
 
 def test_a_leashed_worker_says_why_it_fails() -> None:
     with Child([*WORKER, "serve", "--snapshot=/m", *LEASHED], stdin=STDIN) as child:
-        assert child.events() == [contract.Failed(message="serve: missing --listen; see worker --help")]
+        assert child.events() == [Failed(message="serve: missing --listen; see worker --help")]
         assert child.exit() == Exit.USAGE
 
 
 def test_a_worker_without_a_token_serves_nobody() -> None:
     argv = [*WORKER, "serve", "--snapshot=/m", "--listen=unix:/nowhere", *LEASHED]
     with Child(argv, stdin=b"\n") as child:
-        assert "token" in child.event(contract.Failed).message
+        assert "token" in child.event(Failed).message
         assert child.exit() == Exit.USAGE
 
 
@@ -127,7 +129,7 @@ def test_the_cause_of_an_error_counts() -> None:
 def test_a_model_served_by_hand_answers_and_stops_politely(snapshot: Path) -> None:
     argv = [*WORKER, "serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0", "--ctx-size=32768", "--parallel=1"]
     with Child(argv) as child:
-        ready = child.event(contract.Ready)
+        ready = child.event(Ready)
         assert ready.n_ctx == 32768
         assert ready.capabilities == ["chat", "completion"]
         url = ready.address.replace("tcp:", "http://")
@@ -136,7 +138,7 @@ def test_a_model_served_by_hand_answers_and_stops_politely(snapshot: Path) -> No
             body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
             answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
             assert answer["usage"]["completion_tokens"] <= 4
-            assert child.event(contract.Request).completion_tokens == answer["usage"]["completion_tokens"]
+            assert child.event(Request).completion_tokens == answer["usage"]["completion_tokens"]
             endless = {**body, "max_tokens": 30000, "ignore_eos": True, "stream": True}
             frames = list(_stopped_after_the_first(client, endless, child))
             assert child.exit() == Exit.OK
@@ -165,15 +167,15 @@ def test_a_worker_that_prepares_itself_reads_no_weights_before_it_is_told_to_go(
     listen = f"unix:{tmp_path}/s"
     argv = [*WORKER, "serve", f"--snapshot={snapshot}", f"--listen={listen}", "--ctx-size=64", "--prepare", *LEASHED]
     with Child(argv, stdin=STDIN) as child:
-        assert 0 < child.event(contract.Prepared).measured["cpu"] < 2 << 30
+        assert 0 < child.event(Prepared).measured["cpu"] < 2 << 30
         away.rename(weights)
-        child.send(contract.encode_go(contract.Go(devices=["cpu"])))
-        ready = child.event(contract.Ready)
+        child.send(encode_go(Go(devices=["cpu"])))
+        ready = child.event(Ready)
         assert list(ready.seconds)[:4] == ["imports", "config", "tokenizer", "standby"]
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
     with Child(argv, stdin=STDIN + b"come\n") as child:
-        assert "no word to go" in child.event(contract.Failed).message
+        assert "no word to go" in child.event(Failed).message
         assert child.exit() == Exit.USAGE
 
 
@@ -185,19 +187,19 @@ def test_the_exact_estimate_is_what_a_worker_occupies(tmp_path: Path) -> None:
     model = [f"--snapshot={snapshot}", "--parallel=2"]
     with Child([*WORKER, "estimate", *model]) as child:
         [said] = child.events()
-        assert isinstance(said, contract.Estimated)
+        assert isinstance(said, Estimated)
         assert child.exit() == Exit.OK
     listen = f"unix:{tmp_path}/s"
     with Child([*WORKER, "serve", *model, f"--listen={listen}", *LEASHED], stdin=STDIN) as child:
-        ready = child.event(contract.Ready)
+        ready = child.event(Ready)
         transport = httpx.HTTPTransport(uds=ready.address.removeprefix("unix:"))
         with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:
             assert client.get("/health").status_code == 401
             client.headers["Authorization"] = f"Bearer {TOKEN}"
             body = {"prompt": [[5] * 2000, [6] * 1999], "max_tokens": 8, "top_p": 0.9, "logprobs": 5}
             assert client.post("/v1/completions", json=body).status_code == 200
-        child.event(contract.Request)
-        pulse = child.event(contract.Pulse)
+        child.event(Request)
+        pulse = child.event(Pulse)
         used = pulse.measured["cpu"]
         assert (pulse.parallel, pulse.running, pulse.slots, pulse.cache_used) == (2, 0, [], 0)
         assert pulse.cache_total >= 2 * 2048
@@ -253,13 +255,13 @@ def test_a_device_that_is_lost_while_serving_ends_the_worker_as_poisoned(snapsho
         assert child.exit() == Exit.UNUSABLE
         assert "hidden_size" in child.log
     with Child([*argv, '--config-override={"hidden_size": 8}'], stdin=STDIN, env=home) as child:
-        child.event(contract.Ready)
+        child.event(Ready)
         transport = httpx.HTTPTransport(uds=f"{tmp_path}/s")
         with httpx.Client(transport=transport, base_url="http://worker", timeout=60) as client:
             client.headers["Authorization"] = f"Bearer {TOKEN}"
             assert client.post("/v1/embeddings", json={"input": [300]}).status_code == 200
             assert client.post("/v1/embeddings", json={"input": [400]}).status_code >= 500
-        assert "illegal memory access" in child.event(contract.Failed).message
+        assert "illegal memory access" in child.event(Failed).message
         assert child.exit() == Exit.POISONED
 
 
@@ -270,7 +272,7 @@ def test_a_broken_snapshot_is_unusable_and_named(snapshot: Path, tmp_path: Path)
     with Child(
         [*WORKER, "serve", f"--snapshot={tmp_path}", "--listen=tcp:127.0.0.1:0", *LEASHED], stdin=STDIN
     ) as child:
-        message = child.event(contract.Failed).message
+        message = child.event(Failed).message
         assert str(tmp_path) in message
         assert "model.safetensors" in message
         assert child.exit() == Exit.UNUSABLE
@@ -292,7 +294,7 @@ def test_a_router_killed_during_a_load_leaves_nothing(snapshot: Path, moment: st
     with Child(python("-c", program, json.dumps([*WORKER, *serve]))) as router:
         pid = int(router.line() or 0)
         if moment == "while loading":
-            assert router.event(contract.Progress).stage == "start"
+            assert router.event(Progress).stage == "start"
         router.signal(signal.SIGKILL)
         await_end(pid, timeout=1.0)
 
@@ -300,6 +302,6 @@ def test_a_router_killed_during_a_load_leaves_nothing(snapshot: Path, moment: st
 @pytest.mark.slow
 def test_a_worker_that_is_asked_to_stop_while_it_loads_stops(snapshot: Path) -> None:
     with Child([*WORKER, "serve", f"--snapshot={snapshot}", "--listen=tcp:127.0.0.1:0"]) as child:
-        child.event(contract.Progress)
+        child.event(Progress)
         child.signal(signal.SIGTERM)
         assert child.exit() == Exit.OK

@@ -14,8 +14,8 @@ import pytest
 
 from router.catalogue import find_snapshot
 from tests.children import ROOT, TOKEN, Child, environment, python
-from worker import contract
-from worker.contract import Exit
+from worker.protocol.events import Downloaded, Event, Failed, Progress
+from worker.protocol.exits import Exit
 
 WEIGHT_BYTES = 300_000
 SECRET = "hf_secretOfThisTest"
@@ -93,19 +93,19 @@ def download(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> Chi
     return Child(argv, env=environment(**{"HF_ENDPOINT": hub.url, "HF_HUB_DOWNLOAD_TIMEOUT": "1", **env}))
 
 
-def succeed(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tuple[Path, list[contract.Event]]:
+def succeed(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tuple[Path, list[Event]]:
     with download(hub, cache, repo, *options, **env) as child:
         events = child.events()
         assert child.exit() == Exit.OK, child.log
     last = events[-1]
-    assert isinstance(last, contract.Downloaded)
+    assert isinstance(last, Downloaded)
     return Path(last.snapshot), events
 
 
 def refused(hub: Hub, cache: Path, repo: str, *options: str, **env: str) -> tuple[int, str]:
     """Exit code, and the last line of the log."""
     with download(hub, cache, repo, *options, **env) as child:
-        assert not any(isinstance(event, contract.Downloaded) for event in child.events())
+        assert not any(isinstance(event, Downloaded) for event in child.events())
         code = child.exit()
         assert "Traceback" not in child.log
         return code, child.log.strip().splitlines()[-1]
@@ -123,7 +123,7 @@ def test_a_model_is_fetched_verified_and_named(hub: Hub, tmp_path: Path) -> None
     assert snapshot == tmp_path / "models--org--plain" / "snapshots" / snapshot.name
     assert (tmp_path / "models--org--plain" / "refs" / "main").read_text() == snapshot.name
     total = sum(len(MODEL[name]) for name in NEEDED)
-    progress = [event for event in events if isinstance(event, contract.Progress)]
+    progress = [event for event in events if isinstance(event, Progress)]
     assert (progress[-1].done, progress[-1].total) == (total, total)
     assert {url.rpartition("/")[2]: part for url, part in progress[-1].files.items()} == {
         name.rpartition("/")[2]: [len(MODEL[name])] * 2 for name in NEEDED
@@ -150,7 +150,7 @@ def test_a_complete_snapshot_needs_no_network(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("cached")
     snapshot, _ = succeed(hub, tmp_path, repo)
     before = hub.journal(repo)
-    assert succeed(hub, tmp_path, repo) == (snapshot, [contract.Downloaded(snapshot=str(snapshot))])
+    assert succeed(hub, tmp_path, repo) == (snapshot, [Downloaded(snapshot=str(snapshot))])
     assert succeed(hub, tmp_path, repo, f"--revision={snapshot.name}")[0] == snapshot
     assert succeed(hub, tmp_path, repo, HF_HUB_OFFLINE="1")[0] == snapshot
     assert hub.journal(repo) == before
@@ -187,7 +187,7 @@ def test_shards_are_those_of_the_index(hub: Hub, tmp_path: Path) -> None:
     (hub.root / repo / "model.safetensors").unlink()
     snapshot, events = succeed(hub, tmp_path, repo)
     assert sorted(path.name for path in snapshot.glob("*.safetensors")) == names
-    last = [event for event in events if isinstance(event, contract.Progress)][-1]
+    last = [event for event in events if isinstance(event, Progress)][-1]
     assert last.done == last.total > 2 * WEIGHT_BYTES
     (hub.root / repo / names[1]).unlink()
     code, message = refused(hub, tmp_path / "again", repo)
@@ -207,7 +207,7 @@ def test_a_killed_download_is_taken_up_where_it_was(hub: Hub, tmp_path: Path) ->
     repo = hub.repo("killed")
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
     with download(hub, tmp_path, repo, HF_HUB_DOWNLOAD_TIMEOUT="60") as child:
-        while child.event(contract.Progress).done < 100_000:
+        while child.event(Progress).done < 100_000:
             pass
     assert [path.stat().st_size for path in partials(tmp_path)] == [100_000]
     hub.fails()
@@ -337,7 +337,7 @@ def test_a_disk_that_fills_up_meanwhile_gets_its_room_back(hub: Hub, tmp_path: P
     try:
         hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
         with download(hub, disk, repo) as child:
-            while child.event(contract.Progress).done < 100_000:
+            while child.event(Progress).done < 100_000:
                 pass
             with contextlib.suppress(OSError):
                 (disk / "filler").write_bytes(bytes(1 << 20))
@@ -367,10 +367,10 @@ def test_two_downloads_of_one_model_fetch_each_file_once(hub: Hub, tmp_path: Pat
     repo = hub.repo("twice")
     hub.fails(**{f"{repo}/model.safetensors": [{"stall": 100_000}]})
     with download(hub, tmp_path, repo) as first:
-        while first.event(contract.Progress).done < 100_000:
+        while first.event(Progress).done < 100_000:
             pass
         snapshot, _ = succeed(hub, tmp_path, repo)
-        assert first.event(contract.Downloaded).snapshot == str(snapshot)
+        assert first.event(Downloaded).snapshot == str(snapshot)
         assert first.exit() == Exit.OK
     asked = [line for line in hub.fetched(repo) if line.startswith("model.")]
     assert asked == ["model.safetensors", "model.safetensors bytes=100000-"]
@@ -390,11 +390,11 @@ def test_a_leashed_download_says_why_it_failed_and_dies_with_its_router(hub: Hub
     env = environment(HF_ENDPOINT=hub.url)
     hub.fails(**{repo: {"status": 503}})
     with Child([*argv, f"--spawner={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
-        assert "answers 503" in child.event(contract.Failed).message
+        assert "answers 503" in child.event(Failed).message
         assert child.exit() == Exit.NETWORK
     hub.fails(**{f"{repo}/model.safetensors": {"stall": 100_000}})
     with Child([*argv, f"--spawner={os.getpid()}"], env=env, stdin=f"{TOKEN}\n".encode()) as child:
-        while child.event(contract.Progress).done < 100_000:
+        while child.event(Progress).done < 100_000:
             pass
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
@@ -408,7 +408,7 @@ def test_a_download_never_imports_torch(hub: Hub, tmp_path: Path) -> None:
     )
     argv = python("-c", code, "download", f"--repo={repo}", f"--cache={tmp_path}")
     with Child(argv, env=environment(HF_ENDPOINT=hub.url)) as child:
-        child.event(contract.Downloaded)
+        child.event(Downloaded)
         assert child.exit() == 0
         assert child.log == "0\n"
 
@@ -418,8 +418,8 @@ def test_a_demo_model_is_made_without_any_hub(tmp_path: Path) -> None:
     env = environment(HF_HUB_OFFLINE="1")
     with Child([*command, "--demo=a"], env=env) as child:
         *progress, done = child.events()
-        assert isinstance(done, contract.Downloaded)
-        assert {type(event) for event in progress} == {contract.Progress}
+        assert isinstance(done, Downloaded)
+        assert {type(event) for event in progress} == {Progress}
         assert Path(done.snapshot).parent == tmp_path
         assert child.exit() == Exit.OK
     with Child([*command, "--demo=nobody"], env=env) as child:

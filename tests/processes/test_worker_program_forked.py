@@ -24,8 +24,10 @@ from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, children, parent
-from worker import contract
-from worker.contract import Exit
+from worker.protocol import argv
+from worker.protocol.argv import Serve
+from worker.protocol.events import Estimated, Event, Pulse
+from worker.protocol.exits import Exit
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +50,9 @@ async def launcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fo
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def traced(launcher: ForkingLauncher, snapshot: Path) -> dict[bool, contract.Estimated]:
+async def traced(launcher: ForkingLauncher, snapshot: Path) -> dict[bool, Estimated]:
     """What the real program estimates, forked (True) and executed."""
-    command = contract.Estimate(snapshot=str(snapshot), ctx_size=CTX, parallel=ROWS)
+    command = argv.Estimate(snapshot=str(snapshot), ctx_size=CTX, parallel=ROWS)
     return {way.forks: await launcher.estimate(way, command) for way in (FORKED, EXECUTED)}
 
 
@@ -81,7 +83,7 @@ async def test_exec_and_nursery_look_the_same_to_a_client(launcher: ForkingLaunc
     """One answer, stages that account for the load; and a forked one does not count what it shares
     with the nursery as its own memory."""
     answers, measured, spent = [], [], []
-    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", threads=2, ctx_size=64)
+    command = Serve(snapshot=str(snapshot), listen="", name="m", threads=2, ctx_size=64)
     for program in (FORKED, EXECUTED):
         began = time.monotonic()
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None) as worker:
@@ -105,7 +107,7 @@ async def test_a_model_that_was_served_once_is_ready_for_the_next_time(
 ) -> None:
     """Nothing is built and no tokenizer loaded; the answer is the same."""
     folder = tiny.make("qwen3", tmp_path / "tiny")
-    command = contract.Serve(snapshot=str(folder), listen="", name="m", ctx_size=64)
+    command = Serve(snapshot=str(folder), listen="", name="m", ctx_size=64)
     answers = []
     kept = asyncio.Event()
     async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
@@ -141,14 +143,14 @@ async def test_each_forked_worker_computes_with_as_many_threads_as_its_preset_sa
     thread that loads if its model is large enough."""
     there = []
     for threads in (1, 4):
-        command = contract.Serve(snapshot=str(snapshot), listen="", name="m", threads=threads, ctx_size=CTX)
+        command = Serve(snapshot=str(snapshot), listen="", name="m", threads=threads, ctx_size=CTX)
         async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None) as worker:
             await post(worker, prompt=[5 + at % 300 for at in range(CTX - 8)], max_tokens=4, ignore_eos=True)
             there.append(len(os.listdir(f"/proc/{worker.pid}/task")))
     assert there[1] - there[0] in (3, 2 * 3)
 
 
-async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, contract.Estimated]) -> None:
+async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, Estimated]) -> None:
     forked, executed = traced[True], traced[False]
     assert (forked.weights, forked.context, forked.compute) == (executed.weights, executed.context, executed.compute)
     assert forked.inherited > 100 << 20
@@ -157,19 +159,19 @@ async def test_an_estimate_is_the_same_by_both_ways(traced: dict[bool, contract.
 
 @pytest.mark.parametrize("program", [FORKED, EXECUTED], ids=["forked", "executed"])
 async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included(
-    launcher: ForkingLauncher, snapshot: Path, traced: dict[bool, contract.Estimated], program: Program
+    launcher: ForkingLauncher, snapshot: Path, traced: dict[bool, Estimated], program: Program
 ) -> None:
     forked = program.forks
     assert launcher.forks(program) == forked
     said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1)
     static = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked)
-    pulses: asyncio.Queue[contract.Pulse] = asyncio.Queue()
+    pulses: asyncio.Queue[Pulse] = asyncio.Queue()
 
-    def listen(event: contract.Event) -> None:
-        if isinstance(event, contract.Pulse):
+    def listen(event: Event) -> None:
+        if isinstance(event, Pulse):
             pulses.put_nowait(event)
 
-    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
+    command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, parallel=ROWS)
     async with launcher.serve(program, command, {CPU: GIB}, listen) as worker:
         assert worker.forked == forked
         at_ready, later, overhead = worker.measured[CPU], worker.ready.later, worker.ready.overhead
@@ -195,7 +197,7 @@ def segments(found: Estimate) -> str:
 async def test_what_was_reserved_for_a_fork_is_never_used_for_an_executed_worker(
     launcher: ForkingLauncher, snapshot: Path
 ) -> None:
-    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX)
+    command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX)
     program = Program(model="m", worker="m#3", env={"A": "b"}, must_fork=True)
     with pytest.raises(NotForked, match="m#3 was to be forked"):
         async with launcher.serve(program, command, {CPU: GIB}, lambda event: None):
@@ -205,7 +207,7 @@ async def test_what_was_reserved_for_a_fork_is_never_used_for_an_executed_worker
 async def test_a_forked_worker_says_why_it_fails(launcher: ForkingLauncher, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match=r"config\.json") as lost:
         async with launcher.serve(
-            FORKED, contract.Serve(snapshot=str(tmp_path), listen="", name="m"), {CPU: GIB}, lambda event: None
+            FORKED, Serve(snapshot=str(tmp_path), listen="", name="m"), {CPU: GIB}, lambda event: None
         ):
             raise AssertionError("it got ready")
     assert lost.value.exit == Exit.UNUSABLE
@@ -215,17 +217,17 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
     launcher: ForkingLauncher, snapshot: Path
 ) -> None:
     """What all its processes take together is what is measured; both figures of it are no less."""
-    pulses: asyncio.Queue[contract.Pulse] = asyncio.Queue()
+    pulses: asyncio.Queue[Pulse] = asyncio.Queue()
 
-    def listen(event: contract.Event) -> None:
-        if isinstance(event, contract.Pulse):
+    def listen(event: Event) -> None:
+        if isinstance(event, Pulse):
             pulses.put_nowait(event)
 
     said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
     shared: dict[str, Any] = {"snapshot": str(snapshot), "ctx_size": CTX, "parallel": ROWS, "tensor_parallel": 2}
-    traced = await launcher.estimate(FORKED, contract.Estimate(**shared))
+    traced = await launcher.estimate(FORKED, argv.Estimate(**shared))
     static = divided.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=True)
-    async with launcher.serve(FORKED, contract.Serve(**shared, listen="", name="m"), {CPU: GIB}, listen) as worker:
+    async with launcher.serve(FORKED, Serve(**shared, listen="", name="m"), {CPU: GIB}, listen) as worker:
         (follower,) = children(worker.pid)
         assert os.getpgid(follower) == os.getpgid(worker.pid)
         await fill(worker)
@@ -239,7 +241,7 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
 
 
 async def test_followers_die_with_a_leader_that_is_killed(launcher: ForkingLauncher, snapshot: Path) -> None:
-    command = contract.Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, tensor_parallel=4)
+    command = Serve(snapshot=str(snapshot), listen="", name="m", ctx_size=CTX, tensor_parallel=4)
     with pytest.raises(WorkerLost, match=r"2 heads of keys and values, which 4 does not divide"):
         async with launcher.serve(FORKED, command, {CPU: GIB}, lambda event: None):
             raise AssertionError("it got ready")

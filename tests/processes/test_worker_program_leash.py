@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.children import TOKEN, Child, await_end, python
-from worker import contract, leash
-from worker.contract import Exit
+from worker import leash
+from worker.protocol.events import Failed, Progress, Pulse
+from worker.protocol.exits import Exit
 
 STDIN = f"{TOKEN}\n".encode()
 TAKE = "import os, sys\nfrom worker import leash\ntied = leash.take(leashed=True, spawner=int(sys.argv[1]))\n"
-SAY_PID = "from worker import contract\ntied.say(contract.Progress(stage='pid', done=os.getpid()))\n"
+SAY_PID = "from worker.protocol import events\ntied.say(events.Progress(stage='pid', done=os.getpid()))\n"
 WAIT = "import threading\nthreading.Event().wait()\n"
 WAIT_IN_C = "import ctypes\nwhile True: ctypes.PyDLL(None).pause()\n"  # PyDLL: the interpreter lock stays held
 
@@ -40,7 +41,7 @@ def spawned_by_another(code: str) -> Iterator[tuple[Child, int]]:
     pid = 0
     try:
         with Child(python("-c", program), pass_fds=[reader]) as spawner:
-            pid = spawner.event(contract.Progress).done
+            pid = spawner.event(Progress).done
             yield spawner, pid
     finally:
         os.close(reader)
@@ -61,22 +62,22 @@ def test_a_worker_dies_with_its_spawner_even_while_c_code_holds_the_interpreter(
 
 def test_the_end_of_stdin_ends_a_worker_as_orphaned() -> None:
     with leashed(SAY_PID + WAIT) as child:
-        child.event(contract.Progress)
+        child.event(Progress)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
 
 def test_a_worker_hears_the_first_line_after_the_token_and_no_other() -> None:
-    say = "tied.say(contract.Failed(message=tied.told().decode()))\n"
+    say = "tied.say(events.Failed(message=tied.told().decode()))\n"
     with leashed(SAY_PID + say + say, stdin=STDIN + b"go") as child:
-        child.event(contract.Progress)
+        child.event(Progress)
         child.send(b" on\nnoise\n")
-        assert [child.event(contract.Failed).message for _ in range(2)] == ["go on", "go on"]
+        assert [child.event(Failed).message for _ in range(2)] == ["go on", "go on"]
 
 
 def test_words_after_the_token_change_nothing() -> None:
     with leashed(SAY_PID + WAIT, stdin=STDIN + b"noise\n" * 9) as child:
-        child.event(contract.Progress)
+        child.event(Progress)
         child.close_stdin()
         assert child.exit() == Exit.ORPHANED
 
@@ -93,45 +94,45 @@ def test_stdin_that_ends_before_the_token_ends_the_worker() -> None:
 
 
 def test_the_token_is_the_first_line_of_stdin() -> None:
-    with leashed("from worker import contract\ntied.say(contract.Failed(message=tied.token))\n") as child:
-        assert child.event(contract.Failed).message == TOKEN
+    with leashed("from worker.protocol import events\ntied.say(events.Failed(message=tied.token))\n") as child:
+        assert child.event(Failed).message == TOKEN
         assert child.exit() == 0
 
 
 def test_no_library_can_speak_on_the_event_channel() -> None:
     code = (
         "print('from print', flush=True); os.write(1, b'from C\\n'); os.system('echo from a child; cat')\n"
-        "from worker import contract\ntied.say(contract.Failed(message='ours'))\n"
+        "from worker.protocol import events\ntied.say(events.Failed(message='ours'))\n"
     )
     with leashed(code) as child:
-        assert child.events() == [contract.Failed(message="ours")]
+        assert child.events() == [Failed(message="ours")]
         assert child.exit() == 0
         assert child.log.split("\n")[:3] == ["from print", "from C", "from a child"]
 
 
 def test_a_leashed_process_volunteers_for_the_oom_killer_and_leaves_no_core() -> None:
     code = (
-        "import ctypes\nfrom worker import contract\n"
+        "import ctypes\nfrom worker.protocol import events\n"
         "score = int(open('/proc/self/oom_score_adj').read())\n"
         "read = ctypes.CDLL(None).prctl\n"
-        "tied.say(contract.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
+        "tied.say(events.Progress(stage=f'{read(3)} {read(39, 0, 0, 0, 0)}', done=score))\n" + WAIT
     )
     before = int(Path("/proc/self/oom_score_adj").read_text())
     with leashed(code) as child:
-        said = child.event(contract.Progress)
+        said = child.event(Progress)
         assert said.done == min(1000, before + leash.OOM_SCORE)
         assert said.stage == "0 1", "PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS"
 
 
 def test_resident_memory_of_a_leashed_process_stays_readable() -> None:
     code = (
-        "from worker import contract\n"
+        "from worker.protocol import events\n"
         "own = [line for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
         "pages = int(open('/proc/self/statm').read().split()[1])\n"
-        "tied.say(contract.Progress(stage=own[0], done=pages))\n" + WAIT
+        "tied.say(events.Progress(stage=own[0], done=pages))\n" + WAIT
     )
     with leashed(code) as child:
-        said = child.event(contract.Progress)
+        said = child.event(Progress)
         assert said.done > 0
         assert said.stage.startswith("VmHWM")
         assert int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) > 0
@@ -141,12 +142,12 @@ def test_a_full_pipe_drops_pulses_and_delays_everything_else() -> None:
     pulses = 20_000  # about 1.5 MB, many times the pipe's size
     reader, writer = os.pipe()
     code = (
-        "from worker import contract\n"
+        "from worker.protocol import events\n"
         f"for step in range({pulses}):\n"
-        "    tied.say(contract.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
+        "    tied.say(events.Pulse(steps=step, running=0, waiting=0, measured={'cpu': 1}))\n"
         f"os.close({writer})\n"
-        "tied.say(contract.Failed(message='x' * 300_000))\n"
-        "tied.say(contract.Failed(message='the end'))\n"
+        "tied.say(events.Failed(message='x' * 300_000))\n"
+        "tied.say(events.Failed(message='the end'))\n"
     )
     with leashed(code, pass_fds=[writer]) as child:
         os.close(writer)
@@ -154,54 +155,54 @@ def test_a_full_pipe_drops_pulses_and_delays_everything_else() -> None:
         os.close(reader)
         events = child.events()  # each one decodes: no line is cut
         assert child.exit() == 0
-    steps = [event.steps for event in events if isinstance(event, contract.Pulse)]
+    steps = [event.steps for event in events if isinstance(event, Pulse)]
     assert 0 < len(steps) < pulses
     assert steps == list(range(len(steps))), "the pipe was full from there on"
-    assert [len(event.message) for event in events if isinstance(event, contract.Failed)] == [300_000, 7]
+    assert [len(event.message) for event in events if isinstance(event, Failed)] == [300_000, 7]
 
 
 def test_a_pulse_too_long_for_one_write_is_whole_all_the_same() -> None:
     code = (
-        "from worker import contract\n"
+        "from worker.protocol import events\n"
         "measured = {f'device {number}': number for number in range(10_000)}\n"  # 270 KB: a pipe holds 64
-        "for step in range(5): tied.say(contract.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
-        "tied.say(contract.Failed(message='the end'))\n"
+        "for step in range(5): tied.say(events.Pulse(steps=step, running=0, waiting=0, measured=measured))\n"
+        "tied.say(events.Failed(message='the end'))\n"
     )
     with leashed(code) as child:
-        assert contract.Failed(message="the end") in child.events()  # each one decodes
+        assert Failed(message="the end") in child.events()  # each one decodes
         assert child.exit() == 0
 
 
 def test_lines_of_many_threads_stay_whole() -> None:
     code = (
-        "import threading\nfrom worker import contract\n"
+        "import threading\nfrom worker.protocol import events\n"
         "def speak(name):\n"
-        "    for step in range(50): tied.say(contract.Progress(stage=name * 3000, done=step))\n"
+        "    for step in range(50): tied.say(events.Progress(stage=name * 3000, done=step))\n"
         "threads = [threading.Thread(target=speak, args=(name,)) for name in 'abcd']\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
     )
     with leashed(code) as child:
         events = child.events()
         assert child.exit() == 0
-    said = [(event.stage[0], event.done) for event in events if isinstance(event, contract.Progress)]
+    said = [(event.stage[0], event.done) for event in events if isinstance(event, Progress)]
     assert sorted(said) == [(name, step) for name in "abcd" for step in range(50)]
 
 
 def test_a_router_that_stops_reading_for_good_ends_the_worker() -> None:
-    code = "from worker import contract\nwhile True: tied.say(contract.Progress(stage='x'))\n"
+    code = "from worker.protocol import events\nwhile True: tied.say(events.Progress(stage='x'))\n"
     with leashed(code) as child:
-        child.event(contract.Progress)
+        child.event(Progress)
         child.close_stdout()
         assert child.exit() == Exit.ORPHANED
 
 
 def test_by_hand_no_leash_binds_and_events_still_come() -> None:
     code = (
-        "import os\nfrom worker import contract, leash\n"
-        "tied = leash.take(leashed=False)\nprint('noise', flush=True)\ntied.say(contract.Failed(message=tied.token))\n"
+        "import os\nfrom worker import leash\nfrom worker.protocol import events\n"
+        "tied = leash.take(leashed=False)\nprint('noise', flush=True)\ntied.say(events.Failed(message=tied.token))\n"
     )
     with Child(python("-c", code)) as child:
-        assert child.events() == [contract.Failed(message="")]
+        assert child.events() == [Failed(message="")]
         assert child.exit() == 0
 
 

@@ -32,7 +32,7 @@ from router.site import Site
 from router.wire import Wire
 from tests.fakes import GIB, FakeLauncher, FakeModel, FakeWorker
 from tests.schedules.worlds import FakeFiles
-from worker import contract
+from worker.protocol.argv import Serve
 
 PATH = "/v1/chat/completions"
 DEADLINE = 30.0
@@ -101,7 +101,7 @@ class SocketLauncher(FakeLauncher):
 
     @asynccontextmanager
     async def serve(  # type: ignore[override]  # yields a worker that has a wire
-        self, program: Program, command: contract.Serve, place: Bytes, listen: Listen
+        self, program: Program, command: Serve, place: Bytes, listen: Listen
     ) -> AsyncIterator[WorkerProcess]:
         async with FakeLauncher.serve(self, program, command, place, listen) as worker:
             wire = Wire(f"unix:{self._socket}")

@@ -6,7 +6,7 @@ from aiohttp.test_utils import make_mocked_request
 from router.access import Access
 from router.errors import ApiError, Forbidden, QueueFull, Unauthorized
 from router.settings import parse_keys
-from worker.routes import Plane
+from worker.protocol.routes import Plane
 
 USER, ADMIN, LIMITED = "user-key", "admin-key", "limited-key"
 

@@ -9,7 +9,7 @@ from router.presets import Preset, same_load
 from router.weights import adapter_bytes
 from router.written import args
 from tests.router.preset_texts import Disk, complaint, one, read
-from worker.contract import AdapterSource
+from worker.protocol.argv import AdapterSource
 
 FILES = Disk(
     "/etc/llm/french/", "/etc/llm/french/adapter_config.json",

@@ -11,7 +11,7 @@ from router.conversions import Conversions
 from router.facts import Checkpoint
 from router.presets import Preset
 from router.snapshots import Snapshots
-from worker import contract
+from worker.protocol.snapshot_files import MANIFEST, Manifest, encode_manifest
 
 MIXTURE = Checkpoint(stacked=1000)
 """Its experts are stored one by one."""
@@ -44,8 +44,8 @@ def make(ours: Conversions, snapshot: Path, *, size: int = 64) -> Path:
         (target / "model.safetensors").write_bytes(bytes(size))
         (target / "config.json").symlink_to(snapshot / "config.json")
         files["model.safetensors"] = [size, (target / "model.safetensors").stat().st_mtime_ns]
-    manifest = contract.Manifest(source=str(snapshot), files=files)
-    (target / contract.MANIFEST).write_bytes(contract.encode_manifest(manifest))
+    manifest = Manifest(source=str(snapshot), files=files)
+    (target / MANIFEST).write_bytes(encode_manifest(manifest))
     return target
 
 
@@ -110,15 +110,15 @@ def _write_into(target: Path) -> None:
 
 
 def _garble(target: Path) -> None:
-    (target / contract.MANIFEST).write_text('{"source": 1')
+    (target / MANIFEST).write_text('{"source": 1')
 
 
 def _mistake(target: Path) -> None:
-    (target / contract.MANIFEST).write_text('{"source": "/x", "files": {"model.safetensors": 12}}')
+    (target / MANIFEST).write_text('{"source": "/x", "files": {"model.safetensors": 12}}')
 
 
 def _empty(target: Path) -> None:
-    (target / contract.MANIFEST).unlink()
+    (target / MANIFEST).unlink()
 
 
 def _take(target: Path) -> None:
@@ -178,9 +178,9 @@ def test_what_somebody_is_making_is_left_to_them_and_what_nobody_is_making_goes(
 
 def test_one_that_is_given_up_is_not_found_though_it_could_not_be_deleted(ours: Conversions, snapshot: Path) -> None:
     target = make(ours, snapshot)
-    text = (target / contract.MANIFEST).read_bytes()
+    text = (target / MANIFEST).read_bytes()
     ours.give_up(target)
-    (target / contract.MANIFEST).write_bytes(text)
+    (target / MANIFEST).write_bytes(text)
     assert ours.find(str(snapshot)) is None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.errors import ApiError
-from worker.routes import ERRORS
+from worker.protocol.errors import ERRORS
 
 RETRIED = {408, 429, 502, 503}
 """Asking again may help; for all others the same request fails in the same way, or has cost too much already."""

@@ -40,7 +40,7 @@ from router.overhead import RUNTIME_DEVICE, RUNTIME_DEVICE_HOST, RUNTIME_FORKED,
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
-from worker import contract
+from worker.protocol.events import Estimated
 
 MIB = 1 << 20
 
@@ -412,7 +412,7 @@ def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
     assert [b - a for a, b in zip(plain.shards, added.shards, strict=True)] == [1000, 1000]
     required = preset(reserved_memory=1000, required_memory={"": 900})
     assert estimate(QWEN3_4B, required, on_host=True).shards == (1900,)
-    said = contract.Estimated(weights=[5], context=[4], compute=[3], runtime=[2], host=1)
+    said = Estimated(weights=[5], context=[4], compute=[3], runtime=[2], host=1)
     assert estimates.exact(said, more) == Estimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
     assert estimates.learned(plain, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_000_000,) * 2
     assert estimates.learned(added, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_001_000,) * 2
@@ -585,7 +585,7 @@ def test_a_forked_worker_takes_less_than_an_executed_one() -> None:
 
 
 def test_what_an_estimating_process_shares_with_its_nursery_counts_for_forked_workers_alone() -> None:
-    said = contract.Estimated(weights=[9], context=[9], compute=[9], runtime=[1000], inherited=700)
+    said = Estimated(weights=[9], context=[9], compute=[9], runtime=[1000], inherited=700)
     shared = int(INHERITED_SHARE * 700)
     assert estimates.exact(said, preset()).runtime == (1000,)
     assert estimates.exact(said, preset(), forked=True).runtime == (1000 - shared,)

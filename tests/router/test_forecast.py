@@ -23,7 +23,7 @@ from router.sections import Loaded
 from router.snapshots import Snapshots
 from router.split import Choice
 from tests.children import Child
-from worker import contract
+from worker.protocol.snapshot_files import MANIFEST, Manifest, encode_manifest
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -142,8 +142,8 @@ def test_a_converted_snapshot_is_weighed_where_loads_take_it(
     assert target is not None
     write(target, padding=100_000)
     facts = (target / "model.safetensors").stat()
-    manifest = contract.Manifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
-    (target / contract.MANIFEST).write_bytes(contract.encode_manifest(manifest))
+    manifest = Manifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
+    (target / MANIFEST).write_bytes(encode_manifest(manifest))
     found = [
         estimate(capsys, str(folder), "--ctx-size", "256", "--state-dir", str(state), *words)[1]["weights"]
         for words in ((), ("--no-prepare",))

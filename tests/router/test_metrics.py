@@ -14,7 +14,7 @@ from router.log import state_line
 from router.metrics import CONTENT_TYPE, Metrics
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker import contract
+from worker.protocol.events import Progress, Pulse, Request
 
 
 def samples(metrics: Metrics, model: str | None = None) -> dict[str, float]:
@@ -94,7 +94,7 @@ async def test_gauges_are_read_off_the_fleet() -> None:
     await asyncio.sleep(5)
     waiting = asyncio.create_task(world.ask("b"))
     await asyncio.sleep(1)
-    world.launcher.say("a", contract.Pulse(steps=9, running=1, waiting=2, measured={"cpu": 3 * GIB}))
+    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": 3 * GIB}))
     world.fleet.changed()
     await asyncio.sleep(0.01)
     found = samples(metrics)
@@ -157,8 +157,8 @@ async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
     world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
     metrics = Metrics(world.fleet, world.events)
     await world.ask("a")
-    world.launcher.say("a", contract.Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}))
-    world.launcher.say("a", contract.Request(id="r", prompt_tokens=5, completion_tokens=7))
+    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}))
+    world.launcher.say("a", Request(id="r", prompt_tokens=5, completion_tokens=7))
     found = samples(metrics, "a")
     assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
     assert found["llamacpp:prompt_tokens_total"] == 5.0
@@ -173,7 +173,7 @@ async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
     await world.stop()
 
 
-PULSE = contract.Pulse(
+PULSE = Pulse(
     steps=9,
     running=1,
     waiting=2,
@@ -227,7 +227,7 @@ async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
     (worker,) = world.fleet.models["a"].workers
     listen = world.launcher._listeners[str(worker)]
     for stage, done in (("start", 0), ("weights", 0), ("weights", GIB // 4)):
-        listen(contract.Progress(stage=stage, done=done, total=GIB if stage == "weights" else 0))
+        listen(Progress(stage=stage, done=done, total=GIB if stage == "weights" else 0))
         await asyncio.sleep(5)
     assert samples(metrics)['router_load_progress_ratio{model="a",stage="weights"}'] == 0.25
     shown = status(world.fleet, world.fleet.models["a"], admin=False)["progress"]
@@ -235,7 +235,7 @@ async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
     assert (shown["done"], shown["total"]) == (GIB // 4, GIB)
     assert shown["rate"] == pytest.approx(GIB / 4 / 5)
     assert shown["eta"] == pytest.approx(15.0)
-    listen(contract.Progress(stage="warmup", done=64, total=512))
+    listen(Progress(stage="warmup", done=64, total=512))
     await asyncio.sleep(2)
     world.launcher.release("start a")
     await asked
@@ -286,7 +286,7 @@ async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> No
 async def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
     world, metrics = made("a")
     for seconds in (0.0, 0.02, 0.04):
-        request = contract.Request(id="r", completion_tokens=5, token_seconds=seconds)
+        request = Request(id="r", completion_tokens=5, token_seconds=seconds)
         world.events.mention("request", "a", **dataclasses.asdict(request))
     found = samples(metrics)
     assert found['router_token_seconds_count{model="a"}'] == 2.0

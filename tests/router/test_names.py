@@ -3,7 +3,7 @@ import pytest
 from router.errors import BadRequest, ModelNotFound
 from router.names import Names, choose
 from router.presets import Preset
-from worker.contract import AdapterSource
+from worker.protocol.argv import AdapterSource
 
 PRESETS = {
     "Qwen/Qwen3-8B": Preset(id="Qwen/Qwen3-8B", repo="Qwen/Qwen3-8B", aliases=("qwen", "coder")),

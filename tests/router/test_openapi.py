@@ -7,11 +7,12 @@ import jsonschema  # type: ignore[import-untyped]
 import openapi_spec_validator
 import pytest
 
-from router.answers import ANSWERS
 from router.errors import ApiError
 from router.openapi import document, statuses
 from worker.errors import RequestError
-from worker.routes import BODIES, ERRORS, ROUTES, Face, Loads, error_body, query
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import ERRORS, error_body
+from worker.protocol.routes import ANSWERS, BODIES, ROUTES, Loads, query
 
 DOCUMENT = document()
 
@@ -49,12 +50,12 @@ def test_every_route_is_described_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", sorted({route.name for route in ROUTES} - {"not_offered", "disabled"}))
 def test_every_call_says_what_it_answers(name: str) -> None:
-    """A new route is described in router.answers, and where it reads a body or a query in worker.routes."""
+    """A new route is described in router.answers, and where it reads a body or a query in worker.protocol.routes."""
     assert name in ANSWERS, f"say in router.answers what {name} answers"
     assert ANSWERS[name].about
     for route in ROUTES:
         if route.name == name and route.worker:
-            assert name in BODIES, f"say in worker.routes which body {name} reads"
+            assert name in BODIES, f"say in worker.protocol.routes which body {name} reads"
             assert ANSWERS[name].body is not None or route.always_streams
             assert (ANSWERS[name].frame is not None) == route.streams
 
@@ -85,15 +86,15 @@ def test_every_error_is_a_row_of_the_table() -> None:
     assert [kind for kind in KINDS if (kind.status, kind.type, kind.reason) not in rows] == []
 
 
-@pytest.mark.parametrize("face", Face)
-def test_the_errors_of_each_dialect_are_as_described(face: Face) -> None:
+@pytest.mark.parametrize("face", Dialect)
+def test_the_errors_of_each_dialect_are_as_described(face: Dialect) -> None:
     for kind in KINDS:
         check_error(face, kind)
 
 
-def check_error(face: Face, kind: Any) -> None:
+def check_error(face: Dialect, kind: Any) -> None:
     told = error_body(face, status=kind.status, type=kind.type, reason=kind.reason, message="m", request_id="r")
-    routes = (route for route in ROUTES if route.face is face and not route.always_streams)
+    routes = (route for route in ROUTES if route.dialect is face and not route.always_streams)
     route = max(routes, key=lambda route: len(statuses(route)))
     for status in statuses(route):
         if status == kind.status:

@@ -16,9 +16,10 @@ from router.overhead import (
 )
 from router.presets import Preset
 from tests.schedules.worlds import LLAMA
-from worker import contract
 from worker import estimate as worked_out
 from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
+from worker.protocol.argv import Estimate
+from worker.protocol.events import Estimated
 
 MIB = 1 << 20
 CARD = "NVIDIA Fake A"
@@ -37,7 +38,7 @@ def test_an_accelerator_has_workspaces_and_pieces_that_fit_nobody_by_both_sides(
     assert estimate.CUBLAS_WORKSPACE_BYTES == worked_out.CUBLAS_WORKSPACE_BYTES
     assert estimate.UNUSABLE_SHARE == worked_out.UNUSABLE_SHARE
     assert estimate.beside_steps(400 * MIB) == estimate.CUBLAS_WORKSPACE_BYTES + 100 * MIB
-    asked = contract.Estimate(snapshot="", overhead=7 * MIB)
+    asked = Estimate(snapshot="", overhead=7 * MIB)
     assert worked_out.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
 
 
@@ -65,9 +66,7 @@ def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
 
 def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
     own = 5 * MIB
-    said = contract.Estimated(
-        weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=ASSUMED_HOST_BYTES + own
-    )
+    said = Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=ASSUMED_HOST_BYTES + own)
     exact = estimate.exact(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
     first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     assert estimate.kept(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
@@ -82,7 +81,7 @@ def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
 def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
     guessed, first = (estimate.estimate(LLAMA, PRESET, on_host=False, overhead=each) for each in (UNKNOWN, MEASURED))
-    said = contract.Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=guessed.process + 5)
+    said = Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=guessed.process + 5)
     Calibration(file).store_exact("a", estimate.exact(said, PRESET, first=guessed))
     again = Calibration(file).exact("a")
     assert again is not None

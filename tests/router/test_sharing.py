@@ -9,7 +9,7 @@ from router.catalogue import LocalDisk
 from router.presets import Preset
 from router.sections import load
 from router.sharing import USES, Use, member, members, names_in, profile, share
-from worker.contract import Profile
+from worker.protocol.argv import Profile
 
 SAMPLES = {
     "revision": "v1", "tokenizer": "/", "load-format": "dummy", "trust-remote-code": "on", "task": "embed",

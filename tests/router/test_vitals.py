@@ -3,7 +3,7 @@
 import pytest
 
 from router.launchers.vitals import Verdict, Vitals
-from worker.contract import Prepared, Progress, Pulse
+from worker.protocol.events import Prepared, Progress, Pulse
 
 START, STALL = 10.0, 4.0
 

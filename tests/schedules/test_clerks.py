@@ -13,7 +13,7 @@ from router.lease import Lease
 from router.limits import Limits
 from tests.fakes import CPU, GIB, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker.contract import Exit
+from worker.protocol.exits import Exit
 
 OFF = Limits(autoload=False)
 SMALL = 64 * MIB

@@ -17,7 +17,7 @@ from router.proxy import status_comment
 from router.settings import Key
 from tests.fakes import GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker import contract
+from worker.protocol.events import Progress
 
 BUSY = {"a": 8 * GIB, "b": 8 * GIB, "c": 8 * GIB}
 
@@ -48,7 +48,7 @@ async def test_who_waits_for_a_load_hears_how_far_it_is() -> None:
     with world.fleet.lease("a") as lease:
         await asyncio.sleep(1)
         assert status_comment(world.fleet, lease) == "loading stage=start"
-        world.launcher.say("a", contract.Progress(stage="weights", done=43, total=100))
+        world.launcher.say("a", Progress(stage="weights", done=43, total=100))
         assert status_comment(world.fleet, lease) == "loading percent=43 stage=weights"
         await lease.ready()
         assert status_comment(world.fleet, lease) == "ping"

@@ -25,7 +25,7 @@ from router.lifecycle import State
 from router.limits import Limits
 from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker import contract
+from worker.protocol.events import Estimated
 
 
 def crash(message: str = "died") -> WorkerLost:
@@ -412,7 +412,7 @@ async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_e
 async def test_a_load_that_runs_out_of_memory_sends_one_more_away_and_is_tried_once_more() -> None:
     """It was said to need less than it does: beside `b` there is room for the one figure and not for the other."""
     sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
-    said = contract.Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
+    said = Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
     models = {"a": FakeModel(shards=(33 * GIB,), estimated=said)}
     keys: dict[str, dict[str, Any]] = {"a": {"required_memory": {}}}
     world = Schedule(sizes, totals={CPU: 80 * GIB + 300 * MIB}, models=models, keys=keys)

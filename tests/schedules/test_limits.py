@@ -15,7 +15,7 @@ from router.lifecycle import State
 from router.limits import Limits
 from tests.fakes import GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker import contract
+from worker.protocol.events import Progress, Request
 
 
 def told(world: Schedule, kind: str) -> Sequence[Event]:
@@ -147,7 +147,7 @@ async def test_a_load_that_takes_longer_than_ever_is_expected_by_its_rate() -> N
     assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(1.5, abs=0.2), "as it took before"
     for tenth in range(1, 4):
         await asyncio.sleep(4.0)
-        world.launcher.say("a", contract.Progress(stage="weights", done=tenth, total=10))
+        world.launcher.say("a", Progress(stage="weights", done=tenth, total=10))
     with pytest.raises(QueueFull) as refused:
         await world.ask("a")
     assert refused.value.retry_after == pytest.approx(28.0), "seven tenths are left, of four seconds each"
@@ -233,7 +233,7 @@ async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_
         with world.fleet.lease("a") as lease:
             await lease.ready()
             if wish is not None:
-                world.launcher.say("a", contract.Request(id="r", keep_alive=wish))
+                world.launcher.say("a", Request(id="r", keep_alive=wish))
         idle_since = world.now
         (worker,) = world.fleet.workers()
         await worker.retired.wait()
@@ -246,7 +246,7 @@ async def test_neither_a_turn_nor_a_linger_keeps_whom_its_client_keeps_for_no_ti
     world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"linger": 60.0}}, limits=Limits(patience=60.0))
     with world.fleet.lease("a") as lease:
         await lease.ready()
-        world.launcher.say("a", contract.Request(id="r", keep_alive=0.0))
+        world.launcher.say("a", Request(id="r", keep_alive=0.0))
         waiting = asyncio.create_task(world.ask("b"))
         await asyncio.sleep(1.0)
     assert await waiting < 5.0

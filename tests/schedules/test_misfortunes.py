@@ -27,7 +27,7 @@ from router.lifecycle import State
 from router.limits import Limits
 from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker import contract
+from worker.protocol.events import Progress, Request
 
 
 def crash(message: str = "died", exit: int | None = 1) -> WorkerLost:
@@ -81,7 +81,7 @@ async def test_service_and_a_complete_answer_wipe_the_slate() -> None:
     world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 1}}, models={"a": FakeModel(dies_after=70.0)})
     for _ in range(5):
         await world.ask("a", 1.0)
-        world.launcher.say("a", contract.Request(id="r", completion_tokens=3))
+        world.launcher.say("a", Request(id="r", completion_tokens=3))
         await asyncio.sleep(80)
     assert world.journal == ["start a"] * 5
     await world.stop()
@@ -485,10 +485,10 @@ async def test_a_chatty_load_leaves_room_for_other_events() -> None:
     (worker,) = world.fleet.models["a"].workers
     listen = world.launcher._listeners[str(worker)]
     for done in range(5000):
-        listen(contract.Progress(stage="weights", done=done, total=5000))
+        listen(Progress(stage="weights", done=done, total=5000))
         await asyncio.sleep(0.001)
     for _ in range(1000):
-        listen(contract.Progress(stage="weights", done=5000, total=5000))
+        listen(Progress(stage="weights", done=5000, total=5000))
     told = [event.data["done"] for event in world.events.since(0) or [] if event.kind == "progress"]
     assert len(told) < 100
     assert told[-1] == 5000

@@ -13,7 +13,7 @@ from router.overhead import RUNTIME_HOST
 from router.preparation import LONGEST_PAUSE, LOOK_INTERVAL, PAUSE, QUIET, Preparation
 from tests.fakes import CPU, GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
-from worker.contract import Exit
+from worker.protocol.exits import Exit
 
 
 class FakeConversions:

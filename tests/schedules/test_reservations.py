@@ -17,7 +17,8 @@ from router.presets import Preset
 from router.worker import Worker
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import LLAMA, Schedule
-from worker import contract
+from worker.protocol.argv import Serve
+from worker.protocol.events import Pulse
 
 MIB = 1 << 20
 TOTALS = {CPU: 8 * GIB}
@@ -137,8 +138,8 @@ async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_
     await world.stop()
 
 
-def pulse(measured: int, *, largest: tuple[int, int, int]) -> contract.Pulse:
-    return contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": measured}, largest=list(largest))
+def pulse(measured: int, *, largest: tuple[int, int, int]) -> Pulse:
+    return Pulse(steps=1, running=0, waiting=0, measured={"cpu": measured}, largest=list(largest))
 
 
 @virtual
@@ -229,7 +230,7 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
     assert found.host == first.estimate.host - RUNTIME_DEVICE_HOST + 700 * MIB + SERVING_HOST
     asked = question(worker)
-    assert asked.overhead == options(worker, contract.Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
+    assert asked.overhead == options(worker, Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
     assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"
     await world.stop()
 
@@ -249,9 +250,7 @@ async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_
 async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_learned() -> None:
     world = forking(a=model())
     await world.ask("a")
-    told = contract.Pulse(
-        steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023]
-    )
+    told = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023])
     world.launcher.say("a", told)
     assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB
     await leave(world, "a")
@@ -352,7 +351,7 @@ async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_chan
     [worker] = world.fleet.workers()
     before = worker.resident()
     assert worker.resident() is before
-    world.launcher.say("a", contract.Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
+    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
     assert (worker.resident().measured[CPU], worker.resident().reserved[CPU]) == (GIB, 2 * GIB)
     before = worker.resident()
     for change in (

@@ -10,7 +10,7 @@ from router.launchers import WorkerLost
 from router.worker import Worker
 from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
 from tests.schedules.worlds import LLAMA, Schedule
-from worker import contract
+from worker.protocol.argv import Estimate
 
 FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)
 """Of weights: a GiB of elements in each of its 4 layers, 2 bytes each."""
@@ -178,7 +178,7 @@ def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved
         worker = only(scene)
         assert (set(worker.place), worker.choice.ranks) == ({GPU0, GPU1}, 2)
         assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
-        command = commands.options(worker, contract.Estimate)
+        command = commands.options(worker, Estimate)
         assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
         assert worker.candidate(worker.demand()).runtime == 0, "its followers are told what to load before they begin"
         await scene.stop()

@@ -14,7 +14,7 @@ from router.ledger import DeviceId, Ledger
 from router.limits import Limits
 from router.presets import Preset
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
-from worker import contract
+from worker.protocol.argv import AdapterSource, Download
 
 LLAMA = Checkpoint(
     identity="a llama",
@@ -79,10 +79,10 @@ class FakeFiles:
     def converted(self) -> dict[str, int]:
         return dict.fromkeys(self.conversions, 128 << 20)
 
-    def adapters(self, preset: Preset) -> list[contract.AdapterSource]:
+    def adapters(self, preset: Preset) -> list[AdapterSource]:
         return list(preset.adapters)
 
-    def missing_adapters(self, preset: Preset) -> list[contract.Download]:
+    def missing_adapters(self, preset: Preset) -> list[Download]:
         return []
 
     def weights(self, snapshot: str) -> dict[str, int]:
@@ -101,8 +101,8 @@ class FakeFiles:
     def can_mend(self, preset: Preset) -> bool:
         return self.is_on_hub
 
-    def download(self, preset: Preset) -> contract.Download:
-        return contract.Download(repo=preset.id)
+    def download(self, preset: Preset) -> Download:
+        return Download(repo=preset.id)
 
 
 class Schedule:

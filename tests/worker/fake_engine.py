@@ -22,7 +22,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from worker import detokenize
-from worker.contract import AdapterSource
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
 from worker.generation import (
     Delta,
@@ -37,6 +36,7 @@ from worker.generation import (
     Vision,
 )
 from worker.images import TEXT_ONLY
+from worker.protocol.argv import AdapterSource
 
 SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
 CACHED, PREFILL, DECODE = 2, 0.5, 0.25

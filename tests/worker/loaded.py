@@ -10,20 +10,20 @@ from typing import Any
 import torch
 import transformers
 
-from worker import contract
 from worker.engine import architectures, attention, backends, loader
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.engine import TransformersEngine
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
+from worker.protocol.argv import Serve
 
 DEADLINE = 60.0
 GREEDY = Sampling(temperature=0.0)
 
 
-def options(folder: Path, **changes: Any) -> contract.Serve:
-    return contract.Serve(snapshot=str(folder), listen="tcp:127.0.0.1:0", **changes)
+def options(folder: Path, **changes: Any) -> Serve:
+    return Serve(snapshot=str(folder), listen="tcp:127.0.0.1:0", **changes)
 
 
 def load(folder: Path, *, ahead: bool | None = None, **changes: Any) -> TransformersEngine:

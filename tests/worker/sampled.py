@@ -3,9 +3,9 @@
 from typing import Any
 
 from worker import sampling
-from worker.bodies.common import SAMPLING
 from worker.fields import Fields
 from worker.generation import Sampling
+from worker.protocol.dialects.generation_fields import SAMPLING
 from worker.sampling import Defaults
 
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
 from tests.worker.fake_engine import FakeEngine
-from worker import contract
+from worker.protocol.argv import Serve
+from worker.protocol.events import Event, Request
 from worker.server import Server
 
 TOKEN = "the-token-of-this-worker"
@@ -33,8 +34,8 @@ def bare_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def options(**settings: Any) -> contract.Serve:
-    return contract.Serve(**{"snapshot": "", "listen": LOOPBACK, "name": "tiny", **settings})
+def options(**settings: Any) -> Serve:
+    return Serve(**{"snapshot": "", "listen": LOOPBACK, "name": "tiny", **settings})
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Serving:
     client: aiohttp.ClientSession
     url: str
     server: Server
-    events: list[contract.Request] = field(default_factory=list)
+    events: list[Request] = field(default_factory=list)
     announced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -77,11 +78,11 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     engine = engine or FakeEngine(tokenizer())
-    events: list[contract.Request] = []
+    events: list[Request] = []
     announced = asyncio.Event()
 
-    def announce(event: contract.Event) -> None:
-        assert isinstance(event, contract.Request)
+    def announce(event: Event) -> None:
+        assert isinstance(event, Request)
         events.append(event)
         announced.set()
 

@@ -25,8 +25,6 @@ from tests.worker.loaded import (
     serving,
     tell,
 )
-from worker import contract
-from worker.contract import AdapterSource, encode_adapters
 from worker.engine import lora_files
 from worker.engine.adapters import Adapters, linear_layers
 from worker.engine.engine import TransformersEngine
@@ -34,6 +32,7 @@ from worker.engine.loader import load_config
 from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
 from worker.estimate import trace
 from worker.generation import AdapterChoice
+from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.slow
@@ -322,7 +321,7 @@ def test_slots_take_what_their_shapes_say(llama: Path) -> None:
 
 
 def test_the_exact_estimate_counts_the_slots(llama: Path) -> None:
-    asked = contract.Estimate(snapshot=str(llama), ctx_size=64)
+    asked = Estimate(snapshot=str(llama), ctx_size=64)
     config = load_config(asked)
     without, with_slots = (trace(replace(asked, max_loras=slots), config) for slots in (0, 3))
     adapters = Adapters(reference(llama), slots=3, rank=16, copies=0, device=torch.device("cpu"))

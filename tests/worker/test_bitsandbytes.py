@@ -17,8 +17,9 @@ from router.weights import weight_bytes
 from tests import tiny
 from tests.worker.allocated import allocated
 from tests.worker.loaded import generated, load, say, serving
-from worker import contract, estimate
+from worker import estimate
 from worker.engine import attention, backends, loader
+from worker.protocol.argv import Estimate
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,9 +72,7 @@ async def test_a_packed_model_says_what_it_says_in_transformers(tmp_path: Path, 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_packed_model_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
     folder = tiny.make("llama", tmp_path / "m", dtype=dtype, **SIZES)
-    chosen = contract.Estimate(
-        snapshot=str(folder), quantization=method, parallel=2, ctx_size=128, prefill_chunk=64, threads=1
-    )
+    chosen = Estimate(snapshot=str(folder), quantization=method, parallel=2, ctx_size=128, prefill_chunk=64, threads=1)
     config = loader.load_config(chosen)
     traced = estimate.trace(chosen, config)
     attention.register()
@@ -114,7 +113,7 @@ def held(model: Any) -> Iterator[torch.Tensor]:
 
 def test_layers_that_were_packed_do_not_keep_the_files_in_memory(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path / "m", **{**SIZES, "hidden_size": 512, "num_hidden_layers": 4})
-    chosen = contract.Estimate(snapshot=str(folder), quantization="bnb-4bit", threads=1)
+    chosen = Estimate(snapshot=str(folder), quantization="bnb-4bit", threads=1)
     config = loader.load_config(chosen)
     loaded = loader.load_model(chosen, config, None, lambda progress: None)
     kept = sum(tensor.nbytes for tensor in (loaded.model.model.embed_tokens.weight, loaded.model.lm_head.weight))

@@ -6,12 +6,12 @@ import pytest
 
 from tests.worker import serving
 from worker import chat
-from worker.bodies.common import ROLES
-from worker.bodies.openai import CONVERSATION
 from worker.chat import Template
-from worker.contract import Exit
 from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields
+from worker.protocol.dialects.generation_fields import ROLES
+from worker.protocol.dialects.openai import CONVERSATION
+from worker.protocol.exits import Exit
 
 SHOWING = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ '[go]' if add_generation_prompt }}"
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}(SHOWN){% endfor %}{% endfor %}"

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.fakes import DEADLINE
 from tests.worker.loaded import load, options, say, serving
-from worker import contract
 from worker.engine.claims import claim, claiming
 from worker.engine.engine import TransformersEngine
+from worker.protocol.events import Pulse
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ async def test_what_a_worker_is_yet_to_take_is_told_from_its_first_pulse_on(tmp_
     """Weights that are not mapped yet, a cache whose pages have not come: whoever learns from what a fresh worker
     measures learns with these."""
     folder = tiny.make("llama", tmp_path / "model")
-    pulses: queue.SimpleQueue[contract.Pulse] = queue.SimpleQueue()
+    pulses: queue.SimpleQueue[Pulse] = queue.SimpleQueue()
     asked = options(folder, ctx_size=512, parallel=64)
     engine = TransformersEngine.load(asked, progress=lambda event: None, pulse=pulses.put)
     async with serving(engine):

@@ -10,7 +10,7 @@ from router import kv_types
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, reference
-from worker import contract, demo
+from worker import demo
 from worker.engine import attention, flash, loader
 from worker.engine.aligned import AlignedRunner
 from worker.engine.backends import make_blocks, make_pool
@@ -23,6 +23,7 @@ from worker.engine.scheduler import Segment
 from worker.engine.sequence import Sequence
 from worker.errors import StartError
 from worker.live_bytes import live_bytes
+from worker.protocol.argv import Serve
 
 torch.set_num_threads(1)
 B, CPU = BLOCK_TOKENS, torch.device("cpu")
@@ -167,7 +168,7 @@ def test_flash_attention_reads_no_records() -> None:
 
 
 def test_the_model_s_own_type_is_the_plain_pool(tmp_path: Path) -> None:
-    asked = contract.Serve(snapshot=str(tiny.make("llama", tmp_path)), listen="", ctx_size=32, parallel=1)
+    asked = Serve(snapshot=str(tiny.make("llama", tmp_path)), listen="", ctx_size=32, parallel=1)
     config = loader.load_config(asked)
     blocks = make_blocks(asked, 32, caches=True)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "auto")):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from worker.bodies.common import GRAMMAR
 from worker.constraints import read
 from worker.errors import InvalidValue, RequestError
 from worker.fields import Fields
 from worker.generation import Grammar
+from worker.protocol.dialects.generation_fields import GRAMMAR
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"é":{"type":"integer"}},"additionalProperties":false}'

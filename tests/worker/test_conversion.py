@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.worker.loaded import load, options, say, serving
-from worker import contract
-from worker.contract import Exit
 from worker.engine import conversion, loader
 from worker.engine.conversion import PROBES, Sink, check_room
 from worker.errors import StartError
+from worker.protocol.argv import Convert
+from worker.protocol.events import Converted, Event
+from worker.protocol.exits import Exit
+from worker.protocol.snapshot_files import INDEX, MANIFEST, Manifest, decode_manifest
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -26,12 +28,12 @@ STACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "de
 AS_THEY_LIE = ("llama", "gpt2", "gpt_oss", "dbrx", "llama4_text", "bert-embed")
 
 
-def convert(snapshot: Path, target: Path) -> contract.Converted:
-    return conversion.convert(contract.Convert(snapshot=str(snapshot), target=str(target)), lambda event: None)
+def convert(snapshot: Path, target: Path) -> Converted:
+    return conversion.convert(Convert(snapshot=str(snapshot), target=str(target)), lambda event: None)
 
 
-def manifest(target: Path) -> contract.Manifest:
-    return contract.decode_manifest((target / contract.MANIFEST).read_bytes())
+def manifest(target: Path) -> Manifest:
+    return decode_manifest((target / MANIFEST).read_bytes())
 
 
 @pytest.mark.slow
@@ -71,9 +73,9 @@ def test_the_weights_of_a_converted_snapshot_are_the_mapped_file_itself(tmp_path
 @pytest.mark.parametrize("family", AS_THEY_LIE)
 def test_what_loads_as_it_lies_is_not_copied(family: str, tmp_path: Path) -> None:
     snapshot, target = tiny.make(family, tmp_path / "original"), tmp_path / "converted"
-    assert convert(snapshot, target) == contract.Converted(weights=0, tokenizer=False)
-    assert [path.name for path in target.iterdir()] == [contract.MANIFEST]
-    assert manifest(target) == contract.Manifest(source=str(snapshot), files={})
+    assert convert(snapshot, target) == Converted(weights=0, tokenizer=False)
+    assert [path.name for path in target.iterdir()] == [MANIFEST]
+    assert manifest(target) == Manifest(source=str(snapshot), files={})
 
 
 def test_all_but_the_weights_is_linked_and_nothing_of_the_snapshot_is_touched(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_all_but_the_weights_is_linked_and_nothing_of_the_snapshot_is_touched(tm
     snapshot.chmod(0o755)
     assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in snapshot.iterdir()} == before
     made = {path.name for path in target.iterdir() if not path.is_symlink()}
-    assert made == {"model.safetensors", contract.MANIFEST}
+    assert made == {"model.safetensors", MANIFEST}
     assert (target / "config.json").resolve() == (snapshot / "config.json").resolve()
     facts = (target / "model.safetensors").stat()
     assert manifest(target).files == {"model.safetensors": [facts.st_size, facts.st_mtime_ns]}
@@ -98,7 +100,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
     for file, part in shards.items():
         save_file({name: tensors[name] for name in part}, snapshot / file)
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (snapshot / contract.INDEX).write_text(json.dumps(index))
+    (snapshot / INDEX).write_text(json.dumps(index))
     (snapshot / "model.safetensors").unlink()
     convert(snapshot, target)
     assert sorted(path.name for path in target.glob("*.safetensors*")) == ["model.safetensors"]
@@ -151,11 +153,11 @@ def test_what_is_there_already_is_not_made_again(tmp_path: Path) -> None:
 def test_whatever_breaks_it_off_leaves_nothing(tmp_path: Path) -> None:
     snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
 
-    def fail(event: contract.Event) -> None:
+    def fail(event: Event) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        conversion.convert(contract.Convert(snapshot=str(snapshot), target=str(target)), fail)
+        conversion.convert(Convert(snapshot=str(snapshot), target=str(target)), fail)
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
@@ -207,7 +209,7 @@ def spelled_out(snapshot: Path) -> None:
 def test_a_tokenizer_without_its_fast_form_gets_it_and_says_the_same(tmp_path: Path) -> None:
     snapshot, target = tiny.make("gpt2", tmp_path / "original"), tmp_path / "converted"
     spelled_out(snapshot)
-    assert convert(snapshot, target) == contract.Converted(weights=0, tokenizer=True)
+    assert convert(snapshot, target) == Converted(weights=0, tokenizer=True)
     assert (target / "model.safetensors").resolve() == (snapshot / "model.safetensors").resolve(), "weights are linked"
     usual, ours = (loader.load_tokenizer(options(folder)) for folder in (snapshot, target))
     for text in (*PROBES, *tiny.CORPUS, "<s>[INST] hi</s>"):

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.contract import Download, Exit
 from worker.download import READ_BYTES, RemoteFile, RepoCache, _Content, download, safetensors_fault, wanted
 from worker.errors import StartError
+from worker.protocol.argv import Download
+from worker.protocol.exits import Exit
 
 HASH = "0" * 40
 NEEDED = {

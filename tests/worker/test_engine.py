@@ -32,8 +32,6 @@ from tests.worker.loaded import (
     serving,
     tell,
 )
-from worker import contract
-from worker.contract import Exit
 from worker.engine.engine import TransformersEngine
 from worker.engine.runner import Runner
 from worker.engine.scheduler import Batch, Segment
@@ -47,6 +45,8 @@ from worker.errors import (
     UnsupportedByModel,
 )
 from worker.generation import Delta, Prefill, Sampling, Text
+from worker.protocol.events import Progress, Pulse
+from worker.protocol.exits import Exit
 
 torch.set_num_threads(1)
 CTX, EOS = 128, 1
@@ -458,7 +458,7 @@ async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_pres
 async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(folder: Path) -> None:
     helpers: set[int] = set()
 
-    def progress(_: contract.Progress) -> None:
+    def progress(_: Progress) -> None:
         torch.ones(1 << 18).add_(1)  # on two threads, as what is converted is
         helpers.update(unnamed_threads() - before)
 
@@ -683,14 +683,14 @@ async def test_a_sticky_device_error_ends_everything_and_says_how_the_process_mu
 
 
 async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path) -> None:
-    heard: list[tuple[str, contract.Pulse]] = []
+    heard: list[tuple[str, Pulse]] = []
     came = threading.Event()
 
-    def pulse(event: contract.Pulse) -> None:
+    def pulse(event: Pulse) -> None:
         heard.append((threading.current_thread().name, event))
         came.set()
 
-    stages: list[contract.Progress] = []
+    stages: list[Progress] = []
     asked = options(folder, ctx_size=64)
     over: list[str] = []
     engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse, over=over.append)

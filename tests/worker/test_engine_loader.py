@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.worker.loaded import generated, load, options, say, serving
-from worker.contract import Exit
 from worker.engine import architectures, attention, loader, weights
 from worker.engine.kv_cache import BLOCK_TOKENS, pool_blocks
 from worker.engine.loader import load_config, load_model
 from worker.errors import StartError
 from worker.generation import Text
+from worker.protocol.exits import Exit
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)

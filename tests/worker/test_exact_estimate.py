@@ -20,14 +20,16 @@ from router.estimate import beside_steps
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests import tiny
-from worker import contract, divided, estimate, packed
-from worker.contract import Exit
+from worker import divided, estimate, packed
 from worker.engine import architectures, bounds, encoders, graphs, layout, linears, loader, sampler, staging
 from worker.engine.graphs import shapes
 from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.errors import StartError
 from worker.generation import Text
 from worker.live_bytes import LiveBytes, Step, peak_bytes
+from worker.protocol.argv import Estimate
+from worker.protocol.events import Estimated
+from worker.protocol.exits import Exit
 
 pytestmark = pytest.mark.slow
 
@@ -51,11 +53,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def options(snapshot: Path, **settings: Any) -> contract.Estimate:
-    return contract.Estimate(snapshot=str(snapshot), **settings)
+def options(snapshot: Path, **settings: Any) -> Estimate:
+    return Estimate(snapshot=str(snapshot), **settings)
 
 
-def really(chosen: contract.Estimate) -> tuple[int, int, int]:
+def really(chosen: Estimate) -> tuple[int, int, int]:
     """Bytes of weights, of context, and the most that were alive at once in the largest steps, of a model in memory."""
     config = loader.load_config(chosen)
     scores = loader.is_cross_encoder(chosen, config)
@@ -78,7 +80,7 @@ def largest(steps: Iterator[Step] | Sequence[Step]) -> int:
     return max(peak_bytes(step) for step in steps)
 
 
-def traced(said: contract.Estimated) -> float:
+def traced(said: Estimated) -> float:
     """Live bytes of the largest step, as they were before what an allocator keeps was added."""
     return (said.compute[0] - estimate.ATTENTION_TILE_BYTES) / estimate.HEAP_FACTOR
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from worker import fields, schemas
-from worker.bodies.common import NO_OPS
+from worker import fields
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.fields import Fields
+from worker.protocol.dialects.generation_fields import NO_OPS
+from worker.protocol.schema import Body, choice, flag, integer, number, one_of
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_null_is_absent(body: dict[str, Any]) -> None:
     assert read.choice("x", ["a"]) is None
     assert read.mapping("x") is None
     assert read.sequence("x") is None
-    Fields(body, {"x": schemas.one_of([])}).refuse("x", "never")
+    Fields(body, {"x": one_of([])}).refuse("x", "never")
 
 
 def test_a_choice_names_what_is_allowed_and_not_what_was_sent() -> None:
@@ -128,7 +129,7 @@ def test_what_nobody_knows_is_reported_in_the_order_of_the_body() -> None:
 
 
 def test_a_range_is_the_tables() -> None:
-    table: schemas.Body = {"x": schemas.integer(1, 10), "y": schemas.number(0, 2), "z": schemas.choice(["a"])}
+    table: Body = {"x": integer(1, 10), "y": number(0, 2), "z": choice(["a"])}
     assert Fields({"x": 10, "y": 2, "z": "a"}, table).integer("x") == 10
     for name, reader, value in (("x", "integer", 11), ("y", "number", 2.1), ("z", "choice", "b")):
         with pytest.raises(InvalidValue) as caught:
@@ -138,17 +139,17 @@ def test_a_range_is_the_tables() -> None:
 
 def test_a_field_that_is_in_no_table_cannot_be_read() -> None:
     with pytest.raises(AssertionError, match="odd"):
-        Fields({"odd": 1}, {"x": schemas.flag()}).take("odd")
+        Fields({"odd": 1}, {"x": flag()}).take("odd")
 
 
 def test_a_field_of_the_table_that_nobody_reads_is_found() -> None:
     with pytest.raises(AssertionError, match="x"):
-        Fields({}, {"x": schemas.flag()}).settle(strict=False)
+        Fields({}, {"x": flag()}).settle(strict=False)
 
 
 def test_a_field_is_read_as_what_the_table_says_it_is() -> None:
     with pytest.raises(AssertionError, match="boolean"):
-        Fields({"x": 1}, {"x": schemas.flag()}).integer("x", 1)
+        Fields({"x": 1}, {"x": flag()}).integer("x", 1)
 
 
 def test_what_was_read_without_effect_is_reported_too() -> None:

@@ -12,10 +12,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from openai.types.shared.reasoning_effort import ReasoningEffort
 
-from worker.bodies import anthropic as messages
-from worker.bodies import common, openai, responses
-from worker.schemas import Body
-from worker.unknown import unknown
+from worker.protocol.dialects.anthropic import ANTHROPIC, COUNT_TOKENS
+from worker.protocol.dialects.generation_fields import EFFORTS, NEUTRAL, NO_OPS
+from worker.protocol.dialects.openai import CHAT, COMPLETIONS, EMBEDDINGS
+from worker.protocol.dialects.responses import RESPONSES
+from worker.protocol.schema import Body
+from worker.protocol.unknown_fields import unknown
 
 REPORTED = {
     "max_tool_calls",
@@ -71,18 +73,18 @@ def fields(*kinds: Any) -> Iterable[str]:
 @pytest.mark.parametrize(
     ("stated", "known"),
     [
-        (fields(chat_create_params.CompletionCreateParamsBase), openai.CHAT),
-        (fields(completion_create_params.CompletionCreateParamsBase), openai.COMPLETIONS),
-        (fields(embedding_create_params.EmbeddingCreateParams), openai.EMBEDDINGS),
-        (fields(response_create_params.ResponseCreateParamsBase), responses.RESPONSES),
-        (fields(message_create_params.MessageCreateParamsBase), messages.ANTHROPIC),
-        (fields(message_count_tokens_params.MessageCountTokensParams), messages.COUNT_TOKENS),
+        (fields(chat_create_params.CompletionCreateParamsBase), CHAT),
+        (fields(completion_create_params.CompletionCreateParamsBase), COMPLETIONS),
+        (fields(embedding_create_params.EmbeddingCreateParams), EMBEDDINGS),
+        (fields(response_create_params.ResponseCreateParamsBase), RESPONSES),
+        (fields(message_create_params.MessageCreateParamsBase), ANTHROPIC),
+        (fields(message_count_tokens_params.MessageCountTokensParams), COUNT_TOKENS),
     ],
     ids=["chat", "completions", "embeddings", "responses", "messages", "count_tokens"],
 )
 def test_every_field_of_an_official_client_is_known(stated: Iterable[str], known: Body) -> None:
     assert len(set(stated)) > 4
-    assert set(stated) - known.keys() - common.NO_OPS.keys() - common.NEUTRAL.keys() <= REPORTED
+    assert set(stated) - known.keys() - NO_OPS.keys() - NEUTRAL.keys() <= REPORTED
 
 
 def samples(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterator[Any]:
@@ -122,9 +124,9 @@ def objects(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterato
 @pytest.mark.parametrize(
     ("client", "known", "taken"),
     [
-        (chat_create_params.CompletionCreateParamsBase, openai.CHAT, TAKEN),
-        (response_create_params.ResponseCreateParamsBase, responses.RESPONSES, TAKEN),
-        (message_create_params.MessageCreateParamsBase, messages.ANTHROPIC, {*TAKEN, "custom"}),
+        (chat_create_params.CompletionCreateParamsBase, CHAT, TAKEN),
+        (response_create_params.ResponseCreateParamsBase, RESPONSES, TAKEN),
+        (message_create_params.MessageCreateParamsBase, ANTHROPIC, {*TAKEN, "custom"}),
     ],
     ids=["chat", "responses", "messages"],
 )
@@ -133,7 +135,7 @@ def test_every_member_inside_a_field_of_an_official_client_is_known(client: Any,
     stated = list(objects(client, taken))
     assert len(stated) > 60
     for body in stated:
-        for said in body["messages"] if known is messages.ANTHROPIC else ():
+        for said in body["messages"] if known is ANTHROPIC else ():
             parts = said["content"] if isinstance(said["content"], list) else []
             answers = any(isinstance(part, dict) and part["type"] in OF_ANSWERS for part in parts)
             said["role"] = "assistant" if answers else "user"
@@ -144,4 +146,4 @@ def test_every_member_inside_a_field_of_an_official_client_is_known(client: Any,
 def test_every_effort_of_the_official_client_is_one_here() -> None:
     words = {word for each in get_args(ReasoningEffort) for word in get_args(each)}
     assert "low" in words
-    assert words <= set(common.EFFORTS)
+    assert words <= set(EFFORTS)

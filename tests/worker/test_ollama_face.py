@@ -12,7 +12,9 @@ from tests import tiny
 from tests.worker.fake_engine import SCRIPT
 from tests.worker.serving import TOKEN, Serving, bare_tokenizer, serving
 from tests.worker.speaking import SAID, SCHEMA, THINKING, TOOLS, Speaking
-from worker import routes
+from worker.protocol.dialects import Dialect
+from worker.protocol.headers import WAITED_HEADER
+from worker.protocol.streams import stream
 
 HI: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "?", "parameters": SCHEMA}}
@@ -60,7 +62,7 @@ async def test_a_chat() -> None:
 
 @pytest.mark.parametrize(("told", "waited"), [("1.500000", 1.5), ("0.2", 0.2), ("", 0.0), ("-3", 0.0), ("nan", 0.0)])
 async def test_what_was_waited_for_the_load_is_told_and_is_part_of_the_total(told: str, waited: float) -> None:
-    loaded = {routes.WAITED_HEADER: told}
+    loaded = {WAITED_HEADER: told}
     asked = {"messages": HI, "prompt": "hi", "stream": False}
     async with serving() as world:
         for path in ("/api/chat", "/api/generate"):
@@ -265,7 +267,7 @@ async def test_an_empty_request_loads_and_says_so() -> None:
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 async def test_a_load_is_the_one_line_of_the_stream_that_its_client_waits_for(path: str) -> None:
     """Else a router that has begun the stream could only break it off."""
-    form = routes.stream(routes.Face.OLLAMA)
+    form = stream(Dialect.OLLAMA)
     async with serving() as world:
         async with world.client.post(world.url + path, json={"model": "m"}) as answer:
             assert answer.content_type == form.headers["Content-Type"]
@@ -309,7 +311,7 @@ async def test_vectors() -> None:
         answer = await client.embed("m", ["hi", "hi"])
         assert [list(vector) for vector in answer.embeddings] == [[2.0, 4.0, 6.0, 8.0]] * 2
         assert answer.load_duration == 0
-        _, _, told = await world.post("/api/embed", {"input": "hi"}, **{routes.WAITED_HEADER: "2.5"})
+        _, _, told = await world.post("/api/embed", {"input": "hi"}, **{WAITED_HEADER: "2.5"})
         assert told["load_duration"] == 2_500_000_000 <= told["total_duration"]
         one = await in_a_thread(world, lambda client: client.embed("m", "hi", dimensions=1))
         assert [list(vector) for vector in one.embeddings] == [[1.0]]

@@ -15,9 +15,10 @@ from router.weights import weight_bytes
 from tests import packed
 from tests.worker.allocated import allocated
 from tests.worker.loaded import load, say, serving
-from worker import contract, estimate
+from worker import estimate
 from worker.engine import attention, backends, loader, packing
 from worker.errors import StartError
+from worker.protocol.argv import Estimate
 
 
 def _method(name: str) -> Any:
@@ -56,7 +57,7 @@ async def test_a_packed_checkpoint_says_what_its_numbers_say(tmp_path: Path, met
 @pytest.mark.parametrize("method", METHODS)
 def test_a_packed_checkpoint_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
     folder = packed.make(method, tmp_path / "m")
-    chosen = contract.Estimate(snapshot=str(folder), parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
+    chosen = Estimate(snapshot=str(folder), parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
     config = loader.load_config(chosen)
     traced = estimate.trace(chosen, config)
     attention.register()
@@ -94,7 +95,7 @@ def test_what_cannot_be_unpacked_here_is_refused_before_anything_is_read(
     folder = packed.make("fp8", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}), "utf-8")
-    chosen = contract.Estimate(snapshot=str(folder))
+    chosen = Estimate(snapshot=str(folder))
     module, _ = packing.LIBRARIES.get(str(said["quant_method"]), ("", ""))
     if module and importlib.util.find_spec(module):
         pytest.skip(f"{module} is installed")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from worker import contract
 from worker.pagecache import PIECE, STRETCH, Pieces, Reading, cached
+from worker.protocol.snapshot_files import INDEX, WEIGHTS
 
 MIB = 1 << 20
 
@@ -29,10 +29,10 @@ def here(path: Path) -> int:
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Path:
     """In two files by an index, with a second copy of the weights beside it that nobody loads."""
-    for name in ("a.safetensors", "b.safetensors", contract.WEIGHTS):
+    for name in ("a.safetensors", "b.safetensors", WEIGHTS):
         cold(tmp_path / name, STRETCH + 3 * MIB + 5)
-    (tmp_path / contract.INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
-    if here(tmp_path / contract.WEIGHTS):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    if here(tmp_path / WEIGHTS):
         pytest.skip("this file system keeps all of a file in memory")
     return tmp_path
 
@@ -42,7 +42,7 @@ def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
     reading.start()
     reading.finish()
     assert [here(snapshot / name) > STRETCH + 3 * MIB for name in ("a.safetensors", "b.safetensors")] == [True] * 2
-    assert here(snapshot / contract.WEIGHTS) == 0
+    assert here(snapshot / WEIGHTS) == 0
 
 
 def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
@@ -54,7 +54,7 @@ def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
 
 
 def test_what_is_not_there_is_for_whoever_loads(tmp_path: Path) -> None:
-    (tmp_path / contract.INDEX).write_text("{")
+    (tmp_path / INDEX).write_text("{")
     reading = Reading.of(str(tmp_path / "nowhere"))
     reading.start()
     reading.finish()

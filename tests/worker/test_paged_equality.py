@@ -19,11 +19,11 @@ from tests.worker.loaded import (
     serving,
     tell,
 )
-from worker import contract
 from worker.engine import attention, kv_cache
 from worker.engine.backends import make_blocks
 from worker.errors import StartError
 from worker.generation import Sampling
+from worker.protocol.argv import Serve
 
 torch.set_num_threads(1)
 B = kv_cache.BLOCK_TOKENS
@@ -165,7 +165,7 @@ async def test_a_prompt_tells_what_of_it_was_cached(snapshots: dict[str, Path]) 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> None:
     with pytest.raises(StartError, match=r"kv-tokens 100 is less than the 128 tokens .* raise kv-tokens"):
-        make_blocks(contract.Serve(snapshot="x", listen="", kv_tokens=100), CTX, caches=True)
+        make_blocks(Serve(snapshot="x", listen="", kv_tokens=100), CTX, caches=True)
 
 
 # Of the kernels

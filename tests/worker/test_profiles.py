@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.worker.serving import Serving, serving
-from worker import contract
 from worker.generation import AdapterChoice, Generation
-from worker.routes import PROFILE_HEADER, PROFILES_PATH
+from worker.protocol.argv import Profile, Serve
+from worker.protocol.headers import PROFILE_HEADER, PROFILES_PATH
 
 pytestmark = pytest.mark.asyncio
 
@@ -104,6 +104,6 @@ async def test_nobody_is_answered_under_a_profile_that_was_never_told() -> None:
 
 
 async def test_a_profile_has_the_fields_of_the_options_that_it_stands_for() -> None:
-    mine = {name: field.default for name, field in contract.Profile.__dataclass_fields__.items() if name != "name"}
-    serve = contract.Serve.__dataclass_fields__
+    mine = {name: field.default for name, field in Profile.__dataclass_fields__.items() if name != "name"}
+    serve = Serve.__dataclass_fields__
     assert mine == {name: serve[name].default for name in mine}

@@ -6,11 +6,11 @@ import pytest
 
 from tests.worker.sampled import read
 from worker import sampling
-from worker.bodies.common import SAMPLING
-from worker.contract import Exit
 from worker.errors import InvalidValue, StartError
 from worker.fields import Fields
 from worker.generation import Sampling
+from worker.protocol.dialects.generation_fields import SAMPLING
+from worker.protocol.exits import Exit
 from worker.sampling import Defaults
 
 

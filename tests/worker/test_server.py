@@ -15,15 +15,17 @@ import pytest
 from tests.worker import serving as worlds
 from tests.worker.fake_engine import DECODE, FakeEngine
 from tests.worker.serving import LOOPBACK, TOKEN, Serving, chat, serving
-from worker import contract, routes
-from worker.contract import Exit
 from worker.errors import StartError
+from worker.protocol.dialects import Dialect
+from worker.protocol.events import Request, decode, encode
+from worker.protocol.exits import Exit
+from worker.protocol.routes import DIALECTS, ROUTES
 from worker.server import Server
 
 CHAT = "/v1/chat/completions"
 PATHS = [
     ("GET", "/health"),
-    *((route.method, route.path) for route in routes.ROUTES if route.worker and not route.upstream),
+    *((route.method, route.path) for route in ROUTES if route.worker and not route.upstream),
 ]
 
 
@@ -51,7 +53,7 @@ async def test_nobody_without_the_token_is_answered(method: str, path: str, auth
         told = body.get("error", body)
         told = told if isinstance(told, dict) else {"message": told}
         assert told.get("message", told.get("detail", told.get("text"))) == "Invalid API Key"
-        if routes.FACES.get(path, routes.Face.OPENAI) in (routes.Face.OPENAI, routes.Face.LLAMA_SERVER):
+        if DIALECTS.get(path, Dialect.OPENAI) in (Dialect.OPENAI, Dialect.LLAMA_SERVER):
             assert told == {
                 "code": 401,
                 "message": "Invalid API Key",
@@ -424,5 +426,5 @@ async def until_broken(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def test_events_of_requests_fit_the_contract() -> None:
-    event = contract.Request(id="a", prompt_tokens=1, outcome="cancelled")
-    assert contract.decode(contract.encode(event)) == event
+    event = Request(id="a", prompt_tokens=1, outcome="cancelled")
+    assert decode(encode(event)) == event

@@ -11,10 +11,10 @@ import torch
 
 from tests import tiny
 from tests.worker.loaded import options, say, serving
-from worker import contract
 from worker.engine.engine import TransformersEngine
 from worker.engine.shelf import MOST, Shelf, shelf
 from worker.generation import Text
+from worker.protocol.argv import Serve
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -37,7 +37,7 @@ def mapped(folder: Path) -> tuple[int, int]:
     return len(here), sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in here)
 
 
-def load(asked: contract.Serve) -> TransformersEngine:
+def load(asked: Serve) -> TransformersEngine:
     return TransformersEngine.load(asked, progress=lambda event: None, pulse=lambda event: None)
 
 

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import generated, load, reference, say, serving
-from worker import contract, estimate
+from worker import estimate
 from worker.engine import loader, split, staging
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
+from worker.protocol.argv import Estimate
 
 torch.set_num_threads(1)
 COMMON: dict[str, Any] = {"ctx_size": 64, "parallel": 2, "prefill_chunk": 16}
@@ -25,7 +26,7 @@ def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estima
     """The steps of a model on devices that exist in name only: an operator that is given tensors of two of them, or a
     tensor that nobody moved, is an error."""
     devices = tuple(f"cuda:{index}" for index in range(len(layers)))
-    options = contract.Estimate(snapshot=str(folder), devices=devices, layers=layers, **{**COMMON, **changes})
+    options = Estimate(snapshot=str(folder), devices=devices, layers=layers, **{**COMMON, **changes})
     return estimate.trace_split(options, loader.load_config(options))[0]
 
 
@@ -37,7 +38,7 @@ KINDS = ("llama", "gpt2", "opt", "mistral", "gemma2", "falcon-alibi", "mpt", "ma
 @pytest.mark.parametrize("family", KINDS)
 def test_no_operator_is_given_tensors_of_two_devices(family: str, tmp_path: Path) -> None:
     folder = tiny.make(family, tmp_path)
-    config = loader.load_config(contract.Estimate(snapshot=str(folder)))
+    config = loader.load_config(Estimate(snapshot=str(folder)))
     count: int = config.get_text_config(decoder=True).num_hidden_layers
     shards = traced(folder, ("1", str(count - 1)), prefill_chunk=8, parallel=2)
     assert all(min(each.weights, each.context, each.compute) > 0 for each in shards)
@@ -48,7 +49,7 @@ def test_each_weight_and_each_key_lies_on_one_device(tmp_path: Path) -> None:
     """Qwen 3's head is its embeddings here, and stays with them."""
     for family in ("llama", "qwen3"):
         folder = tiny.make(family, tmp_path / family, **DEEP)
-        options = contract.Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON)
+        options = Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON)
         whole = estimate.trace(options, loader.load_config(options))
         shards = traced(folder, ("1", "1", "1"))
         assert sum(each.weights for each in shards) == whole.weights
@@ -61,7 +62,7 @@ def test_each_weight_and_each_key_lies_on_one_device(tmp_path: Path) -> None:
 def test_the_exact_estimate_has_a_figure_for_each_device(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, **DEEP)
     devices = ("cuda:0", "cuda:1")
-    said = estimate.estimate(contract.Estimate(snapshot=str(folder), devices=devices, layers=("1", "2"), **COMMON))
+    said = estimate.estimate(Estimate(snapshot=str(folder), devices=devices, layers=("1", "2"), **COMMON))
     assert len(said.weights) == len(said.runtime) == 2
     assert said.context[1] == 2 * said.context[0]
     assert said.host > 0

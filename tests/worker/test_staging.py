@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from router.estimate import STAGING_BYTES
 from tests import tiny
 from tests.worker.loaded import options
-from worker.contract import Exit
 from worker.engine import loader, staging
 from worker.engine.staging import Direct, move
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
+from worker.protocol.exits import Exit
 
 torch.set_num_threads(1)
 HERE = torch.device("cpu")

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from worker import contract
 from worker.detokenize import Answer
 from worker.engine import memory
 from worker.engine.generating import Choice, Generating, Stream
@@ -18,6 +17,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.steploop import Outbox, Rate, Report, StepLoop
 from worker.errors import Draining, RequestError
 from worker.generation import Generation, Sampling
+from worker.protocol.events import Pulse, decode, encode
 
 DEADLINE = 20.0
 VOCAB = 16
@@ -123,10 +123,10 @@ class Counting:
 
 
 async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> None:
-    heard: list[contract.Pulse] = []
+    heard: list[Pulse] = []
     enough = threading.Event()
 
-    def hear(pulse: contract.Pulse) -> None:
+    def hear(pulse: Pulse) -> None:
         heard.append(pulse)
         if len(heard) == 3:
             enough.set()
@@ -143,7 +143,7 @@ async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> Non
     assert abs(later.prefill_rate - 10 * later.decode_rate) <= 0.6, "both of the same steps and time, to a tenth"
     assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
     assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
-    assert contract.decode(contract.encode(later)) == later
+    assert decode(encode(later)) == later
     assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
     assert later.largest == [30, 2, 44]
 

@@ -21,12 +21,14 @@ from router import divided as in_router
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
-from worker import contract, divided, estimate
+from worker import divided, estimate
 from worker.__main__ import _follow
 from worker.engine import architectures, loader, slices
 from worker.engine.engine import TransformersEngine
 from worker.engine.slices import Slice
 from worker.errors import Draining, RankLost, StartError
+from worker.protocol.argv import Estimate, to_argv
+from worker.protocol.exits import Exit
 from worker.ranks import Ranks
 
 torch.set_num_threads(1)
@@ -46,7 +48,7 @@ PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))
 def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, Ranks]]:
     """An engine that leads, and its followers; at the end of the block there are none any more."""
     asked = options(folder, **{**COMMON, **changes})
-    ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, contract.to_argv(asked)))
+    ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)))
     try:
         silent: Any = lambda _: None  # noqa: E731
         yield TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks), ranks
@@ -163,15 +165,15 @@ def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
 def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Path) -> None:
     def follow(link: Any) -> int:
         link.hear()
-        link.fail(contract.Exit.DEVICE_MEMORY, "no memory for the weights on cuda:1")
-        return contract.Exit.DEVICE_MEMORY
+        link.fail(Exit.DEVICE_MEMORY, "no memory for the weights on cuda:1")
+        return Exit.DEVICE_MEMORY
 
     asked = options(tiny.make("llama", tmp_path), **COMMON)
     ranks = Ranks.fork(2, follow)
     silent: Any = lambda _: None  # noqa: E731
     with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\): no memory for the weights on cuda:1") as failed:
         TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks)
-    assert failed.value.exit == contract.Exit.DEVICE_MEMORY
+    assert failed.value.exit == Exit.DEVICE_MEMORY
     ranks.end()
 
 
@@ -249,7 +251,7 @@ def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None
 def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path: Path) -> None:
     """Llama's head is divided here; Qwen 3's is its embeddings, which every rank needs."""
     folder = tiny.make(family, tmp_path, vocab_size=512)
-    one = contract.Estimate(snapshot=str(folder), ctx_size=128, parallel=2, prefill_chunk=32, enforce_eager=True)
+    one = Estimate(snapshot=str(folder), ctx_size=128, parallel=2, prefill_chunk=32, enforce_eager=True)
     config = loader.load_config(one)
     whole = estimate.trace(one, config)
     each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))

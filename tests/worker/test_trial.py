@@ -10,9 +10,9 @@ import transformers
 
 from tests import tiny
 from tests.worker.loaded import generated, load, say, serving
-from worker.contract import Exit
 from worker.engine.engine import TransformersEngine
 from worker.errors import StartError
+from worker.protocol.exits import Exit
 
 PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 40, 11)]
 CONFIG = """

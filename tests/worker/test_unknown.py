@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from worker import schemas
-from worker.bodies.anthropic import ANTHROPIC
-from worker.bodies.openai import CHAT, RERANK
-from worker.bodies.responses import RESPONSES
 from worker.errors import UnknownField
 from worker.fields import Fields
-from worker.unknown import unknown
+from worker.protocol.dialects.anthropic import ANTHROPIC
+from worker.protocol.dialects.openai import CHAT, RERANK
+from worker.protocol.dialects.responses import RESPONSES
+from worker.protocol.schema import Body, flag, record
+from worker.protocol.unknown_fields import unknown
 
 SAID = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "odd": 1}, "description": "?", "strict": True}
@@ -110,7 +110,7 @@ def test_what_no_table_knows_inside_a_chat_is_named(body: dict[str, Any], named:
     ],
     ids=["responses", "messages", "rerank"],
 )  # fmt: skip
-def test_other_dialects_are_looked_into_alike(table: schemas.Body, body: Any, named: list[str]) -> None:
+def test_other_dialects_are_looked_into_alike(table: Body, body: Any, named: list[str]) -> None:
     assert unknown(table, body) == named
 
 
@@ -123,10 +123,10 @@ def test_what_has_the_wrong_type_is_left_to_those_who_read_it(body: dict[str, An
 
 
 def test_what_is_inside_is_reported_and_refused_where_fields_are_strict() -> None:
-    inner: schemas.Body = {"x": schemas.flag()}
+    inner: Body = {"x": flag()}
 
     def read(body: dict[str, Any]) -> Fields:
-        fields = Fields(body, {"a": schemas.record(inner)})
+        fields = Fields(body, {"a": record(inner)})
         fields.within("a", inner).flag("x")
         return fields
 
@@ -137,8 +137,8 @@ def test_what_is_inside_is_reported_and_refused_where_fields_are_strict() -> Non
 
 
 def test_an_object_that_has_settled_its_own_fields_is_not_reported_twice() -> None:
-    inner: schemas.Body = {"x": schemas.flag()}
-    fields = Fields({"a": {"odd": 1}}, {"a": schemas.record(inner)})
+    inner: Body = {"x": flag()}
+    fields = Fields({"a": {"odd": 1}}, {"a": record(inner)})
     within = fields.within("a", inner)
     within.flag("x")
     assert within.settle(strict=False) == ("odd",)

@@ -14,10 +14,11 @@ from router.estimate import estimate as static
 from router.estimate import picture_bytes
 from router.presets import Preset
 from tests import tiny_vision
-from worker import contract, images
 from worker import estimate as exact
+from worker import images
 from worker.engine import loader, vision
 from worker.live_bytes import peak_bytes
+from worker.protocol.argv import Estimate
 
 pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
@@ -57,10 +58,10 @@ def enlarge(config: dict[str, Any], side: int) -> None:
         config["image_seq_len"] = (side // 8) ** 2 // 4
 
 
-def options(folder: Path, **settings: Any) -> contract.Estimate:
+def options(folder: Path, **settings: Any) -> Estimate:
     is_there = (folder / "model.safetensors").is_file()
     settings = {"ctx_size": CTX, "parallel": 2, "prefill_chunk": 32, **settings}
-    return contract.Estimate(snapshot=str(folder), load_format="auto" if is_there else "dummy", **settings)
+    return Estimate(snapshot=str(folder), load_format="auto" if is_there else "dummy", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_the_tower_of_a_model_of_real_size_is_foreseen(tmp_path: Path) -> None:
     rewrite(folder / "config.json", lambda config: config["text_config"].update(text))
     rewrite(folder / "processor_config.json", lambda config: enlarge(config, 336))
     rewrite(folder / "processor_config.json", lambda config: config.update(patch_size=14))
-    chosen = contract.Estimate(snapshot=str(folder), load_format="dummy", dtype="bfloat16", ctx_size=1024)
+    chosen = Estimate(snapshot=str(folder), load_format="dummy", dtype="bfloat16", ctx_size=1024)
     traced = exact.trace(chosen, loader.load_config(chosen))
     facts = checkpoint.read(folder)
     assert (facts.picture_tokens, facts.picture_elements) == (577, 4 * 336 * 336)

@@ -25,12 +25,12 @@ from router.presets import Preset
 from tests import tiny_vision
 from tests.tiny_vision import data_url, encoded, picture
 from tests.worker.loaded import load, options
-from worker import contract
 from worker.engine import loader, vision
 from worker.engine.architectures import VISION
 from worker.engine.engine import TransformersEngine
 from worker.errors import QueueFull
 from worker.images import MAX_PIXELS, Image
+from worker.protocol.events import Event
 from worker.server import Server
 
 torch.set_num_threads(1)
@@ -53,7 +53,7 @@ class World:
 
     def __init__(self, url: str, client: aiohttp.ClientSession):
         self.url, self.client = url, client
-        self.events: list[contract.Event] = []
+        self.events: list[Event] = []
 
     async def post(self, path: str, body: Any) -> tuple[int, Any, Any]:
         async with self.client.post(self.url + path, json=body) as answer:
@@ -79,7 +79,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def serving(engine: TransformersEngine) -> AsyncIterator[World]:
-    events: list[contract.Event] = []
+    events: list[Event] = []
     settings = options(Path(), name="tiny", sampling='{"temp": 0}')
     server = Server(engine, engine.tokenizer, settings, token=None, announce=events.append)
     url = (await server.start()).replace("tcp:", "http://")

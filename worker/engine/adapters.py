@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from worker.contract import AdapterSource
 from worker.engine import claims, lora_files, memory
 from worker.engine.linears import is_read
 from worker.engine.lora_files import LoraFile
 from worker.engine.slots import Adapter, Slots, Use
 from worker.errors import AdapterNotFound, UnsupportedByModel, UnusableAdapter
 from worker.generation import AdapterChoice
+from worker.protocol.argv import AdapterSource
 
 Part = tuple[Use | None, int]
 """What a sequence of a step has, and how many rows of a layer's input are its tokens."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from worker import contract
 from worker.engine import architectures, attention, flash, loader, trial
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
@@ -17,6 +16,7 @@ from worker.engine.runner import PackedRunner
 from worker.engine.split import Pools, Split, tail_of
 from worker.engine.vision import Tower
 from worker.errors import StartError, UnsupportedByModel
+from worker.protocol.argv import ModelOptions
 
 __all__ = [
     "ATTENTION",
@@ -46,7 +46,7 @@ def implementation(asked: str, config: Any, devices: Sequence[str] = ()) -> str 
     return None if asked == "auto" else asked
 
 
-def demand_flash(options: contract.ModelOptions, config: Any) -> None:
+def demand_flash(options: ModelOptions, config: Any) -> None:
     """Raises StartError where `options` demand FlashAttention and something else that it cannot be had with: all that
     is known before any weight is read."""
     if options.attention != "flash" or architectures.backend(config) != "paged":
@@ -61,7 +61,7 @@ def demand_flash(options: contract.ModelOptions, config: Any) -> None:
         raise flash.refused(why)
 
 
-def make_blocks(options: contract.ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
+def make_blocks(options: ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
     """The blocks that `options` ask for. Raises StartError if a request of `ctx_size` tokens would not fit."""
     if 0 < options.kv_tokens < ctx_size:
         raise StartError(
@@ -103,7 +103,7 @@ def make_pool(
 def make_runner(
     model: Any,
     config: Any,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     ctx_size: int,
     device: torch.device,
     *,
@@ -145,7 +145,7 @@ def make_runner(
 def make_adapters(
     runner: PackedRunner | AlignedRunner,
     model: Any,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     device: torch.device,
     *,
     copies: int,
@@ -162,9 +162,7 @@ def make_adapters(
     return runner.adapters
 
 
-def choose_flash(
-    options: contract.ModelOptions, config: Any, runner: PackedRunner, split: Split | None
-) -> flash.Flash | None:
+def choose_flash(options: ModelOptions, config: Any, runner: PackedRunner, split: Split | None) -> flash.Flash | None:
     """FlashAttention for this runner, if `options` allow it and it works here. Raises StartError if they demand it."""
     if split is not None:
         return None  # where it is demanded, `demand_flash` has refused

@@ -4,10 +4,10 @@ import logging
 import math
 from collections.abc import Sequence
 
-from worker import contract
 from worker.engine.vocabulary import Vocabulary
 from worker.errors import ContextExceeded, InvalidValue, StartError, UnsupportedByModel
 from worker.generation import Generation
+from worker.protocol.argv import ModelOptions, Serve
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class Bounds:
     """By its options, its context and its tokens."""
 
-    def __init__(self, options: contract.Serve, vocabulary: Vocabulary, ctx_size: int, *, reads_first: bool):
+    def __init__(self, options: Serve, vocabulary: Vocabulary, ctx_size: int, *, reads_first: bool):
         """`reads_first`: an encoder reads the prompt."""
         self._options = options
         self._vocabulary = vocabulary
@@ -90,7 +90,7 @@ class Bounds:
             )
 
 
-def context_size(options: contract.ModelOptions, positions: int) -> int:
+def context_size(options: ModelOptions, positions: int) -> int:
     """Tokens of one request: as asked, at most what the model has positions for (0: it does not say)."""
     if not positions and not options.ctx_size:
         raise StartError("this model states no maximum length; set ctx-size")

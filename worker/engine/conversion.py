@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from worker import contract
-from worker.contract import Exit
 from worker.engine import loader, packing, weights
 from worker.errors import StartError
 from worker.pagecache import Pieces
+from worker.protocol.argv import Convert, Estimate, ModelOptions
+from worker.protocol.events import Converted, Event, Progress
+from worker.protocol.exits import Exit
+from worker.protocol.snapshot_files import INDEX, MANIFEST, WEIGHTS, Manifest, encode_manifest
 
-Say = Callable[[contract.Event], None]
+Say = Callable[[Event], None]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ PROBES = (
 """Texts in which tokenizers differ if they do: spaces, what normalisation changes, other scripts, digits."""
 
 
-def convert(command: contract.Convert, say: Say) -> contract.Converted:
+def convert(command: Convert, say: Say) -> Converted:
     """Make `command.target` of `command.snapshot`, where anything has to be converted; where it exists already, nothing
     is done. Blocks for as long as disk and processor take.
 
@@ -68,12 +70,12 @@ def convert(command: contract.Convert, say: Say) -> contract.Converted:
     """
     torch.set_num_threads(command.threads)
     snapshot, target = Path(command.snapshot), Path(command.target)
-    options = contract.Estimate(snapshot=command.snapshot)
+    options = Estimate(snapshot=command.snapshot)
     config = loader.load_config(options)
     written, has_tokenizer = 0, False
     with _part(target) as part:
         if part is None:
-            return contract.Converted(weights=0, tokenizer=False)
+            return Converted(weights=0, tokenizer=False)
         has_tokenizer = _convert_tokenizer(snapshot, part)
         if is_converted_by_loads(options, config):
             written = _convert_weights(options, config, part, say)
@@ -81,7 +83,7 @@ def convert(command: contract.Convert, say: Say) -> contract.Converted:
         if made:
             _link_others(snapshot, part, weights_are_here=bool(written))
         _sign(part, snapshot, made)
-    return contract.Converted(weights=written, tokenizer=has_tokenizer)
+    return Converted(weights=written, tokenizer=has_tokenizer)
 
 
 def be_modest() -> None:
@@ -137,7 +139,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _link_others(snapshot: Path, part: Path, *, weights_are_here: bool) -> None:
     """Links to what of the snapshot is right as it lies."""
-    replaced = {path.name for path in weights.files(snapshot)} | {contract.INDEX} if weights_are_here else set()
+    replaced = {path.name for path in weights.files(snapshot)} | {INDEX} if weights_are_here else set()
     for path in snapshot.iterdir():
         if path.name not in replaced and not (part / path.name).exists():
             (part / path.name).symlink_to(path.resolve())
@@ -147,8 +149,8 @@ def _sign(part: Path, snapshot: Path, made: Sequence[Path]) -> None:
     """The last file: what was made, all of it on the disk by now."""
     facts = {path.name: path.stat() for path in made}
     files = {name: [each.st_size, each.st_mtime_ns] for name, each in facts.items()}
-    text = contract.encode_manifest(contract.Manifest(source=str(snapshot), files=files))
-    with (part / contract.MANIFEST).open("wb") as file:
+    text = encode_manifest(Manifest(source=str(snapshot), files=files))
+    with (part / MANIFEST).open("wb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -162,7 +164,7 @@ def _convert_tokenizer(snapshot: Path, part: Path) -> bool:
     if (snapshot / _TOKENIZER).exists():
         return False
     try:
-        usual = loader.load_tokenizer(contract.Estimate(snapshot=str(snapshot)))
+        usual = loader.load_tokenizer(Estimate(snapshot=str(snapshot)))
     except StartError as error:
         log.info("the tokenizer is left to loads: %s", error)
         return False
@@ -176,7 +178,7 @@ def _convert_tokenizer(snapshot: Path, part: Path) -> bool:
             if path.is_file() and not path.name.endswith(".safetensors"):
                 (trial / path.name).symlink_to(path.resolve())
         fast.save(str(trial / _TOKENIZER))
-        stored = loader.load_tokenizer(contract.Estimate(snapshot=str(trial)))
+        stored = loader.load_tokenizer(Estimate(snapshot=str(trial)))
         if differs := difference(usual, stored):
             log.info("the tokenizer is left to loads: its fast form differs in %s", differs)
             return False
@@ -216,7 +218,7 @@ def difference(one: Any, other: Any) -> str:
 # The weights
 
 
-def is_converted_by_loads(options: contract.ModelOptions, config: Any) -> bool:
+def is_converted_by_loads(options: ModelOptions, config: Any) -> bool:
     """Whether a good part of the model's weights would be computed from the stored ones: told from names and shapes.
 
     What only has another name is no conversion, nor what the model does not use. Quantised weights, which only their
@@ -257,7 +259,7 @@ def _tied(cls: Any, config: Any) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
 
 
-def _convert_weights(options: contract.ModelOptions, config: Any, part: Path, say: Say) -> int:
+def _convert_weights(options: ModelOptions, config: Any, part: Path, say: Say) -> int:
     """Write the model's weights as the model has them, in the type that most are stored in; returns their bytes.
 
     Raises StartError if there is no room, or if the result would not be loaded as it lies.
@@ -276,9 +278,9 @@ def _convert_weights(options: contract.ModelOptions, config: Any, part: Path, sa
     def told(done: int) -> None:
         for file in opened:
             file.keep_only(frozenset())  # what was read is the kernel's again
-        say(contract.Progress(stage="convert", done=min(done, total - 1), total=total))
+        say(Progress(stage="convert", done=min(done, total - 1), total=total))
 
-    with loader.quiet(), Sink(part / contract.WEIGHTS, 2 * len(tensors) + 64, told) as sink:
+    with loader.quiet(), Sink(part / WEIGHTS, 2 * len(tensors) + 64, told) as sink:
         with _caught(sink):
             model = loader.build_around(cls, config, tensors, dtype, embeds)
         missing = _name(model, sink)
@@ -290,7 +292,7 @@ def _convert_weights(options: contract.ModelOptions, config: Any, part: Path, sa
         written = sink.finish()
     with loader.quiet():
         _prove(cls, config, part, dtype, embeds)
-    say(contract.Progress(stage="convert", done=total, total=total))
+    say(Progress(stage="convert", done=total, total=total))
     return written
 
 
@@ -357,7 +359,7 @@ def _narrowed(
 
 def _prove(cls: Any, config: Any, part: Path, dtype: torch.dtype, embeds: bool) -> None:
     """Raises StartError unless a load of what was written takes the weights as they lie."""
-    file = weights.WeightFile(part / contract.WEIGHTS)
+    file = weights.WeightFile(part / WEIGHTS)
     views = dict(file.tensors())
     model = loader.build_around(cls, config, views, dtype, embeds)
     ours = {view.data_ptr() for view in views.values()}

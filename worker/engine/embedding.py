@@ -41,7 +41,7 @@ class Embedding:
         self._batch: list[tuple[Job, int]] = []
         self._tokens = 0
         self._largest = 0, 0, 0
-        """As in `contract.Pulse`."""
+        """As in `Pulse`."""
         self._live = 0
         self._lock = threading.Lock()
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import transformers
 
-from worker import contract
 from worker.engine import architectures, flash, layout, loader, memory
 from worker.engine.linears import Linears
 from worker.engine.pooling import CrossEncoder, Embedder, Encoder, Head, activation
 from worker.engine.snapshot import settle
 from worker.errors import StartError
 from worker.generation import Encoding, Text
+from worker.protocol.argv import ModelOptions, Serve
+from worker.protocol.events import Progress
 
 COMPANY_TOLERANCE = 0.05
 """By how much numbers may differ with the company, of their norm: a guess, far above the rounding of 16 bits and far
@@ -34,10 +35,10 @@ class Loaded:
 
 
 def load(
-    options: contract.Serve,
+    options: Serve,
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
-    progress: Callable[[contract.Progress], None],
+    progress: Callable[[Progress], None],
     over: Callable[[str], None] = lambda stage: None,
     built: loader.Built | None = None,
 ) -> Loaded:
@@ -61,7 +62,7 @@ def load(
     return Loaded(encoder, encoding, loaded.device, min(filter(None, limits), default=0))
 
 
-def implementation(options: contract.ModelOptions) -> str | None:
+def implementation(options: ModelOptions) -> str | None:
     """transformers' name of the attention; None: what the model's own code prefers. Raises StartError for
     FlashAttention, which is here for what a cache holds."""
     if options.attention == "flash":
@@ -82,7 +83,7 @@ def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
         raise StartError("this architecture gives a text other numbers beside a longer one; it cannot be served")
 
 
-def is_dummy(options: contract.ModelOptions) -> bool:
+def is_dummy(options: ModelOptions) -> bool:
     return options.load_format == "dummy"
 
 

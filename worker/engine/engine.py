@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import transformers
 
-from worker import contract
-from worker.contract import Exit
 from worker.detokenize import Answer
 from worker.engine import backends, bounds, cache_types, encoders, generators, loader, memory
 from worker.engine.adapters import Adapters
@@ -53,6 +51,9 @@ from worker.errors import (
 )
 from worker.generation import Delta, Generation, Occupancy, Text, TokenLogprob
 from worker.images import TEXT_ONLY
+from worker.protocol.argv import AdapterSource, Serve
+from worker.protocol.events import Progress, Pulse
+from worker.protocol.exits import Exit
 from worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -77,12 +78,12 @@ class TransformersEngine:
 
     def __init__(
         self,
-        options: contract.Serve,
+        options: Serve,
         tokenizer: transformers.PreTrainedTokenizerBase,
         *,
         config: Any,
         ctx_size: int,
-        pulse: Callable[[contract.Pulse], None],
+        pulse: Callable[[Pulse], None],
         runner: Runner | None = None,
         capacity: Capacity | None = None,
         pace: Pace | None = None,
@@ -147,7 +148,7 @@ class TransformersEngine:
             self._leader.on_lost(self._loop.fail)
 
     @staticmethod
-    def prepare(options: contract.Serve, *, over: Callable[[str], None] = lambda stage: None) -> "Prepared":
+    def prepare(options: Serve, *, over: Callable[[str], None] = lambda stage: None) -> "Prepared":
         """What can be done before there is room for weights, and before devices are looked at; see `load`."""
         _check(options)
         torch.set_num_threads(options.threads)
@@ -166,11 +167,11 @@ class TransformersEngine:
     @classmethod
     def load(
         cls,
-        options: contract.Serve,
+        options: Serve,
         prepared: "Prepared | None" = None,
         *,
-        progress: Callable[[contract.Progress], None],
-        pulse: Callable[[contract.Pulse], None],
+        progress: Callable[[Progress], None],
+        pulse: Callable[[Pulse], None],
         over: Callable[[str], None] = lambda stage: None,
         ahead: bool | None = None,
         ranks: Ranks | None = None,
@@ -178,11 +179,11 @@ class TransformersEngine:
         """Load the model and start its step loop. Blocks; `progress` is called on this thread (start, weights in bytes,
         warmup in tokens), `pulse` on the step loop's, each second; `over` with each stage that has ended (config,
         tokenizer, read, copy, build, warmup; some go hand in hand, and end several times). `prepared` for the same
-        options, but for what `contract.Go` changes; None: that is done now. `ahead`: whether a step is launched before
+        options, but for what `Go` changes; None: that is done now. `ahead`: whether a step is launched before
         the one in front has landed; None: on accelerators. `ranks`: the followers, of a model that is divided. Raises
         StartError, and RankLost if one of those ends.
         """
-        progress(contract.Progress(stage="start"))
+        progress(Progress(stage="start"))
         prepared = prepared or cls.prepare(options, over=over)
         _come_to_devices(options, prepared.imported)
         try:
@@ -202,10 +203,10 @@ class TransformersEngine:
     @classmethod
     def _load_generator(
         cls,
-        options: contract.Serve,
+        options: Serve,
         prepared: Prepared,
-        progress: Callable[[contract.Progress], None],
-        pulse: Callable[[contract.Pulse], None],
+        progress: Callable[[Progress], None],
+        pulse: Callable[[Pulse], None],
         over: Callable[[str], None],
         ahead: bool | None,
         ranks: Ranks | None,
@@ -234,10 +235,10 @@ class TransformersEngine:
     @classmethod
     def _load_encoder(
         cls,
-        options: contract.Serve,
+        options: Serve,
         prepared: Prepared,
-        progress: Callable[[contract.Progress], None],
-        pulse: Callable[[contract.Pulse], None],
+        progress: Callable[[Progress], None],
+        pulse: Callable[[Pulse], None],
         over: Callable[[str], None],
     ) -> "TransformersEngine":
         config, tokenizer = prepared.config, prepared.tokenizer
@@ -246,7 +247,7 @@ class TransformersEngine:
         loaded = encoders.load(options, config, tokenizer, progress, over, prepared.built)
         over("build")
         ctx_size = bounds.context_size(options, loaded.positions)
-        progress(contract.Progress(stage="warmup"))
+        progress(Progress(stage="warmup"))
         try:
             encoders.warm_up(loaded.encoder, ctx_size=ctx_size, vocab_size=config.get_text_config().vocab_size)
         except Exception as error:
@@ -304,7 +305,7 @@ class TransformersEngine:
 
     @property
     def later(self) -> int:
-        """As in `contract.Pulse`."""
+        """As in `Pulse`."""
         return self._to_come()
 
     def _to_come(self) -> int:
@@ -356,7 +357,7 @@ class TransformersEngine:
             work.release(stream, request.n)
             self._loop.post(partial(work.cancel, stream))
 
-    async def adapt(self, sources: Sequence[contract.AdapterSource], default: str = "") -> Mapping[str, str]:
+    async def adapt(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
         """See `worker.generation.Engine`."""
         adapters, work = self._adapters, self._generating
         if adapters is None or work is None:
@@ -465,7 +466,7 @@ class TransformersEngine:
             self._loop.post(partial(work.cancel, job))
 
 
-def _check(options: contract.Serve) -> None:
+def _check(options: Serve) -> None:
     """Raises StartError for options that mean nothing."""
     tasks = ("auto", "generate", "embed", "rerank")
     if options.task not in tasks:
@@ -484,7 +485,7 @@ def _check(options: contract.Serve) -> None:
             raise StartError(f"{name} is {getattr(options, name)}; it must be at least {smallest}", Exit.USAGE)
 
 
-def _come_to_devices(options: contract.Serve, imported: int) -> None:
+def _come_to_devices(options: Serve, imported: int) -> None:
     """See that the devices are here, hold torch to what is reserved, and note what the way there takes. `imported`:
     bytes of main memory that the imports took."""
     accelerators = [name for name in options.devices if name != "cpu"]

@@ -133,7 +133,7 @@ class Generating:
         self._choices: dict[int, Choice] = {}
         self._prefill_tokens = self._decode_tokens = 0
         self._most_prompt = self._most_rows = self._most_end = 0
-        """As in `contract.Pulse.largest`."""
+        """As in `Pulse.largest`."""
         self._live = 0
         self._lock = threading.Lock()
         self._runs_ahead = ahead

@@ -8,8 +8,6 @@ from typing import Any
 
 import transformers
 
-from worker import contract
-from worker.contract import Exit
 from worker.engine import architectures, attention, backends, bounds, loader, lockstep, memory, slices
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
@@ -24,10 +22,13 @@ from worker.engine.vision import Eyes, Tower, see
 from worker.engine.warmup import record, warm_up
 from worker.engine.weights import Prefault
 from worker.errors import StartError
+from worker.protocol import events
+from worker.protocol.argv import Serve, decode_adapters
+from worker.protocol.exits import Exit
 from worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
-Progress = Callable[[contract.Progress], None]
+Progress = Callable[[events.Progress], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Loaded:
 
 
 def load(
-    options: contract.Serve,
+    options: Serve,
     config: Any,
     tokenizer: transformers.PreTrainedTokenizerBase,
     progress: Progress,
@@ -116,7 +117,7 @@ def load(
 
 
 @contextmanager
-def _told(loaded: loader.Loaded, config: Any, options: contract.Serve, ctx_size: int) -> Iterator[None]:
+def _told(loaded: loader.Loaded, config: Any, options: Serve, ctx_size: int) -> Iterator[None]:
     """What may fail between weights and first steps, as StartErrors that say what to do."""
     try:
         yield
@@ -137,12 +138,12 @@ def _told(loaded: loader.Loaded, config: Any, options: contract.Serve, ctx_size:
         raise memory.start_error(what, loaded.device, error) from error
 
 
-def _adapters(backend: PackedRunner | AlignedRunner, loaded: loader.Loaded, options: contract.Serve) -> Adapters | None:
+def _adapters(backend: PackedRunner | AlignedRunner, loaded: loader.Loaded, options: Serve) -> Adapters | None:
     """Slots for adapters, and those of the preset in them as far as they can be used."""
     adapters = backends.make_adapters(backend, loaded.model, options, loaded.device, copies=options.max_cpu_loras)
     if adapters is not None:
         try:
-            sources = contract.decode_adapters(options.adapters)
+            sources = decode_adapters(options.adapters)
         except ValueError as error:
             raise StartError(str(error), Exit.USAGE) from None
         for name, wrong in adapters.update(sources, options.default_adapter).items():
@@ -155,7 +156,7 @@ def _begin(
     capacity: Capacity,
     pace: Pace,
     loaded: loader.Loaded,
-    options: contract.Serve,
+    options: Serve,
     ctx_size: int,
     progress: Progress,
     *,
@@ -164,7 +165,7 @@ def _begin(
     """The first steps, on accelerators, and those of decoding recorded as CUDA graphs where that can be. On the CPU no
     kernel is chosen and no buffer grows: the first request would only compute the same again."""
     chunk = min(options.prefill_chunk, ctx_size)
-    progress(contract.Progress(stage="warmup", total=chunk))
+    progress(events.Progress(stage="warmup", total=chunk))
     if loaded.device.type != "cpu" and options.warm_up:
         warm_up(backend, capacity, pace, chunk=chunk, ctx_size=ctx_size, progress=progress)
     if divides:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from worker.contract import Exit, is_below
 from worker.errors import StartError
+from worker.protocol.exits import Exit
+from worker.protocol.snapshot_files import is_below
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "last")

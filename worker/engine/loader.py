@@ -16,8 +16,6 @@ import torch
 import transformers
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from worker import contract
-from worker.contract import Exit
 from worker.engine import architectures, memory, packing, slices, split, staging, weights
 from worker.engine.slices import Group, Slice
 from worker.engine.snapshot import is_cross_encoder as is_cross_encoder
@@ -29,8 +27,11 @@ from worker.engine.snapshot import own_classes, remote_generator
 from worker.engine.snapshot import own_code as own_code
 from worker.engine.split import Split
 from worker.errors import StartError
+from worker.protocol.argv import ModelOptions
+from worker.protocol.events import Progress
+from worker.protocol.exits import Exit
 
-Report = Callable[[contract.Progress], None]
+Report = Callable[[Progress], None]
 
 
 _UNUSED_IN_EMBEDDERS = ("pooler.", "cls.", "lm_head.")
@@ -70,7 +71,7 @@ class Loaded:
         return any(file.let_go(view) for file in self.files)
 
 
-def is_own_code(options: contract.ModelOptions, config: Any) -> bool:
+def is_own_code(options: ModelOptions, config: Any) -> bool:
     """Whether the model is code of its snapshot, and none of transformers. Raises StartError as `model_class`."""
     if not options.trust_remote_code:
         return False
@@ -78,7 +79,7 @@ def is_own_code(options: contract.ModelOptions, config: Any) -> bool:
     return module.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 
-def devices_of(options: contract.ModelOptions) -> tuple[torch.device, ...]:
+def devices_of(options: ModelOptions) -> tuple[torch.device, ...]:
     """The devices of the model, in order. Raises StartError if there are none, or one that is not here."""
     if not options.devices:
         raise StartError("no device is given; --devices=cpu, for one", Exit.USAGE)
@@ -109,7 +110,7 @@ def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) 
 
 
 def load_model(
-    options: contract.ModelOptions,
+    options: ModelOptions,
     config: Any,
     attention: str | None,
     report: Report,
@@ -156,7 +157,7 @@ def load_model(
         raise
 
 
-def device_of(options: contract.ModelOptions, rank: int) -> torch.device:
+def device_of(options: ModelOptions, rank: int) -> torch.device:
     """The device of one rank of a divided model. Raises StartError if there is none for it."""
     devices = devices_of(options)
     if devices[0].type == "cpu" and len(devices) == 1:
@@ -169,7 +170,7 @@ def device_of(options: contract.ModelOptions, rank: int) -> torch.device:
     return devices[rank]
 
 
-def split_of(options: contract.ModelOptions, config: Any, devices: Sequence[torch.device]) -> Split | None:
+def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> Split | None:
     """How the model is to lie on several devices; None: it lies on one. Raises StartError for one that cannot."""
     if len(devices) > 1 and (is_cross_encoder(options, config) or is_embedder(options, config)):
         raise StartError("a model that embeds or scores texts cannot be split over devices; give it one device")
@@ -206,7 +207,7 @@ def _set_up(model: Any, attention: str | None) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def build(options: contract.ModelOptions, config: Any, attention: str | None) -> Built | None:
+def build(options: ModelOptions, config: Any, attention: str | None) -> Built | None:
     """The model for `load_model` to fill, where its weights can be used as they lie on disk: None if any would have to
     be converted, put together or quantised. Reads headers only. Raises StartError."""
     if packing.is_quantized(options, config) or "auto_map" in config.to_dict():
@@ -283,7 +284,7 @@ def sent(
 
 
 def _tell_weights(report: Report, total: int, done: int) -> None:
-    report(contract.Progress(stage="weights", done=done, total=total))
+    report(Progress(stage="weights", done=done, total=total))
 
 
 def _let_go_of_others(files: Sequence[weights.WeightFile], model: Any) -> None:
@@ -293,7 +294,7 @@ def _let_go_of_others(files: Sequence[weights.WeightFile], model: Any) -> None:
         file.keep_only(used)
 
 
-def model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> Any:
+def model_class(options: ModelOptions, config: Any, embeds: bool) -> Any:
     if is_cross_encoder(options, config):
         if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
@@ -308,7 +309,7 @@ def model_class(options: contract.ModelOptions, config: Any, embeds: bool) -> An
     return _remote_class(options, config, "AutoModel", "that gives hidden states")
 
 
-def _remote_class(options: contract.ModelOptions, config: Any, name: str, what: str) -> Any:
+def _remote_class(options: ModelOptions, config: Any, name: str, what: str) -> Any:
     """The class that the snapshot's own code offers under `name`; it runs that code, which `load_config` has let
     through."""
     reference = own_classes(config).get(name)
@@ -317,7 +318,7 @@ def _remote_class(options: contract.ModelOptions, config: Any, name: str, what: 
     return _from_snapshot(options, str(reference))
 
 
-def _generator_class(options: contract.ModelOptions, config: Any) -> Any:
+def _generator_class(options: ModelOptions, config: Any) -> Any:
     """The class that goes from text to text. Raises StartError if there is none."""
     kind, crosses = config.model_type, getattr(config, "is_encoder_decoder", False)
     mapping: Any = (
@@ -347,7 +348,7 @@ def _generator_class(options: contract.ModelOptions, config: Any) -> Any:
     return cls
 
 
-def _from_snapshot(options: contract.ModelOptions, reference: str) -> Any:
+def _from_snapshot(options: ModelOptions, reference: str) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
 
     with own_code(reference):
@@ -356,7 +357,7 @@ def _from_snapshot(options: contract.ModelOptions, reference: str) -> Any:
 
 def _stored(
     cls: Any,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     config: Any,
     device: torch.device,
     parts: Split | None,
@@ -415,7 +416,7 @@ def _stored(
 
 def _divided(
     cls: Any,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     config: Any,
     device: torch.device,
     share: tuple[Slice, Group],
@@ -469,14 +470,14 @@ def _owned(
 
 
 def _dtype(
-    options: contract.ModelOptions, config: Any, files: Iterable[weights.WeightFile], device: torch.device
+    options: ModelOptions, config: Any, files: Iterable[weights.WeightFile], device: torch.device
 ) -> torch.dtype:
     """Of the model: as asked, else the configuration's, else the files'."""
     stored = getattr(config, "dtype", None) or next((file.floating for file in files if file.floating), None)
     return resolve_dtype(options.dtype, stored, device)
 
 
-def dtype_of(options: contract.ModelOptions, config: Any, device: torch.device) -> torch.dtype:
+def dtype_of(options: ModelOptions, config: Any, device: torch.device) -> torch.dtype:
     """What `load_model` will make of the model; reads no weight, but a header where nothing else says."""
     says = options.dtype != "auto" or getattr(config, "dtype", None) is not None or options.load_format == "dummy"
     files = () if says else map(weights.WeightFile, weights.files(Path(options.snapshot)))
@@ -526,7 +527,7 @@ def has_pooler(cls: Any) -> bool:
 
 
 def _random(
-    cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, parts: Split | None
+    cls: Any, options: ModelOptions, config: Any, device: torch.device, parts: Split | None
 ) -> tuple[Any, torch.dtype]:
     """Weights drawn as for training, the same each time: for trying shapes without files."""
     dtype = resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
@@ -537,12 +538,12 @@ def _random(
 
 
 def _quantized(
-    cls: Any, options: contract.ModelOptions, config: Any, device: torch.device, report: Report
+    cls: Any, options: ModelOptions, config: Any, device: torch.device, report: Report
 ) -> tuple[Any, torch.dtype]:
     """As transformers loads it, with the library of its method. Raises StartError."""
     files = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
     total = sum(file.size for file in files)
-    report(contract.Progress(stage="weights", done=0, total=total))
+    report(Progress(stage="weights", done=0, total=total))
     dtype = _dtype(options, config, files, device)
     model = packing.load(cls, options, config, device, dtype, files)
     _let_go_of_others(files, model)
@@ -551,7 +552,7 @@ def _quantized(
         for parameter in model.parameters():  # what lies in the files has not been read yet
             parameter.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
     memory.give_back()
-    report(contract.Progress(stage="weights", done=total, total=total))
+    report(Progress(stage="weights", done=total, total=total))
     return model, dtype
 
 

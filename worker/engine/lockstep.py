@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from worker import contract
 from worker.engine import attention, backends, loader, memory, slices
 from worker.engine.attention import Pool
 from worker.engine.kv_cache import Blocks, Run, Table
@@ -27,6 +26,8 @@ from worker.engine.runner import Chores, PackedRunner
 from worker.engine.scheduler import Batch
 from worker.engine.slices import Slice
 from worker.errors import RankLost, StartError, WorkerError
+from worker.protocol.argv import Serve
+from worker.protocol.events import Progress
 from worker.ranks import DEVICE_BYTES, HOST_BYTES, LOADED_BYTES, Link, Ranks
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Leader(PackedRunner):
         self._peers.part()
 
 
-def begin(options: contract.Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Peers]:
+def begin(options: Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Peers]:
     """Have all followers load: the leader's own slice, and its way to the others, whom it has not met yet."""
     if ranks is None:
         raise StartError(f"--tensor-parallel={options.tensor_parallel}: the ranks were not started with this process")
@@ -137,17 +138,17 @@ def begin(options: contract.Serve, ctx_size: int, ranks: Ranks | None) -> tuple[
 def lead(
     loaded: loader.Loaded,
     config: Any,
-    options: contract.Serve,
+    options: Serve,
     ctx_size: int,
     ranks: Ranks,
     peers: Peers,
-    progress: Callable[[contract.Progress], None],
+    progress: Callable[[Progress], None],
 ) -> tuple[Leader, Blocks]:
     """The leader's runner, once all have loaded and met. Raises StartError, or RankLost."""
     own = sum(each.nbytes for each in loaded.model.parameters())
 
     def told(done: int) -> None:
-        progress(contract.Progress(stage="weights", done=own + done, total=max(own * ranks.count, own + done)))
+        progress(Progress(stage="weights", done=own + done, total=max(own * ranks.count, own + done)))
 
     ranks.until_ready(told)
     ranks.watch(peers.abort)
@@ -160,13 +161,13 @@ def lead(
     return Leader(loaded.model, pool, blocks, loaded.device, ranks, peers), blocks
 
 
-def follow(options: contract.Serve, link: Link) -> None:
+def follow(options: Serve, link: Link) -> None:
     """Load a slice, and compute with it what the leader says, until that one is gone. `options`: as far as they are
     known at birth. Raises StartError, and what a step raises."""
     torch.set_num_threads(options.threads)
     memory.keep_small()
     attention.register()
-    told: tuple[contract.Serve, str | None] = link.hear()
+    told: tuple[Serve, str | None] = link.hear()
     options, visible = told
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -179,7 +180,7 @@ def follow(options: contract.Serve, link: Link) -> None:
     share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
     implementation = backends.implementation(options.attention, config, (str(device),))
 
-    def report(progress: contract.Progress) -> None:
+    def report(progress: Progress) -> None:
         link.note(LOADED_BYTES, progress.done)
 
     loaded = loader.load_model(options, config, implementation, report, share=share)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from worker.contract import ADAPTER_FILES
 from worker.engine.weights import WeightFile
 from worker.errors import StartError, UnusableAdapter
+from worker.protocol.snapshot_files import ADAPTER_FILES
 
 CONFIG, WEIGHTS = ADAPTER_FILES
 _TRAINING = (

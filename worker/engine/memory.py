@@ -13,12 +13,12 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from worker.contract import Exit
 from worker.engine.faults import is_exhausted as is_exhausted
 from worker.engine.faults import is_sticky as is_sticky
 from worker.engine.faults import one_line as one_line
 from worker.engine.overhead import overhead
 from worker.errors import StartError
+from worker.protocol.exits import Exit
 
 _LOOK_INTERVAL = 10.0
 """Seconds between two looks at what is shared with a nursery."""

@@ -30,12 +30,12 @@ class Overhead:
         self._before: dict[str, int | None] = {}
         self._found: dict[str, int] = {}
         self.said: dict[str, int] = {}
-        """By device name, as in `contract.Ready`; what was found at the first look."""
+        """By device name, as in `Ready`; what was found at the first look."""
         self.is_own = True
-        """As in `contract.Ready`."""
+        """As in `Ready`."""
 
     def begin(self, devices: Sequence[str], told: int) -> None:
-        """Before this process has touched any of `devices`. `told`: as in `contract.ModelOptions`."""
+        """Before this process has touched any of `devices`. `told`: as in `ModelOptions`."""
         self._told = told
         self._before = {name: self._driver.used(name) for name in devices if name != "cpu"}
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-from worker import contract
 from worker.engine import memory, weights
 from worker.errors import StartError
+from worker.protocol.argv import ModelOptions
 
 LIBRARIES = {
     "awq": ("gptqmodel", "pip install 'gptqmodel<7.7' optimum"),
@@ -40,7 +40,7 @@ _USUAL_GROUP = 128
 _WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
 
 
-def is_quantized(options: contract.ModelOptions, config: Any) -> bool:
+def is_quantized(options: ModelOptions, config: Any) -> bool:
     """Whether the checkpoint is quantised, or is to be."""
     return bool(stated(config)) or options.quantization not in ("auto", "none")
 
@@ -51,7 +51,7 @@ def stated(config: Any) -> dict[str, Any]:
     return said if isinstance(said, dict) else dict(said.to_dict())
 
 
-def method(options: contract.ModelOptions, config: Any) -> str:
+def method(options: ModelOptions, config: Any) -> str:
     """How the model's weights are packed, or will be; "": they are not.
 
     Raises StartError if the preset wants another way than the checkpoint has, if we do not serve that, or if its
@@ -141,7 +141,7 @@ def _group_bits(said: dict[str, Any]) -> int:
 
 def load(
     cls: Any,
-    options: contract.ModelOptions,
+    options: ModelOptions,
     config: Any,
     device: torch.device,
     dtype: torch.dtype,

@@ -13,10 +13,10 @@ from typing import Any
 
 import transformers
 
-from worker import contract
 from worker.chat import Template
 from worker.engine import attention, backends, encoders, linears, loader
 from worker.errors import StartError
+from worker.protocol.argv import ModelOptions
 
 MOST = 16
 """Models; the one that nobody asked for for longest makes way."""
@@ -49,12 +49,12 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._made)
 
-    def find(self, options: contract.ModelOptions) -> Made | None:
+    def find(self, options: ModelOptions) -> Made | None:
         """What was made for a worker with these options, if its files are still the same."""
         made = self._made.get(_key(options))
         return made if made is not None and made.stamp == _stamp(options) else None
 
-    def wants(self, options: contract.ModelOptions) -> bool:
+    def wants(self, options: ModelOptions) -> bool:
         """Whether something could be made for such a worker that is not here; what is here was asked for just now."""
         key = _key(options)
         if self.find(options) is not None:
@@ -63,11 +63,11 @@ class Shelf:
         is_ours = not options.trust_remote_code and options.load_format in ("auto", "safetensors")
         return is_ours and self._left.get(key) != _stamp(options)
 
-    def leave(self, options: contract.ModelOptions) -> None:
+    def leave(self, options: ModelOptions) -> None:
         """Want it no more, until its files change."""
         self._left[_key(options)] = _stamp(options)
 
-    def make(self, options: contract.ModelOptions) -> None:
+    def make(self, options: ModelOptions) -> None:
         """Have it from now on. Raises what loading raises."""
         self._before = self._before or _own_bytes()
         self._made.pop(_key(options), None)
@@ -103,10 +103,10 @@ class Shelf:
             gc.collect()
 
 
-def _key(options: contract.ModelOptions) -> tuple[Any, ...]:
+def _key(options: ModelOptions) -> tuple[Any, ...]:
     """What decides what is made, beside the files."""
     return (
-        contract.ModelOptions(
+        ModelOptions(
             snapshot=options.snapshot,
             tokenizer=options.tokenizer,
             task=options.task,
@@ -121,7 +121,7 @@ def _key(options: contract.ModelOptions) -> tuple[Any, ...]:
     )
 
 
-def _stamp(options: contract.ModelOptions) -> Stamp:
+def _stamp(options: ModelOptions) -> Stamp:
     """What changes with the files of a model: empty if they are not there."""
     found = set()
     for folder in {options.snapshot, options.tokenizer} - {""}:

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from worker.contract import ModelOptions
 from worker.engine import architectures, split
 from worker.errors import StartError
+from worker.protocol.argv import ModelOptions
 
 BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
 _WHOLE = "replicated_with_grad_allreduce"

@@ -13,16 +13,17 @@ from typing import Any
 import transformers
 from tokenizers import normalizers
 
-from worker import contract
-from worker.contract import Exit
 from worker.engine import architectures, faults, layout
 from worker.errors import StartError
+from worker.protocol import snapshot_files
+from worker.protocol.argv import ModelOptions
+from worker.protocol.exits import Exit
 
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
 """How classes are called that have a head for text."""
 
 
-def load_tokenizer(options: contract.ModelOptions) -> transformers.PreTrainedTokenizerBase:
+def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer of the snapshot, or that of `options.tokenizer`. Raises StartError if there is none."""
     folder = Path(options.tokenizer or options.snapshot)
     try:
@@ -60,7 +61,7 @@ def _processor_template(folder: Path) -> str | None:
     return stated if isinstance(stated, str) else None
 
 
-def load_config(options: contract.ModelOptions) -> Any:
+def load_config(options: ModelOptions) -> Any:
     """config.json with `options.config_override` merged in. Raises StartError."""
     folder = Path(options.snapshot)
     path = folder / "config.json"
@@ -72,7 +73,7 @@ def load_config(options: contract.ModelOptions) -> Any:
             raise TypeError("it is no JSON object")
     except (ValueError, TypeError, RecursionError) as error:
         raise StartError(f"{path} is damaged: {faults.one_line(error)}; download it again", Exit.DAMAGED) from error
-    merged = contract.merged(stored, _override(options.config_override))
+    merged = snapshot_files.merged(stored, _override(options.config_override))
     kind = str(merged.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         return _remote_config(options, merged, kind)
@@ -89,7 +90,7 @@ def _float(value: dict[str, Any]) -> Any:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def _remote_config(options: contract.ModelOptions, merged: dict[str, Any], kind: str) -> Any:
+def _remote_config(options: ModelOptions, merged: dict[str, Any], kind: str) -> Any:
     if not merged.get("auto_map"):
         what = f"architecture {kind!r} is unknown to" if kind else "config.json names no model_type, so it is none of"
         raise StartError(
@@ -164,7 +165,7 @@ def _override(text: str) -> dict[str, Any]:
     return value
 
 
-def is_embedder(options: contract.ModelOptions, config: Any) -> bool:
+def is_embedder(options: ModelOptions, config: Any) -> bool:
     """Whether the model is to turn text into vectors: `task`, else what the snapshot looks like."""
     if options.task != "auto":
         return options.task == "embed"
@@ -177,7 +178,7 @@ def is_embedder(options: contract.ModelOptions, config: Any) -> bool:
     return layout.is_layout(Path(options.snapshot)) or not generates
 
 
-def is_cross_encoder(options: contract.ModelOptions, config: Any) -> bool:
+def is_cross_encoder(options: ModelOptions, config: Any) -> bool:
     """Whether the model is to score pairs of texts: `task`, else a classification head with no pooling behind it.
 
     Raises StartError if it is asked to and has no head, or one of several labels.

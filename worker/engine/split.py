@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.contract import Exit, ModelOptions
 from worker.engine import staging
 from worker.engine.attention import Layout, Packed, Pool
 from worker.engine.scheduler import Batch
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
+from worker.protocol.argv import ModelOptions
+from worker.protocol.exits import Exit
 
 
 @dataclass(frozen=True, slots=True)

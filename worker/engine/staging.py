@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from worker.contract import Exit
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
+from worker.protocol.exits import Exit
 
 log = logging.getLogger(__name__)
 

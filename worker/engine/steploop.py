@@ -18,11 +18,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from worker import contract
-from worker.contract import Exit
 from worker.engine import memory
 from worker.errors import Draining, RankLost, RequestError, StartError
 from worker.generation import Occupancy
+from worker.protocol.events import Pulse
+from worker.protocol.exits import Exit
 
 PULSE_INTERVAL = 1.0
 """Seconds."""
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a pulse says of the work, beyond its load. The two counters only rise; meanings as in `contract.Pulse`."""
+    """What a pulse says of the work, beyond its load. The two counters only rise; meanings as in `Pulse`."""
 
     parallel: int
     prefill_tokens: int
@@ -111,13 +111,13 @@ class StepLoop:
         work: Work,
         outbox: Outbox,
         *,
-        pulse: Callable[[contract.Pulse], None],
+        pulse: Callable[[Pulse], None],
         measured: Callable[[], dict[str, int]],
         later: Callable[[], int],
         threads: int,
         interval: float = PULSE_INTERVAL,
     ):
-        """`measured`, `later`: as in `contract.Pulse`."""
+        """`measured`, `later`: as in `Pulse`."""
         self._interval = interval
         self._work, self._outbox = work, outbox
         self._pulse, self._measured, self._later, self._threads = pulse, measured, later, threads
@@ -230,7 +230,7 @@ class StepLoop:
         now, at, report = self.occupancy, time.monotonic(), self._work.report()
         later = self._later()  # first: what comes meanwhile counts twice, and not never
         self._pulse(
-            contract.Pulse(
+            Pulse(
                 steps=now.steps,
                 running=now.running,
                 waiting=now.waiting,

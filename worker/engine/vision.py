@@ -21,13 +21,14 @@ import torch
 import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from worker import contract, images
+from worker import images
 from worker.engine import architectures, memory
 from worker.engine.architectures import Sight
 from worker.engine.forward import Seen
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
 from worker.generation import Picture, Pictures
 from worker.images import Image
+from worker.protocol.argv import ModelOptions
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Prepared:
 
 
 def see(
-    options: contract.ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
+    options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> tuple["Processor | None", str]:
     """The processor of a model whose images can be served; else why they cannot."""
     try:
@@ -71,7 +72,7 @@ def see(
 
 
 def counting(
-    options: contract.ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
+    options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> tuple["Eyes | None", str]:
     """As `see`, for who counts what images are in a prompt and computes nothing of them."""
     processor, blind = see(options, config, tokenizer)
@@ -82,7 +83,7 @@ def counting(
 class Processor:
     """A model's own processor, with the worker's tokenizer."""
 
-    def __init__(self, options: contract.ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
+    def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
         """Raises Blind if images cannot be served, with the reason for people."""
         sight = architectures.VISION.get(config.model_type)
         if sight is None:
@@ -248,7 +249,7 @@ class Tower:
         self._words = model.get_input_embeddings()
         self._seen: dict[Picture, torch.Tensor] = {}
         self.largest = 0, 0
-        """As in `contract.Pulse.seen`."""
+        """As in `Pulse.seen`."""
 
     def features(self, picture: Picture) -> torch.Tensor:
         """`[tokens, hidden]`: what stands in the place of the picture's tokens."""

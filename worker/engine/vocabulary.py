@@ -7,9 +7,9 @@ from typing import Any
 
 import transformers
 
-from worker.contract import Exit
 from worker.detokenize import TokenBytes
 from worker.errors import StartError
+from worker.protocol.exits import Exit
 
 
 class Vocabulary:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 
-from worker import contract
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity
 from worker.engine.pace import Pace
@@ -12,6 +11,7 @@ from worker.engine.sampler import COSTLIEST, Pick, sample
 from worker.engine.scheduler import Segment
 from worker.engine.sequence import Sequence
 from worker.generation import Sampling
+from worker.protocol.events import Progress
 
 
 def warm_up(
@@ -21,7 +21,7 @@ def warm_up(
     *,
     chunk: int,
     ctx_size: int,
-    progress: Callable[[contract.Progress], None],
+    progress: Callable[[Progress], None],
 ) -> None:
     """Compute prompt chunks at the far end of the context, each twice as long, then steps of decoding: of one row, at
     the beginning of the context, and of all, twice. Kernels are chosen, and `pace` learns what a token costs.
@@ -32,7 +32,7 @@ def warm_up(
     size = min(chunk, 16)
     while True:
         _time_step(runner, pace, (_segment(capacity, 0, ctx_size - size, size),))
-        progress(contract.Progress(stage="warmup", done=size, total=chunk))
+        progress(Progress(stage="warmup", done=size, total=chunk))
         if size == chunk:
             break
         size = min(2 * size, chunk)
@@ -51,11 +51,11 @@ def record(
     pace: Pace,
     *,
     ctx_size: int,
-    progress: Callable[[contract.Progress], None],
+    progress: Callable[[Progress], None],
 ) -> FixedRunner:
     """`runner` with its steps of decoding recorded as CUDA graphs; `pace` learns how fast they are."""
     fixed = FixedRunner(runner, rows=capacity.rows, ctx_size=ctx_size)
-    fixed.record(lambda: progress(contract.Progress(stage="warmup")))
+    fixed.record(lambda: progress(Progress(stage="warmup")))
     for rows in (1, capacity.rows) * 4:
         _time_step(fixed, pace, tuple(_segment(capacity, row, min(1, ctx_size - 1), 1) for row in range(rows)))
     return fixed

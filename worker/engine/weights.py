@@ -19,9 +19,10 @@ from typing import Any, Self
 
 import torch
 
-from worker.contract import INDEX, WEIGHTS, Exit, shard_names
 from worker.errors import StartError
 from worker.pagecache import READERS, STRETCH, Reading, cached, read
+from worker.protocol.exits import Exit
+from worker.protocol.snapshot_files import INDEX, WEIGHTS, shard_names
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from worker import families, filling, sampling
-from worker.bodies.common import MAX_TEXTS
 from worker.chat import Conversation, Template
-from worker.contract import ModelOptions, Profile, Serve
 from worker.detokenize import TokenBytes
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel, UnsupportedField
 from worker.fields import Fields, Json
 from worker.generation import Delta, Engine, Generation, Pictures, Text
 from worker.parts import Manner, Reading
-from worker.routes import Face
+from worker.protocol.argv import ModelOptions, Profile, Serve
+from worker.protocol.dialects import Dialect
+from worker.protocol.dialects.generation_fields import MAX_TEXTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,8 +267,8 @@ class Call:
     ignored: tuple[str, ...] = ()
     """Names of fields that made no difference."""
     keep_alive: float | None = None
-    """As `contract.Request` has it."""
-    speaks: Face | None = None
+    """As `Request` has it."""
+    speaks: Dialect | None = None
     """In whose frames it streams, where those are not its path's."""
 
 
@@ -281,7 +281,7 @@ class Result:
     ignored: tuple[str, ...] = ()
     prompt_tokens: int = 0
     keep_alive: float | None = None
-    """As `contract.Request` has it."""
+    """As `Request` has it."""
     stream: bool = False
     """It is the one line of a stream, for a client that waits for one."""
 

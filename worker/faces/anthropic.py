@@ -6,8 +6,6 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.anthropic import ANTHROPIC, COUNT_TOKENS, OUTPUT, THINKING, TOOL_CHOICE_OF_MESSAGES
-from worker.bodies.common import MAX_STOPS
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
 from worker.faces.openai import Chat, count, understand
@@ -15,6 +13,8 @@ from worker.fields import Fields, Json
 from worker.generation import Delta
 from worker.images import Image, from_url, of_base64
 from worker.parts import Part, Reading
+from worker.protocol.dialects.anthropic import ANTHROPIC, COUNT_TOKENS, OUTPUT, THINKING, TOOL_CHOICE_OF_MESSAGES
+from worker.protocol.dialects.generation_fields import MAX_STOPS
 from worker.replies import Totals
 
 _MAX_TOKENS = 4096

@@ -4,11 +4,11 @@ import uuid
 from functools import partial
 from typing import Any
 
-from worker.bodies.cohere import EMBED
 from worker.errors import InvalidValue
 from worker.faces import Model, Result, embeddings
 from worker.faces.openai import in_their_words, renamed
 from worker.fields import Fields, Json
+from worker.protocol.dialects.cohere import EMBED
 
 _MEANT = {
     "search_query": ("search_query", "query"),

@@ -12,13 +12,13 @@ from operator import mul
 from typing import Any
 
 from worker import chat as chats
-from worker.bodies.common import MAX_TEXTS
-from worker.bodies.openai import EMBEDDING, EMBEDDINGS, RERANK
-from worker.bodies.vllm import EMBED_CHAT, SCORE, SCORED
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedByModel
 from worker.faces import Model, Result, read_texts
 from worker.fields import Fields, Json
 from worker.generation import Encoding, Text
+from worker.protocol.dialects.generation_fields import MAX_TEXTS
+from worker.protocol.dialects.openai import EMBEDDING, EMBEDDINGS, RERANK
+from worker.protocol.dialects.vllm import EMBED_CHAT, SCORE, SCORED
 
 QUICK = 1 << 18
 """Products of components that are summed on the loop's thread; about 10 ms."""

@@ -3,12 +3,12 @@
 import uuid
 from collections.abc import Iterable
 
-from worker.bodies.seeds import ERICLLM
 from worker.errors import InvalidValue
 from worker.faces import Call, Model
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta
+from worker.protocol.dialects.ericllm import ERICLLM
 
 _DEFAULTS = {"max_tokens": 128, "temperature": 0.7, "top_k": 40, "top_p": 0.5}
 _SAME = (*_DEFAULTS, "min_p", "stop", "n", "seed", "model")

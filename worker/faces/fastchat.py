@@ -7,7 +7,6 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.seeds import FASTCHAT, FASTCHAT_CONV, FASTCHAT_COUNT, FASTCHAT_EMBED
 from worker.chat import Conversation
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result
@@ -15,6 +14,7 @@ from worker.faces import embeddings as vectors
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta
+from worker.protocol.dialects.fastchat import FASTCHAT, FASTCHAT_CONV, FASTCHAT_COUNT, FASTCHAT_EMBED
 from worker.replies import LegacyLogprobs
 from worker.telling import Telling
 
@@ -210,4 +210,8 @@ class _Reply:
         total = self._prompt_tokens + self._tokens
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
         told: Json = {"text": self._text, "usage": usage, "logprobs": self._logprobs}
-        return {**told, "error_code": 0, "finish_reason": self._finish}  # in this order: see `routes.stream`
+        return {
+            **told,
+            "error_code": 0,
+            "finish_reason": self._finish,
+        }  # in this order: see `worker.protocol.streams.stream`

@@ -6,15 +6,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from worker import adapting, chat, constraints, samplers, sampling, telling
-from worker.bodies.common import MAX_SHOWN, MAX_TEXTS
-from worker.bodies.llama_server import COMPLETION, INFILL
-from worker.bodies.openai import TEMPLATE
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.fields import Fields, Json
 from worker.filling import Filling
 from worker.generation import Generation, Sampling
 from worker.native import NativeReply
+from worker.protocol.dialects.generation_fields import MAX_SHOWN, MAX_TEXTS
+from worker.protocol.dialects.llama_server import COMPLETION, INFILL
+from worker.protocol.dialects.openai import TEMPLATE
 
 
 async def completion(body: Json, model: Model) -> Call:

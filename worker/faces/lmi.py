@@ -8,14 +8,14 @@ from typing import Any
 import orjson
 
 from worker import adapting
-from worker.bodies.seeds import INVOCATIONS, PARAMETERS
 from worker.errors import InvalidValue
 from worker.faces import Call, Model, openai
 from worker.faces.openai import Chat, understand_text
 from worker.fields import Fields, Json
 from worker.generation import Delta
+from worker.protocol.dialects import Dialect
+from worker.protocol.dialects.lmi import INVOCATIONS, OPENAIS, PARAMETERS
 from worker.replies import finite
-from worker.routes import OPENAIS, Face
 from worker.sampling import read_stop
 
 _NEW_TOKENS = 30
@@ -38,7 +38,7 @@ async def invocations(body: Json, model: Model) -> Call:
     Raises RequestError."""
     if not OPENAIS.isdisjoint(body):
         call = await (openai.chat if "messages" in body else openai.completions)(body, model)
-        return replace(call, speaks=Face.OPENAI)
+        return replace(call, speaks=Dialect.OPENAI)
     fields = Fields(body, INVOCATIONS)
     name, stream = fields.text("model"), fields.flag("stream") or False
     inputs = fields.take("inputs")

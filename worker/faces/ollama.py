@@ -10,8 +10,6 @@ from typing import Any
 
 import orjson
 
-from worker import routes
-from worker.bodies.ollama import OF_LOADS, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE, OPTIONS
 from worker.chat import read_tools
 from worker.errors import ContextExceeded, InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval
@@ -21,6 +19,15 @@ from worker.fields import Fields, Json, to_integer
 from worker.generation import Delta, TokenLogprob
 from worker.images import Image, from_url, of_base64
 from worker.parts import Part, Reading
+from worker.protocol.dialects.ollama import (
+    OF_LOADS,
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+    OPTIONS,
+)
+from worker.protocol.streams import timestamp
 from worker.replies import Totals, described
 from worker.sampling import read_stop
 
@@ -346,7 +353,7 @@ def _loaded(fields: Fields, model: Model, asked: Json, keep_alive: float | None,
     _logprobs(fields)
     ignored = fields.settle(strict=model.options.strict_fields)
     reason = "unload" if keep_alive == 0 else "load"
-    head = {"model": asked["model"], "created_at": routes.timestamp()}
+    head = {"model": asked["model"], "created_at": timestamp()}
     told = {**head, **empty, "done_reason": reason, "done": True}
     return Result(body=told, ignored=ignored, keep_alive=keep_alive, stream=asked["stream"])
 
@@ -397,7 +404,7 @@ class LineReply:
         said: Json = {"thinking": thinking} if thinking else {}
         if calls:
             said["tool_calls"] = calls
-        line: Json = {"model": self._model, "created_at": routes.timestamp()}
+        line: Json = {"model": self._model, "created_at": timestamp()}
         if self._is_chat:
             line["message"] = {"role": "assistant", "content": content, **said}
         else:

@@ -9,13 +9,13 @@ from functools import partial
 
 from worker import adapting, constraints, sampling, telling, tools
 from worker import chat as chats
-from worker.bodies.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
 from worker.errors import InvalidValue, RequestError, UnsupportedField
 from worker.faces import Call, Model, Result, read_ping_interval, read_texts
 from worker.families import Family
 from worker.fields import Fields, Json, to_integer
 from worker.generation import Generation, Grammar, Pictures, Sampling
 from worker.parts import Manner, Reading, shown, written
+from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
 from worker.replies import ChatReply, Chunks, TextReply
 
 _OWN_NAMES: Mapping[str, str] = {}

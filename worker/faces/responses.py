@@ -7,7 +7,6 @@ from typing import Any
 
 import orjson
 
-from worker.bodies.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES, STREAM_OPTIONS
 from worker.chat import detailed
 from worker.errors import InvalidValue, UnsupportedField
 from worker.faces import Call, Model, Result
@@ -16,6 +15,7 @@ from worker.fields import Fields, Json
 from worker.generation import Delta, TokenLogprob
 from worker.images import Image
 from worker.parts import Part, Reading, ToolCall
+from worker.protocol.dialects.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES, STREAM_OPTIONS
 from worker.replies import Totals, logprobs_of, progress_of
 
 _STATELESS = "nothing is kept between requests here; send the whole conversation in input"

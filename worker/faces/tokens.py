@@ -4,12 +4,12 @@ tells them apart, and where it does not, one answer is for both."""
 from collections.abc import Sequence
 from typing import Any
 
-from worker.bodies.llama_server import DETOKENIZE, TOKENIZE
-from worker.bodies.vllm import TOKENIZE_CHAT, TOKENIZE_TEXT
 from worker.errors import InvalidValue
 from worker.faces import Model, Result
 from worker.faces.openai import prompt_of
 from worker.fields import Fields, Json, to_integer
+from worker.protocol.dialects.llama_server import DETOKENIZE, TOKENIZE
+from worker.protocol.dialects.vllm import TOKENIZE_CHAT, TOKENIZE_TEXT
 
 _SOURCES = ("content", "prompt", "messages")
 

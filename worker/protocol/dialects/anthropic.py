@@ -1,22 +1,34 @@
-"""Bodies of Anthropic's calls."""
+"""Anthropic's API: schemas of requests and responses."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from worker.bodies.common import MAX_STOPS, MAX_TOOLS, PASSED, TUNING, WORD
-from worker.bodies.openai import BASE64, MODEL, PING, SEEING, unread
-from worker.schemas import (
+from worker.protocol.dialects.generation_fields import MAX_STOPS, MAX_TOOLS, PASSED, TUNING, WORD
+from worker.protocol.dialects.openai import BASE64, MODEL, PING, SEEING, unread
+from worker.protocol.schema import (
+    ANY_OBJECT,
     ANYTHING,
+    COUNT,
+    NULL,
+    TEXT,
     Body,
+    ResponseSchema,
     Schema,
     array,
+    by_name,
     choice,
+    const,
     described,
+    enum,
     flag,
     integer,
+    maybe,
     one_of,
     or_null,
     record,
+    ref,
     required,
+    several,
+    shape,
     text,
 )
 
@@ -165,3 +177,58 @@ ANTHROPIC: Body = {
 COUNT_TOKENS = unread(
     {name: schema for name, schema in ANTHROPIC.items() if name != "sse_ping_interval"}, PROMPT_OF_MESSAGES
 )
+
+COMPONENTS: Mapping[str, Schema] = {
+    "AnthropicUsage": shape(
+        {
+            "input_tokens": COUNT,
+            "output_tokens": COUNT,
+            "cache_read_input_tokens": COUNT,
+            "cache_creation_input_tokens": COUNT,
+        }
+    ),
+    "Message": shape(
+        {
+            "id": TEXT,
+            "type": const("message"),
+            "role": const("assistant"),
+            "model": TEXT,
+            "content": several(
+                {
+                    "anyOf": [
+                        shape({"type": const("text"), "text": TEXT}),
+                        shape({"type": const("thinking"), "thinking": TEXT, "signature": TEXT}),
+                        shape({"type": const("tool_use"), "id": TEXT, "name": TEXT, "input": ANY_OBJECT}),
+                    ]
+                }
+            ),
+            "stop_reason": maybe(enum("end_turn", "max_tokens", "stop_sequence", "tool_use")),
+            "stop_sequence": maybe(TEXT),
+            "stop_details": NULL,
+            "usage": ref("AnthropicUsage"),
+        }
+    ),
+    "MessageEvent": {
+        "anyOf": [
+            shape({"type": const("message_start"), "message": ref("Message")}),
+            shape({"type": const("content_block_start"), "index": COUNT, "content_block": ANY_OBJECT}),
+            shape({"type": const("content_block_delta"), "index": COUNT, "delta": by_name(TEXT)}),
+            shape({"type": const("content_block_stop"), "index": COUNT}),
+            shape(
+                {
+                    "type": const("message_delta"),
+                    "delta": shape({"stop_reason": TEXT, "stop_sequence": maybe(TEXT), "stop_details": NULL}),
+                    "usage": ref("AnthropicUsage"),
+                }
+            ),
+            shape({"type": enum("message_stop", "ping")}),
+        ]
+    },
+}
+
+ANSWERS: Mapping[str, ResponseSchema] = {
+    "messages": ResponseSchema(body=ref("Message"), frame=ref("MessageEvent"), about="One message of the assistant."),
+    "count_tokens": ResponseSchema(
+        body=shape({"input_tokens": COUNT}), about="Tokens of the prompt that these messages make."
+    ),
+}

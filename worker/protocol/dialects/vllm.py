@@ -1,8 +1,27 @@
-"""Bodies of vLLM's own calls."""
+"""vLLM's own API: schemas of requests and responses."""
 
-from worker.bodies.common import MAX_TEXTS
-from worker.bodies.openai import CHAT_TOKENS, CONVERSATION, CUTS, EMBEDDINGS, MODEL
-from worker.schemas import Body, Schema, array, flag, one_of, required, text
+from collections.abc import Mapping
+
+from worker.protocol.dialects.generation_fields import MAX_TEXTS
+from worker.protocol.dialects.openai import CHAT_TOKENS, CONVERSATION, CUTS, EMBEDDINGS, MODEL
+from worker.protocol.schema import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    Body,
+    ResponseSchema,
+    Schema,
+    array,
+    const,
+    flag,
+    maybe,
+    one_of,
+    ref,
+    required,
+    several,
+    shape,
+    text,
+)
 
 _TELLING: Body = {"return_token_strs": flag("The tokens come as the tokenizer spells them, too.")}
 TOKENIZE_TEXT: Body = {
@@ -33,4 +52,24 @@ SCORE: Body = {
     **{name: _SCORED for pair in SCORED for name in pair},
     "use_activation": one_of([True], "Not supported: scores are those that can be compared."),
     **CUTS,
+}
+
+COUNTED = shape({"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": maybe(several(TEXT))})
+"""`/tokenize`, where it is asked as vLLM's clients do."""
+
+ANSWERS: Mapping[str, ResponseSchema] = {
+    "score": ResponseSchema(
+        body=shape(
+            {
+                "id": TEXT,
+                "object": const("list"),
+                "created": COUNT,
+                "model": TEXT,
+                "data": several(shape({"index": COUNT, "object": const("score"), "score": NUMBER})),
+                "usage": ref("PromptUsage"),
+            }
+        ),
+        about="How well texts fit each other, pair by pair.",
+    ),
+    "version": ResponseSchema(body=shape({"version": TEXT}), about="The router's version."),
 }

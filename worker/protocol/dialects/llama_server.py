@@ -1,26 +1,88 @@
-"""What llama-server's calls answer: its own completions, tokens, and all of its router mode."""
+"""llama-server's API: schemas of requests and responses."""
 
 from collections.abc import Mapping
 
-from router.answers.openai import PROMPT_PROGRESS
-from router.answers.vllm import COUNTED
-from router.answers.words import (
+from worker.protocol.dialects.generation_fields import GRAMMAR, MAX_CHOICES, MAX_SHOWN, MAX_TEXTS, SAMPLING
+from worker.protocol.dialects.openai import ADAPTERS, MODEL, PIECES, PING, PROMPT_PROGRESS, TEXTS, ZERO_TOO
+from worker.protocol.dialects.vllm import COUNTED
+from worker.protocol.schema import (
     ANY_OBJECT,
     COUNT,
     FLAG,
     NUMBER,
     TEXT,
     WHOLE,
-    Answer,
+    Body,
+    ResponseSchema,
     Schema,
+    array,
     by_name,
     const,
+    described,
     enum,
+    flag,
+    integer,
     maybe,
+    one_of,
     ref,
+    required,
     several,
     shape,
+    text,
 )
+
+COMPLETION: Body = {
+    "model": MODEL,
+    **SAMPLING,
+    **GRAMMAR,
+    "prompt": TEXTS,
+    "n_predict": ZERO_TOO,
+    "max_tokens": ZERO_TOO,
+    "n_probs": integer(0, None, "At most the model's max-logprobs."),
+    "n": integer(1, MAX_CHOICES),
+    "n_cmpl": integer(1, MAX_CHOICES, "The same as n."),
+    "stream": flag(),
+    "return_tokens": flag(),
+    "return_progress": flag("Chunks tell how far the prompt is."),
+    "timings_per_token": flag("Every chunk has timings."),
+    "sse_ping_interval": PING,
+    "post_sampling_probs": flag("With n_probs: how likely tokens were once all samplers had been at work."),
+    "n_indent": one_of([0]),
+    "response_fields": array(
+        {"type": "string"}, most=MAX_SHOWN, about="Of the answer these fields alone; `a/b` is a field of a field."
+    ),
+    "return_tokens_only": one_of([False]),
+    "lora": ADAPTERS,
+    "adapters": ADAPTERS,
+}
+INFILL: Body = {
+    **COMPLETION,
+    "prompt": text("What the answer begins with already."),
+    "input_prefix": required(text("What stands before the gap.")),
+    "input_suffix": required(text("What follows it.")),
+    "input_extra": array(
+        described({"text": required(text()), "filename": text()}),
+        most=MAX_TEXTS,
+        about="Further files, to stand before.",
+    ),
+}
+TOKENIZE: Body = {
+    "model": MODEL,
+    "content": {"anyOf": [{"type": "string"}, {**PIECES, "minItems": 0}]},
+    "add_special": flag(),
+    "parse_special": flag("true unless stated."),
+    "with_pieces": flag(),
+}
+DETOKENIZE: Body = {"model": MODEL, "tokens": required(array({"type": "integer", "minimum": 0}))}
+
+NAMED: Body = {
+    "model": {"type": "string", "minLength": 1},
+    "extra_args": {"not": {}, "description": "Not supported: settings stand in the model's preset."},
+}
+FETCH: Body = {
+    **NAMED,
+    "model": {"type": "string", "minLength": 1, "description": "org/name, or org/name:revision."},
+}
 
 _NATIVE_FRAME: dict[str, Schema] = {
     "index": COUNT,
@@ -167,39 +229,39 @@ COMPONENTS: Mapping[str, Schema] = {
     ),
 }
 
-ANSWERS: Mapping[str, Answer] = {
-    "completion": Answer(
+ANSWERS: Mapping[str, ResponseSchema] = {
+    "completion": ResponseSchema(
         body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
         frame=ref("NativeCompletionFrame"),
         about="Text that goes on from the prompt, with all of these fields or those of `response_fields`; a list where"
         " several were asked for.",
     ),
-    "infill": Answer(
+    "infill": ResponseSchema(
         body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
         frame=ref("NativeCompletionFrame"),
         about="Text that goes between two others, as of `/completion`.",
     ),
-    "embedding": Answer(
+    "embedding": ResponseSchema(
         body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})),
         about="Vectors of each text: one, or without pooling one for each token.",
     ),
-    "models": Answer(
+    "models": ResponseSchema(
         body=shape(
             {"object": const("list"), "data": several(ref("Model"))},
             {"reload": ref("Reload"), "has_more": const(False), "first_id": maybe(TEXT), "last_id": maybe(TEXT)},
         ),
         about="All models; with the header `anthropic-version` in Anthropic's words, too.",
     ),
-    "model": Answer(
+    "model": ResponseSchema(
         body=ref("Model"), about="One model; with the header `anthropic-version` in Anthropic's words, too."
     ),
-    "models_sse": Answer(
+    "models_sse": ResponseSchema(
         frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}),
         about="What happens to models, as it happens, each with an id.",
     ),
-    "fetch": Answer(body=_SUCCESS, about="The hub has it; its files come. Watch the events of models."),
-    "delete": Answer(body=_SUCCESS, about="Its files are gone."),
-    "load": Answer(
+    "fetch": ResponseSchema(body=_SUCCESS, about="The hub has it; its files come. Watch the events of models."),
+    "delete": ResponseSchema(body=_SUCCESS, about="Its files are gone."),
+    "load": ResponseSchema(
         body=shape(
             {"success": const(True)},
             {
@@ -210,11 +272,11 @@ ANSWERS: Mapping[str, Answer] = {
         ),
         about="Queued; with wait, loaded.",
     ),
-    "unload": Answer(body=_SUCCESS, about="Leaving; with wait, gone."),
-    "health": Answer(body=_HEALTH, about="It is up.", further={503: _HEALTH}),
-    "ready": Answer(body=_HEALTH, about="What loads on startup is up.", further={503: _HEALTH}),
-    "metrics": Answer(media="text/plain", about="Prometheus' text format."),
-    "props": Answer(
+    "unload": ResponseSchema(body=_SUCCESS, about="Leaving; with wait, gone."),
+    "health": ResponseSchema(body=_HEALTH, about="It is up.", further={503: _HEALTH}),
+    "ready": ResponseSchema(body=_HEALTH, about="What loads on startup is up.", further={503: _HEALTH}),
+    "metrics": ResponseSchema(media="text/plain", about="Prometheus' text format."),
+    "props": ResponseSchema(
         body={
             "anyOf": [
                 shape(
@@ -252,17 +314,21 @@ ANSWERS: Mapping[str, Answer] = {
         },
         about="The router's properties, or those of one model.",
     ),
-    "tokenize": Answer(
+    "tokenize": ResponseSchema(
         body={"anyOf": [_TOKENS, COUNTED]},
         about="Token ids of `content`, with their pieces if asked for; of `prompt` or `messages`, with their number, as"
         " at vLLM.",
     ),
-    "detokenize": Answer(body=shape({"content": TEXT, "prompt": TEXT}), about="The text of the tokens, by two names."),
-    "apply_template": Answer(body=shape({"prompt": TEXT}), about="The prompt that this chat makes."),
-    "slots": Answer(body=several(ref("Slot")), about="Places in the batches of loaded models."),
-    "lora_adapters": Answer(
+    "detokenize": ResponseSchema(
+        body=shape({"content": TEXT, "prompt": TEXT}), about="The text of the tokens, by two names."
+    ),
+    "apply_template": ResponseSchema(body=shape({"prompt": TEXT}), about="The prompt that this chat makes."),
+    "slots": ResponseSchema(body=several(ref("Slot")), about="Places in the batches of loaded models."),
+    "lora_adapters": ResponseSchema(
         body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})),
         about="Adapters of the model, by their number.",
     ),
-    "streams_lookup": Answer(body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."),
+    "streams_lookup": ResponseSchema(
+        body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."
+    ),
 }

@@ -4,14 +4,14 @@ Where several kinds of object may stand, one is told from another by the members
 `role` mostly. An object that the table does not describe, a JSON schema or the variables of a template, is the client's
 own and not looked into.
 
-Law: PURE, values only. Nothing is judged here: what has the wrong type is refused by whoever reads it.
+Pure. Nothing is judged here: what has the wrong type is refused by whoever reads it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.schemas import Body, Schema, allows
+from worker.protocol.schema import Body, Schema, allows
 
 MOST_CHOSEN = 64
 """Combinations of words that are remembered for one place in a table; clients may send any."""

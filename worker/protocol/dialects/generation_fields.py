@@ -1,6 +1,6 @@
-"""Fields that many calls share: how tokens are drawn, what holds an answer, and those that change nothing."""
+"""Request fields that several dialects share: sampling, structured output, and fields that have no effect."""
 
-from worker.schemas import (
+from worker.protocol.schema import (
     Body,
     Schema,
     array,

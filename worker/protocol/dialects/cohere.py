@@ -1,0 +1,61 @@
+"""Cohere's API: schemas of requests and responses."""
+
+from collections.abc import Mapping
+
+from worker.protocol.dialects.generation_fields import MAX_TEXTS
+from worker.protocol.dialects.openai import MODEL, OBJECTS
+from worker.protocol.schema import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Body,
+    ResponseSchema,
+    array,
+    choice,
+    const,
+    integer,
+    maybe,
+    one_of,
+    several,
+    shape,
+    text,
+)
+
+EMBEDDING_TYPES = ("float", "base64", "binary", "ubinary")
+EMBED: Body = {
+    "model": MODEL,
+    "texts": array({"type": "string"}, least=1, most=MAX_TEXTS, about="Either these or `inputs`."),
+    "inputs": array(OBJECTS[1], least=1, most=MAX_TEXTS, about="Objects whose `content` has parts of type text."),
+    "images": one_of([[]], "Not supported: only texts are embedded."),
+    "input_type": text("Chooses among the model's own instructions, where it has one of this name or meaning."),
+    "embedding_types": array({"enum": list(EMBEDDING_TYPES)}, about="float unless stated."),
+    "output_dimension": integer(1),
+    "truncate": choice(("NONE", "END"), "END unless stated; the start of a text is never cut."),
+    "max_tokens": one_of([], "Not supported: what is too long can be cut to the context only."),
+}
+
+ANSWERS: Mapping[str, ResponseSchema] = {
+    "cohere_embed": ResponseSchema(
+        body=shape(
+            {
+                "id": TEXT,
+                "embeddings": shape(
+                    {},
+                    {
+                        "float": several(several(NUMBER)),
+                        "base64": several({"type": "string", "contentEncoding": "base64"}),
+                        "binary": several(several(WHOLE)),
+                        "ubinary": several(several(COUNT)),
+                    },
+                ),
+                "texts": maybe(several(TEXT)),
+                "meta": shape(
+                    {"api_version": shape({"version": TEXT}), "billed_units": shape({"input_tokens": COUNT})}
+                ),
+                "response_type": const("embeddings_by_type"),
+            }
+        ),
+        about="One vector for each text, in each of the types asked for.",
+    ),
+}

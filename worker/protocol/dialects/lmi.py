@@ -1,0 +1,143 @@
+"""LMI's API (DJL Serving): schemas of requests and responses."""
+
+from collections.abc import Mapping
+
+from worker.protocol.dialects.generation_fields import SAMPLING, STOP, TUNING
+from worker.protocol.dialects.openai import ADAPTERS, MODEL
+from worker.protocol.schema import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Body,
+    ResponseSchema,
+    Schema,
+    enum,
+    flag,
+    integer,
+    maybe,
+    one_of,
+    record,
+    ref,
+    several,
+    shape,
+)
+
+OPENAIS = frozenset({"messages", "prompt"})
+"""What a body of OpenAI's has at least one of, and one of LMI's has not: at LMI's paths it is answered as OpenAI's are,
+and so is its stream."""
+
+# LMI and EricLLM
+
+PARAMETERS: Body = {
+    **{
+        name: TUNING[name]
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+        )
+    },
+    "seed": SAMPLING["seed"],
+    "do_sample": flag(),
+    "max_new_tokens": integer(1, None, "30 unless stated."),
+    "stop_sequences": STOP,
+    "stop": STOP,
+    "ignore_eos_token": flag(),
+    "details": flag(),
+    "return_full_text": flag(),
+    "num_beams": one_of([1]),
+    "typical_p": one_of([1]),
+}  # fmt: skip
+INVOCATIONS: Body = {
+    "model": MODEL,
+    "inputs": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
+    "parameters": record(PARAMETERS),
+    "stream": flag(),
+    "adapters": ADAPTERS,
+}
+
+_LMI_TOKEN = shape({"id": WHOLE, "text": TEXT, "log_prob": maybe(NUMBER)})
+_LMI_TEXT = shape(
+    {"generated_text": TEXT},
+    {
+        "details": shape(
+            {
+                "finish_reason": enum("length", "eos_token", "stop_sequence"),
+                "generated_tokens": COUNT,
+                "inputs": TEXT,
+                "tokens": several(_LMI_TOKEN),
+            }
+        )
+    },
+)
+_STATUS = shape({"status": TEXT})
+_ADAPTER = shape({"name": TEXT, "src": TEXT, "pin": FLAG})
+_LMI_STATES = ("READY", "PENDING", "FAILED")
+_WORKFLOW = shape(
+    {
+        "workflowName": TEXT,
+        "models": several(
+            shape(
+                {
+                    "modelName": TEXT,
+                    "modelUrl": TEXT,
+                    "batchSize": COUNT,
+                    "maxBatchDelayMillis": COUNT,
+                    "maxIdleSeconds": COUNT,
+                    "queueSize": COUNT,
+                    "requestInQueue": COUNT,
+                    "status": enum("Healthy", "Unhealthy", "PENDING", "FAILED"),
+                    "loadedAtStartup": FLAG,
+                    "workerGroups": several(
+                        shape(
+                            {
+                                "device": shape({"deviceType": enum("cpu", "gpu"), "deviceId": WHOLE}),
+                                "minWorkers": COUNT,
+                                "maxWorkers": COUNT,
+                                "workers": several(shape({"id": COUNT, "startTime": TEXT, "status": TEXT})),
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
+    }
+)
+_INVOCATION: Schema = {"anyOf": [ref("LmiText"), several(ref("LmiText")), ref("ChatCompletion"), ref("Completion")]}
+
+ANSWERS: Mapping[str, ResponseSchema] = {
+    "ping": ResponseSchema(
+        body=shape({"status": enum("healthy", "pending")}),
+        about="Well, or still loading.",
+        further={500: shape({"code": WHOLE, "type": TEXT, "message": TEXT})},
+    ),
+    "invocations": ResponseSchema(
+        body=_INVOCATION,
+        frame=ref("LmiLine"),
+        events={"anyOf": [ref("ChatCompletionChunk"), ref("Completion")]},
+        about="Generated text.",
+    ),
+    "lmi_list": ResponseSchema(
+        body=shape(
+            {"models": several(shape({"modelName": TEXT, "modelUrl": TEXT, "status": enum(*_LMI_STATES)}))},
+            {"nextPageToken": TEXT},
+        ),
+        about="A page of models.",
+    ),
+    "lmi_register": ResponseSchema(body=_STATUS, about="Listed, and ready.", further={202: _STATUS}),
+    "lmi_describe": ResponseSchema(body=several(_WORKFLOW), about="One model and its workers."),
+    "lmi_scale": ResponseSchema(body=_STATUS, about="So many workers run.", further={202: _STATUS}),
+    "lmi_unregister": ResponseSchema(body=_STATUS, about="Listed no longer."),
+    "adapter_register": ResponseSchema(body=_STATUS, about="Requests may name it."),
+    "adapter_update": ResponseSchema(body=_STATUS, about="It is so for the next request that names it."),
+    "adapter_unregister": ResponseSchema(body=_STATUS, about="Requests may name it no longer."),
+    "adapter_list": ResponseSchema(
+        body=shape({"adapters": several(_ADAPTER)}, {"nextPageToken": TEXT}), about="A page of the model's adapters."
+    ),
+    "adapter_describe": ResponseSchema(body=several(_ADAPTER), about="One adapter, in a list."),
+}
+
+COMPONENTS: Mapping[str, Schema] = {
+    "LmiText": _LMI_TEXT,
+    "LmiLine": shape({"token": _LMI_TOKEN}, _LMI_TEXT["properties"]),
+}

@@ -1,0 +1,51 @@
+"""Headers between client, router and worker, and the paths that only the router uses."""
+
+from collections.abc import Iterable
+from urllib.parse import quote
+
+TOKEN_HEADER = "Authorization"
+"""Carries `Bearer <token of this worker>`; the client's own credentials never reach a worker."""
+REQUEST_ID_HEADER = "X-Request-Id"
+ASKED_HEADER = "X-Router-Asked"
+"""The name by which a request asked for its model, percent-encoded, where its body has none: answers repeat it."""
+ADAPTER_HEADER = "X-Router-Adapter"
+"""The adapter that a request named beside its body, percent-encoded: behind the model's name, in the query or in a
+header of LMI's clients."""
+PROFILE_HEADER = "X-Router-Profile"
+"""The name, percent-encoded, under whose profile a request is answered: one that the worker was told of."""
+WAITED_HEADER = "X-Router-Waited"
+"""Seconds that an Ollama request waited until its model was loaded, where it did: those are part of its answer."""
+PROFILES_PATH = "/internal/profiles"
+"""PUT of a `Profile`, which holds from now on for requests by its name. Between router and worker only."""
+ADAPTERS_PATH = "/internal/adapters"
+"""PUT `{adapters: [AdapterSource], default}`: which may be named from now on; `{problems: {name: why}}` of those that
+cannot be used. Between router and worker only."""
+IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
+MOST_REPORTED = 32
+"""Names in that header."""
+
+
+def ignored_fields(names: Iterable[str]) -> dict[str, str]:
+    """The header that names ignored fields, each once, in characters that a header may have; none if there are
+    none."""
+    every = list(dict.fromkeys(names))  # one dialect may have read what another has read before
+    told = [quote(name[:64], safe="[]") for name in every[:MOST_REPORTED]]
+    return {IGNORED_FIELDS_HEADER: ",".join(told + ["..."] * (len(every) > MOST_REPORTED))} if every else {}
+
+
+REQUEST_HEADERS = (
+    "Content-Type",
+    "Accept",
+    "X-Request-Id",
+    "traceparent",
+    "tracestate",
+    "User-Agent",
+    "anthropic-version",
+    "anthropic-beta",
+)
+"""What the router hands on of a request's headers; all others stay behind."""
+RESPONSE_HEADERS = (
+    "Content-Type", "Content-Length", "Cache-Control", "X-Accel-Buffering", "X-Ignored-Fields", "X-Should-Retry",
+    "Retry-After",
+)  # fmt: skip
+"""What it hands on of an answer's."""
