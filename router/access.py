@@ -74,9 +74,9 @@ class Access:
                 found = key
         return found
 
-    def authorize(self, request: Headed, plane: Plane, name: str) -> Key:
+    def authorize(self, request: Headed, plane: Plane) -> Key:
         """The key, if it may use `plane`. Raises Unauthorized, Forbidden."""
-        public = plane is Plane.PUBLIC or (name == "metrics" and self._metrics_public)
+        public = plane is Plane.PUBLIC or (plane is Plane.METRICS and self._metrics_public)
         key = self.identify(request)
         if key is None:
             if public:

@@ -1,4 +1,4 @@
-"""Routes and middlewares: how an HTTP request finds its face, and how an error finds its status."""
+"""Routes and middlewares: how an HTTP request finds its handler, and how an error finds its status."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from router import __version__
 from router.access import ANYBODY, SAFE_METHODS
 from router.bodies import BUFFERED_IN_ALL, CLOSE, Bodies, Peek, expect, is_openais, peek
-from router.calls import Calls, Work
 from router.connections import Connection, Reply
+from router.dispatch import Dispatcher, Work
 from router.errors import (
     ApiError,
     BadRequest,
@@ -30,6 +30,8 @@ from router.errors import (
     TooLarge,
 )  # fmt: skip
 from router.faces import ollama
+from router.faces.call import Services
+from router.hub import Hub
 from router.listener import KEEP_ALIVE, Asked, Listener
 from router.log import line
 from router.metrics import Metrics
@@ -75,7 +77,7 @@ class App:
         self._proxy = proxy
         self._metrics = metrics
         self._bodies = Bodies(site, most_buffered)
-        self._calls = Calls(site, self._bodies, self._requests, metrics)
+        self._dispatcher = Dispatcher(Services(site, Hub(site), self._bodies, self._requests, metrics))
 
     def build(self) -> web.Application:
         """The aiohttp application; its routes are those of `worker.protocol.routes` and no others."""
@@ -88,7 +90,7 @@ class App:
         for route in ROUTES:
             other = OTHER_NAMED if route.path.startswith("/models/{id}") else NAMED
             path = route.path.replace("/{id}", f"/{{id:{other}}}").replace("/{adapter}", "/{adapter:[^/]+}")
-            work = self._forward if route.worker else self._calls.by_name[route.name]
+            work = self._forward if route.worker else self._dispatcher.handler(route)
             handler = self._guarded(route, work)
             for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
                 app.router.add_route(method, self._prefix + path, handler, expect_handler=expect)
@@ -97,7 +99,7 @@ class App:
 
     def end_streams(self) -> None:
         """End all event streams, so that the server can close."""
-        self._calls.end_streams()
+        self._dispatcher.end_streams()
 
     # Around every request
 
@@ -164,9 +166,9 @@ class App:
         """Headers and body of an error, which is counted."""
         if error.status in (401, 429, 503, 507):
             self._metrics.rejections.labels("auth" if error.status == 401 else error.reason).inc()
-        face = route.dialect if route is not None else dialect_of(path.removeprefix(self._prefix))
+        dialect = route.dialect if route is not None else dialect_of(path.removeprefix(self._prefix))
         body = error_body(
-            face,
+            dialect,
             status=error.status,
             type=error.type,
             reason=error.reason,
@@ -202,9 +204,9 @@ class App:
     def _guarded(self, route: Route, work: Work) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             request[ROUTE] = route
-            plane = Plane.ADMIN if route.name == "models" and request.query.get("reload") else route.plane
-            key = self._site.access.authorize(request, plane, route.name)
             asked = asked_of(request)
+            plane = Plane.ADMIN if any(asked.get(name) for name in route.admin_query) else route.plane
+            key = self._site.access.authorize(request, plane)
             for name in FLAGS if asked else ():
                 flag(asked, name)  # a parameter that a call knows is checked whether or not it comes to matter
             return await work(request, key)
@@ -353,7 +355,7 @@ class App:
     async def _admit(self, asked: Asked, errand: "Errand") -> int:
         access = self._site.access
         access.check_name(asked.headers["host"])
-        errand.key = access.authorize(asked, asked.route.plane, asked.route.name)
+        errand.key = access.authorize(asked, asked.route.plane)
         if len(asked.body) > (limit := self._site.settings.max_body_size):
             raise TooLarge(f"the body has {len(asked.body)} bytes, {limit} are allowed", headers=CLOSE)
         if self._bodies.held > self._bodies.most:
@@ -365,7 +367,7 @@ class App:
         BadRequest for two that differ, ModelNotFound."""
         adapter = self._site.names.adapter(name)
         said = errand.query.get("adapter", "")
-        if errand.route.name == "invocations":
+        if errand.route.dialect is Dialect.LMI:
             said = said or errand.outlet.headers.get(LMI_ADAPTER_HEADER, "")
         if not said:
             return adapter

@@ -1,7 +1,4 @@
-"""The API in OpenAPI's words, made of the tables that it is served by. Law: PURE.
-
-Paths and schemas are those of `worker.protocol`.
-"""
+"""The OpenAPI document, generated from the route table. Law: PURE."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +7,7 @@ from typing import Any
 from router import __version__
 from worker.protocol.dialects import Dialect, anthropic, fastchat, llama_server, lmi, ollama, openai, responses
 from worker.protocol.errors import ERRORS
-from worker.protocol.routes import ANSWERS, FLAGS, ROUTES, Loads, Plane, Route, body_schema, query
+from worker.protocol.routes import FLAGS, ROUTES, Loads, Plane, Route, body_schema, query
 from worker.protocol.schema import ANY_OBJECT, COUNT, TEXT, ResponseSchema, Schema, const, enum, maybe, ref, shape
 from worker.protocol.streams import stream
 
@@ -27,35 +24,35 @@ COMPONENTS: Mapping[str, Schema] = {
 _FLAG: Schema = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|1|0)$"}
 _PARAMETERS: Mapping[str, str] = {
     "model": "Id or alias of a model.",
-    "model_name": "The same as model; where one is registered, its name.",
-    "autoload": "Whether a model that is not loaded is loaded for this request.",
-    "reload": "Not empty: presets, folders and caches are read again before.",
-    "wait": "Answer once it is done.",
+    "model_name": "The same as model; of a model that is registered, its name.",
+    "autoload": "Load the model for this request if it is not loaded.",
+    "reload": "Not empty: read presets, folders and caches again first.",
+    "wait": "Respond once it is done.",
     "force": "Do not wait for running requests.",
     "snapshot": "Begin with the state of every model.",
     "limit": "Models of one page; 100 at most.",
-    "next_page_token": "What the page before said.",
+    "next_page_token": "nextPageToken of the page before.",
     "url": "org/name[:revision] on the hub, or a folder inside --models-dir or the hub cache.",
     "model_version": "Not offered: versions are not kept apart.",
-    "engine": "Python or MPI; makes no difference.",
+    "engine": "Python or MPI; has no effect.",
     "device": "cpu, or gpu0 and the like.",
     "job_queue_size": "Requests that may wait.",
     "max_idle_time": "Seconds until workers beyond the least number end.",
-    "min_worker": "Workers at least; 0: none until somebody asks.",
-    "max_worker": "Workers at most.",
-    "synchronous": "Answer once the workers are ready; true unless stated.",
-    "batch_size": "Makes no difference: batches are continuous.",
-    "max_batch_delay": "Makes no difference: nobody waits for a batch to fill.",
+    "min_worker": "Least number of workers; 0: none until the next request.",
+    "max_worker": "Largest number of workers.",
+    "synchronous": "Respond once the workers are ready; true unless stated.",
+    "batch_size": "Has no effect: batches are continuous.",
+    "max_batch_delay": "Has no effect: batches are continuous.",
     "adapter": "The LoRA adapter to use, by name.",
-    "name": "What requests are to call it.",
+    "name": "The name that requests use.",
     "src": "org/name[:revision] on the hub, or a folder inside adapters-dir, --models-dir or the hub cache.",
-    "preload": "Workers that are ready read it now, and say what is wrong; true unless stated.",
-    "pin": "Once in memory it stays there until it is unregistered.",
+    "preload": "Ready workers read the adapter now and report problems; true unless stated.",
+    "pin": "Keep it in memory until it is unregistered.",
     "level": "Leave out lines that are less severe: debug, info, warning or error.",
-    "lines": "How many at most, the newest; 200 unless stated.",
-    "fail_on_no_slot": "503 where no slot is free.",
+    "lines": "Largest number of lines, the newest ones; 200 unless stated.",
+    "fail_on_no_slot": "Respond with 503 if no slot is free.",
 }
-_FACES: Mapping[Dialect, tuple[str, str]] = {
+_DIALECTS: Mapping[Dialect, tuple[str, str]] = {
     Dialect.OPENAI: ("OpenAI", "Error"),
     Dialect.LLAMA_SERVER: ("llama-server", "Error"),
     Dialect.RESPONSES: ("OpenAI responses", "Error"),
@@ -66,67 +63,33 @@ _FACES: Mapping[Dialect, tuple[str, str]] = {
     Dialect.ERICLLM: ("EricLLM", "EricLlmError"),
     Dialect.FASTCHAT: ("FastChat", "FastChatError"),
 }
-"""The tag of each dialect and the component that its errors are."""
+"""The tag of each dialect, and the component of its errors."""
 _ANYWHERE = (400, 401, 403, 500)
 _BODY = (408, 413, 415, 429)
 _WORKER = (404, 408, 413, 415, 429, 501, 502, 503, 504, 507)
-_OWN: Mapping[str, tuple[int, ...]] = {
-    "model": (404,),
-    "fetch": (503,),
-    "delete": (404, 409),
-    "load": (404, 501, 502, 503, 504, 507),
-    "unload": (404,),
-    "health": (404,),
-    "metrics": (404,),
-    "props": (404, 501, 502, 503, 504, 507),
-    "slots": (404, 501, 503),
-    "lora_adapters": (404,),
-    "plan": (404, 503, 507),
-    "fastchat_details": (404,),
-    "fastchat_check": (404, 502, 503, 504),
-    "pin": (404,),
-    "config": (404,),
-    "logs": (404,),
-    "logs_sse": (404,),
-    "requests": (404,),
-    "cancel": (404,),
-    "lmi_register": (409, 429, 501, 502, 503, 504, 507),
-    "lmi_describe": (404,),
-    "lmi_scale": (404, 429, 501, 502, 503, 504, 507),
-    "lmi_unregister": (404,),
-    "adapter_register": (404, 409, 507),
-    "adapter_update": (404, 507),
-    "adapter_unregister": (404,),
-    "adapter_list": (404,),
-    "adapter_describe": (404,),
-    "ollama_show": (404,),
-    "ollama_pull": (503,),
-    "ollama_delete": (404, 409),
-}
-"""Statuses of calls that the router answers itself, by the name of the route, besides those of all."""
-_WORDS: Mapping[int, str] = {
-    400: "The request cannot be understood or is not supported.",
-    401: "No key, or one that nobody knows.",
-    403: "This key, host or origin may not do that, or nobody may.",
+_MEANINGS: Mapping[int, str] = {
+    400: "The request is invalid or not supported.",
+    401: "The key is missing or unknown.",
+    403: "This key, host or origin has no access, or the feature is disabled.",
     404: "There is no such model for this key.",
     408: "The body did not arrive in time.",
-    409: "It is in use, or there already.",
+    409: "It is in use, or exists already.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    429: "Too many requests wait.",
-    500: "It failed here, or loading the model did.",
-    501: "This model or this server cannot do that.",
-    502: "The worker was lost before it answered.",
-    503: "Not now.",
+    429: "Too many requests are waiting.",
+    500: "The server failed, or the model failed to load.",
+    501: "This model or this server does not support it.",
+    502: "The worker exited before its response.",
+    503: "Not available now; see Retry-After.",
     504: "It took too long.",
     507: "The model does not fit, even alone.",
 }
 
-_BEGUN = "Begun, and not done yet."
+_IN_PROGRESS = "In progress."
 
 
 def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str, Any]:
-    """The description of `routes`, all below `prefix`, as OpenAPI 3.1 has it."""
+    """The OpenAPI 3.1 document of `routes`, all below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -136,19 +99,19 @@ def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str,
             "title": "Fleet router",
             "version": __version__,
             "description": "One address for many language models, in several dialects. HEAD works where GET does; "
-            "every answer has X-Request-Id.",
+            "every response has X-Request-Id.",
             "license": {"name": "MIT", "identifier": "MIT"},
         },
         "servers": [{"url": prefix or "/"}],
         "security": [{}, {"bearer": []}, {"header": []}],
-        "tags": [{"name": name} for name in dict.fromkeys(tag for tag, _ in _FACES.values())],
+        "tags": [{"name": name} for name in dict.fromkeys(tag for tag, _ in _DIALECTS.values())],
         "paths": paths,
         "components": {
             "schemas": {**COMPONENTS, **_errors(), **_bodies(routes)},
             "responses": {
                 f"{error}{status}": _error(status, error)
-                for error in dict.fromkeys(error for _, error in _FACES.values())
-                for status in _WORDS
+                for error in dict.fromkeys(error for _, error in _DIALECTS.values())
+                for status in _MEANINGS
             },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -159,12 +122,10 @@ def document(*, prefix: str = "", routes: Iterable[Route] = ROUTES) -> dict[str,
 
 
 def statuses(route: Route) -> tuple[int, ...]:
-    """The statuses of errors that `route` may answer with."""
-    if route.name == "disabled":
-        return (400, 401, 403)
-    if route.name == "not_offered":
-        return (400, 401, 403, 501)
-    found = {*_ANYWHERE, *(_WORKER if route.worker else _OWN.get(route.name, ()))}
+    """The status codes of errors of `route`."""
+    if route.response is None:
+        return (400, 401, 403, *route.errors)
+    found = {*_ANYWHERE, *route.errors, *(_WORKER if route.worker else ())}
     if body_schema(route) is not None:
         found |= set(_BODY)
     if route.plane is Plane.PUBLIC:
@@ -173,21 +134,21 @@ def statuses(route: Route) -> tuple[int, ...]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    answer = ANSWERS.get(route.name, ResponseSchema())
-    tag, error = _FACES[route.dialect]
+    response = route.response or ResponseSchema()
+    tag, error = _DIALECTS[route.dialect]
     operation: dict[str, Any] = {
         "operationId": "_".join([route.method.lower(), *re.findall(r"\w+", route.path)]),
         "tags": [tag],
-        "summary": answer.about or _refusal(route),
+        "summary": route.summary or f"Not offered; use {route.instead}.",
         "responses": {
-            **_success(route, answer),
+            **_success(route, response),
             **{str(status): _refused(route, status, error) for status in statuses(route)},
-            **{str(status): _json(schema, _WORDS.get(status, _BEGUN)) for status, schema in answer.further.items()},
+            **_further(response),
         },
     }
     if route.worker:
         operation["description"] = _LOADS[route.loads] + (f" {_COUNTS}" if route.counts else "")
-    parameters = [*_in_path(route), *_in_query(route), *_in_header(route, answer)]
+    parameters = [*_in_path(route), *_in_query(route), *_in_header(route, response)]
     if parameters:
         operation["parameters"] = parameters
     body = body_schema(route)
@@ -206,25 +167,21 @@ _LOADS: Mapping[Loads, str] = {
 }
 
 
-def _refusal(route: Route) -> str:
-    return f"Not offered; use {route.instead}." if route.instead else "Disabled: this server fetches and runs nothing."
-
-
-def _success(route: Route, answer: ResponseSchema) -> dict[str, Any]:
+def _success(route: Route, response: ResponseSchema) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if answer.body is not None:
-        content[answer.media] = {"schema": answer.body}
-    elif route.name in ANSWERS and answer.frame is None:
-        content[answer.media] = {"schema": TEXT}
-    if answer.has_page:
+    if response.body is not None:
+        content[response.media] = {"schema": response.body}
+    elif route.response is not None and response.frame is None:
+        content[response.media] = {"schema": TEXT}
+    if response.has_page:
         content["text/html"] = {"schema": TEXT}
-    if answer.frame is not None and (route.streams or answer.body is None):
+    if response.frame is not None and (route.streams or response.body is None):
         manner = stream(route.dialect)
         media = manner.headers["Content-Type"]
-        content[media] = {"schema": _stream(media, answer.frame, route.dialect)}
-    if answer.events is not None:
+        content[media] = {"schema": _stream(media, response.frame, route.dialect)}
+    if response.events is not None:
         media = stream(Dialect.OPENAI).headers["Content-Type"]
-        content[media] = {"schema": _stream(media, answer.events, Dialect.OPENAI)}
+        content[media] = {"schema": _stream(media, response.events, Dialect.OPENAI)}
     if not content:
         return {}
     headers = {name: {"schema": TEXT, "required": True} for name in ("X-Request-Id", "request-id")}
@@ -232,21 +189,28 @@ def _success(route: Route, answer: ResponseSchema) -> dict[str, Any]:
         headers["X-Router-Model"] = {"schema": TEXT, "description": "The model's id.", "required": True}
     if body_schema(route) is not None:
         headers["X-Ignored-Fields"] = {"schema": TEXT, "description": "Fields that made no difference."}
-    return {"200": {"description": answer.about, "headers": headers, "content": content}}
+    return {"200": {"description": route.summary, "headers": headers, "content": content}}
 
 
-def _stream(media: str, frame: Schema, face: Dialect) -> Schema:
+def _further(response: ResponseSchema) -> dict[str, Any]:
+    """Responses that are neither a success nor an error object, by status."""
+    return {
+        str(status): _json(schema, _MEANINGS.get(status, _IN_PROGRESS)) for status, schema in response.further.items()
+    }
+
+
+def _stream(media: str, frame: Schema, dialect: Dialect) -> Schema:
     """One event of a stream, or one of its lines."""
     if media != "text/event-stream":
-        unit = "Objects, each followed by a zero byte" if face is Dialect.FASTCHAT else "Lines of JSON"
+        unit = "Objects, each followed by a zero byte" if dialect is Dialect.FASTCHAT else "Lines of JSON"
         about = f"{unit}; a stream that fails ends with one that says so and a broken connection."
         return {"type": "string", "description": about, "contentMediaType": "application/json", "contentSchema": frame}
     about = (
         "Lines that begin with a colon are comments. A stream that fails ends with an error and a broken connection."
     )
     told: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": frame}
-    if face is Dialect.OPENAI:
-        told = {"anyOf": [told, const("[DONE]")], "description": "JSON; the last event of a whole answer is [DONE]."}
+    if dialect is Dialect.OPENAI:
+        told = {"anyOf": [told, const("[DONE]")], "description": "JSON; the last event of a whole response is [DONE]."}
     return {**shape({"data": told}, {"event": TEXT, "id": TEXT}), "description": about}
 
 
@@ -260,7 +224,7 @@ def _error(status: int, component: str) -> dict[str, Any]:
         headers["Retry-After"] = {"schema": {"type": "integer", "minimum": 1, "maximum": 60}, "required": True}
     if status == 401:
         headers["WWW-Authenticate"] = {"schema": TEXT, "required": True}
-    return {**_json(ref(component), _WORDS[status]), "headers": headers}
+    return {**_json(ref(component), _MEANINGS[status]), "headers": headers}
 
 
 def _refused(route: Route, status: int, component: str) -> dict[str, Any]:
@@ -316,8 +280,8 @@ def _in_query(route: Route) -> list[dict[str, Any]]:
     ]
 
 
-def _in_header(route: Route, answer: ResponseSchema) -> list[dict[str, Any]]:
-    if route.worker or answer.frame is None or answer.body is not None:
+def _in_header(route: Route, response: ResponseSchema) -> list[dict[str, Any]]:
+    if route.worker or response.frame is None or response.body is not None:
         return []
     about = "The last event that was seen: those after it come first."
     return [{"name": "Last-Event-ID", "in": "header", "description": about, "schema": TEXT}]

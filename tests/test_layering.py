@@ -18,12 +18,11 @@ ROUTER = [
     "router.cli",
     "router.serve",
     "router.app  router.launchers.local",
-    "router.calls",
-    "router.openapi  router.page",
+    "router.dispatch",
     "router.faces.lmi_adapters",
     "router.faces.admin  router.faces.lmi  router.faces.ollama",
     "router.faces  router.faces.*  router.launchers.nursery",
-    "router.faces.pings  router.faces.status",
+    "router.faces.anthropic  router.faces.call  router.faces.pings  router.faces.status",
     "router.hub  router.preparation  router.requests  router.bodies",
     "router.launchers.serving",
     "router.launchers.watching",
@@ -56,7 +55,7 @@ ROUTER = [
     "router.written  router.layers",
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
-    "router.client  router.folders  router.limits",
+    "router.client  router.folders  router.limits  router.openapi  router.page",
     "router.noted",
     "router.errors  router.events  router.lifecycle  router.backoff  router.ini  router.stages  router.values"
     "  router.ranks"

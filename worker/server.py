@@ -20,6 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -38,22 +39,7 @@ from worker.errors import (
     StartError,
     Unauthorized,
 )
-from worker.faces import (
-    Call,
-    Model,
-    Result,
-    anthropic,
-    cohere,
-    embeddings,
-    ericllm,
-    fastchat,
-    llama_server,
-    lmi,
-    ollama,
-    openai,
-    responses,
-    tokens,
-)
+from worker.faces import Call, Model, Result
 from worker.fields import Json, parse
 from worker.generation import AdapterChoice, Engine, Generation, Prefill, Timings
 from worker.protocol.argv import AdapterSource, Profile, Serve
@@ -72,7 +58,7 @@ from worker.protocol.headers import (
     WAITED_HEADER,
     ignored_fields,
 )
-from worker.protocol.routes import DIALECTS, ROUTES, refusal
+from worker.protocol.routes import DIALECTS, ROUTES, Route, refusal
 from worker.protocol.streams import error_frame, silence, stream
 
 if TYPE_CHECKING:
@@ -86,11 +72,28 @@ SHUTDOWN_TIMEOUT = 2.0
 KEEPALIVE_TIMEOUT = 75.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _ID = web.RequestKey("id", str)
-_FACE = web.RequestKey("face", Dialect)
+_DIALECT = web.RequestKey("dialect", Dialect)
 _RETRIED = (429, 503)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+API = "worker.faces"
+"""The package of the functions that routes name."""
 _log = logging.getLogger(__name__)
+
+
+Function = Callable[..., Awaitable[Call | Result]]
+"""An API function: takes the body, the model and, of a route that tells the load, the seconds that it took."""
+
+
+def function_of(route: Route) -> Function:
+    """The API function that `route` names. Raises ImportError or AttributeError if there is none."""
+    module, _, name = route.handler.partition(".")
+    function: Function = getattr(import_module(f"{API}.{module}"), name)
+    return function
+
+
+_FUNCTIONS = {route.handler: function_of(route) for route in ROUTES if route.worker}
+"""Resolved on import, so that the fork server has all their modules."""
 
 
 class Encoded(RequestError):
@@ -159,9 +162,9 @@ class _Exchange:
 class _Told:
     """What a stream says: frames of deltas, and a comment wherever it says nothing for the ping interval."""
 
-    def __init__(self, call: Call, face: Dialect, model: str):
+    def __init__(self, call: Call, dialect: Dialect, model: str):
         self._call = call
-        self._face = face
+        self._dialect = dialect
         self._model = model
         self._has_begun = False
         """Something of the answer has been said."""
@@ -209,7 +212,7 @@ class _Told:
         done = sum(prompt.done for prompt in self._prompts.values())
         total = sum(prompt.total for prompt in self._prompts.values())
         text = "ping" if done == total else f"prefill done={done} total={total}"
-        return silence(self._face, text, has_begun=self._has_begun, model=self._model)
+        return silence(self._dialect, text, has_begun=self._has_begun, model=self._model)
 
 
 async def _until(due: float | None, deltas: Deltas) -> Batch | None:
@@ -326,40 +329,10 @@ class Server:
         return f"tcp:[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"tcp:{bound[0]}:{bound[1]}"
 
     def _application(self) -> web.Application:
-        handlers: dict[str, Handler] = {
-            "chat": self._generating(openai.chat),
-            "completions": self._generating(openai.completions),
-            "completion": self._generating(llama_server.completion),
-            "infill": self._generating(llama_server.infill),
-            "embeddings": self._answering(embeddings.embeddings),
-            "embedding": self._answering(embeddings.native),
-            "rerank": self._answering(embeddings.rerank),
-            "score": self._answering(embeddings.score),
-            "cohere_embed": self._answering(cohere.embed),
-            "tokenize": self._answering(tokens.tokenize),
-            "detokenize": self._answering(tokens.detokenize),
-            "apply_template": self._answering(llama_server.apply_template),
-            "ollama_chat": self._generating(ollama.chat, tells_load=True),
-            "ollama_generate": self._generating(ollama.generate, tells_load=True),
-            "ollama_embed": self._answering(ollama.embed, tells_load=True),
-            "ollama_embeddings": self._answering(ollama.embeddings),
-            "invocations": self._generating(lmi.invocations),
-            "ericllm_generate": self._generating(ericllm.generate),
-            "fastchat_stream": self._generating(fastchat.generate_stream),
-            "fastchat_generate": self._generating(fastchat.generate),
-            "fastchat_embeddings": self._answering(fastchat.get_embeddings),
-            "fastchat_conv": self._answering(fastchat.get_conv_template),
-            "fastchat_count": self._answering(fastchat.count_token),
-            "responses": self._generating(responses.responses),
-            "responses_input_tokens": self._answering(responses.input_tokens),
-            "chat_input_tokens": self._answering(openai.input_tokens),
-            "messages": self._generating(anthropic.messages),
-            "count_tokens": self._answering(anthropic.count_tokens),
-        }
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         for route in ROUTES:
             if route.worker and not route.upstream:
-                application.router.add_route(route.method, route.path, handlers[route.name])
+                application.router.add_route(route.method, route.path, self._answering(route))
         application.router.add_get("/health", self._health)
         application.router.add_put(ADAPTERS_PATH, self._adapt)
         application.router.add_put(PROFILES_PATH, self._take_profile)
@@ -371,7 +344,7 @@ class Server:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Nobody without the token comes further; whatever happens behind, there is one answer."""
         given = request.headers.get(REQUEST_ID_HEADER, "")
-        request[_FACE] = DIALECTS.get(request.path, Dialect.OPENAI)
+        request[_DIALECT] = DIALECTS.get(request.path, Dialect.OPENAI)
         request[_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         try:
             self._check_token(request)
@@ -424,21 +397,13 @@ class Server:
             raise InvalidValue(f"this worker was not told of the profile '{name[:100]}'", param="model")
         return model
 
-    def _answering(self, face: Callable[..., Awaitable[Result]], *, tells_load: bool = False) -> Handler:
-        """A handler for what needs no tokens generated. `tells_load`: see `_beside`."""
-
-        async def answer(exchange: _Exchange) -> web.StreamResponse:
-            model, beside = self._under(exchange.request), _beside(exchange.request, tells_load=tells_load)
-            return await _finish(exchange, await face(await _body(exchange.request), model, **beside))
-
-        return self._living(answer)
-
-    def _generating(self, face: Callable[..., Awaitable[Call | Result]], *, tells_load: bool = False) -> Handler:
-        """A handler for what asks for tokens, mostly. `tells_load`: see `_beside`."""
+    def _answering(self, route: Route) -> Handler:
+        """The handler of `route`, which may generate tokens."""
+        function = _FUNCTIONS[route.handler]
 
         async def generate(exchange: _Exchange) -> web.StreamResponse:
-            model, beside = self._under(exchange.request), _beside(exchange.request, tells_load=tells_load)
-            call = await face(await _body(exchange.request), model, **beside)
+            model, beside = self._under(exchange.request), _beside(exchange.request, tells_load=route.tells_load)
+            call = await function(await _body(exchange.request), model, **beside)
             if isinstance(call, Result):
                 return await _finish(exchange, call)
             call = _adapted(call, exchange.request)
@@ -496,12 +461,12 @@ class Server:
     async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas, name: str) -> web.StreamResponse:
         """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
         status."""
-        face = call.speaks or exchange.request[_FACE]
-        told = _Told(call, face, name)
+        dialect = call.speaks or exchange.request[_DIALECT]
+        told = _Told(call, dialect, name)
         connection = exchange.connection
-        response = web.StreamResponse(headers={**stream(face).headers, **_headers(exchange, call.ignored)})
+        response = web.StreamResponse(headers={**stream(dialect).headers, **_headers(exchange, call.ignored)})
         frames = await told.first(deltas, exchange)
-        exchange.request[_FACE] = face
+        exchange.request[_DIALECT] = dialect
         await connection.begin(response)
         try:
             while frames is not None:
@@ -526,7 +491,7 @@ class Server:
         if allow is not None:
             headers["Allow"] = allow
         body = error_body(
-            request.get(_FACE, Dialect.OPENAI),
+            request.get(_DIALECT, Dialect.OPENAI),
             status=error.status,
             type=error.type,
             reason=error.reason,
@@ -567,8 +532,7 @@ async def _body(request: web.Request) -> Json:
 
 
 def _beside(request: web.Request, *, tells_load: bool) -> dict[str, float]:
-    """What a face gets besides body and model: `waited`, the seconds that the router had the request wait until the
-    model was loaded, for one that tells them."""
+    """Further arguments of an API function: `waited`, the seconds of the load, if the route tells them."""
     if not tells_load:
         return {}
     try:
@@ -610,7 +574,7 @@ async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:
     if made.stream:
         response.body = orjson.dumps(made.body) + b"\n"
         del response.headers["Content-Type"]
-        response.headers.update(stream(exchange.request[_FACE]).headers)
+        response.headers.update(stream(exchange.request[_DIALECT]).headers)
     return await _send(exchange, response)
 
 
@@ -654,7 +618,7 @@ def _draining() -> Draining:
 
 def _frame(exchange: _Exchange, error: RequestError) -> bytes:
     return error_frame(
-        exchange.request[_FACE],
+        exchange.request[_DIALECT],
         status=error.status,
         type=error.type,
         reason=error.reason,

@@ -1,7 +1,7 @@
 """The router's own plane, /router/*: state, plan, events, reload."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 from router import __version__
 from router.access import ANYBODY
 from router.errors import BadRequest
+from router.faces.call import ApiCall, Frames, Result
 from router.faces.pings import PING, with_pauses
 from router.faces.status import pulse, status_of
 from router.lifecycle import State
 from router.log import KEPT, Line
-from router.requests import Requests
-from router.settings import Key
 from router.site import Site
 from router.worker import figures
 from router.written import effective
@@ -23,7 +22,12 @@ T = TypeVar("T")
 LEVELS = {name: rank for rank, name in enumerate(("debug", "info", "warning", "error"))}
 
 
-def state(site: Site) -> dict[str, Any]:
+async def state(call: ApiCall) -> Result:
+    """GET /router/state."""
+    return _state(call.site)
+
+
+def _state(site: Site) -> dict[str, Any]:
     """Devices, margins, models and the queue, in bytes and seconds."""
     fleet = site.fleet
     fleet.arrange()
@@ -70,26 +74,35 @@ def state(site: Site) -> dict[str, Any]:
     }
 
 
-async def plan(site: Site, id: str) -> dict[str, Any]:
-    """What loading `id` would do now: start where, evict whom, wait for whom, or why it cannot; changes nothing."""
-    found = await site.members.preview(id)
+async def plan(call: ApiCall) -> Result:
+    """GET /router/plan: the effect of loading the model now (places, evictions, waits, or the refusal). Nothing is
+    changed."""
+    id = call.model_id()
+    found = await call.site.members.preview(id)
     return {"schema": 1, "model": id, **found}
 
 
-def pin(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
-    """POST /router/pin: from now on, until this router ends or is told otherwise. Raises ModelNotFound, BadRequest."""
+async def reload(call: ApiCall) -> Result:
+    """POST /router/reload: read presets, folders and caches again."""
+    return await call.site.reload()
+
+
+async def pin(call: ApiCall) -> Result:
+    """POST /router/pin: pin or unpin a model until this router exits. Raises ModelNotFound, BadRequest."""
+    body = await call.body()
     name, pinned = body.get("model"), body.get("pinned", True)
     if not isinstance(name, str) or not name:
         raise BadRequest("model name is missing from the request", reason="model_missing", param="model")
     if not isinstance(pinned, bool):
         raise BadRequest("pinned must be true or false", param="pinned")
-    id = site.model(key, name).id
-    site.pin(id, pinned=pinned)
+    id = call.site.model(call.key, name).id
+    call.site.pin(id, pinned=pinned)
     return {"success": True, "model": id, "pinned": pinned}
 
 
-def config(site: Site, id: str) -> dict[str, Any]:
+async def config(call: ApiCall) -> Result:
     """GET /router/config: every setting of a model, and where it comes from; secrets are masked."""
+    site, id = call.site, call.model_id()
     rows = effective(site.members.find(id).preset)
     settings = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
     if id in site.pinned:
@@ -97,33 +110,37 @@ def config(site: Site, id: str) -> dict[str, Any]:
     return {"schema": 1, "model": id, "settings": settings}
 
 
-def logs(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+async def logs(call: ApiCall) -> Result:
     """GET /router/logs: the newest lines, the oldest of them first. Raises BadRequest, ModelNotFound."""
-    wanted, count = _wanted(site, key, query)
-    shown = [line for line in site.logs.lines if wanted(line)]
+    wanted, count = _wanted(call)
+    shown = [line for line in call.site.logs.lines if wanted(line)]
     return {"schema": 1, "lines": [asdict(line) for line in shown[-count:]]}
 
 
-def follow_logs(site: Site, key: Key, query: Mapping[str, str], last_id: int | None) -> AsyncIterator[bytes]:
-    """The newest lines, or those after `last_id`, and then each as it comes. Raises BadRequest, ModelNotFound."""
-    wanted, count = _wanted(site, key, query)
+async def follow_logs(call: ApiCall) -> Result:
+    """GET /router/logs/sse: the newest lines, or those after the client's last one, and then each new line. Raises
+    BadRequest, ModelNotFound."""
+    site, last_id = call.site, call.last_event_id
+    wanted, count = _wanted(call)
     shown = [line.id for line in site.logs.lines if wanted(line)][-count:]
     after = shown[0] - 1 if shown else max((line.id for line in site.logs.lines), default=0)
     if last_id is not None and any(line.id == last_id for line in site.logs.lines):
         after = last_id
-    return _with_pings(
+    lines = _with_pings(
         site.logs.follow(after), lambda line: _frame(line.id, "line", asdict(line)) if wanted(line) else b""
     )
+    return Frames(lines)
 
 
-def _wanted(site: Site, key: Key, query: Mapping[str, str]) -> tuple[Callable[[Line], bool], int]:
-    """Which lines a query asks for, and how many at most. Raises BadRequest, ModelNotFound."""
+def _wanted(call: ApiCall) -> tuple[Callable[[Line], bool], int]:
+    """The filter and the number of lines of a query. Raises BadRequest, ModelNotFound."""
+    query = call.query
     level, text = query.get("level", "debug").casefold(), query.get("lines", "200")
     if level not in LEVELS:
         raise BadRequest(f"level must be one of {', '.join(LEVELS)}", param="level")
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= KEPT):
         raise BadRequest(f"lines must be a number from 1 to {KEPT}", param="lines")
-    listed = site.model(key, query["model"]) if query.get("model") else None
+    listed = call.site.model(call.key, query["model"]) if query.get("model") else None
     about = {listed.id, listed.model.preset.id} if listed is not None else set()
 
     def wanted(line: Line) -> bool:
@@ -132,19 +149,30 @@ def _wanted(site: Site, key: Key, query: Mapping[str, str]) -> tuple[Callable[[L
     return wanted, int(text)
 
 
-def requests(site: Site, known: Requests, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
-    """GET /router/requests: those that run and the last that ended. Raises ModelNotFound."""
-    model = site.model(key, query["model"]).id if query.get("model") else None
-    return {"schema": 1, **known.told(may_see=lambda id: model is None or id == model)}
+async def requests(call: ApiCall) -> Result:
+    """GET /router/requests: running requests and the last that ended. Raises ModelNotFound."""
+    name = call.query.get("model")
+    model = call.site.model(call.key, name).id if name else None
+    return {"schema": 1, **call.services.requests.told(may_see=lambda id: model is None or id == model)}
 
 
-async def events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
-    """Every event, numbered, as it comes; `event:` names its kind. Starts with the whole state."""
+async def cancel(call: ApiCall) -> Result:
+    """DELETE /router/requests/{request}: end its running requests with an error. Raises RequestNotFound."""
+    return {"success": True, "cancelled": call.services.requests.cancel(call.path["request"])}
+
+
+async def events(call: ApiCall) -> Result:
+    """GET /router/events: every event, numbered, as it comes; `event:` names its kind."""
+    return Frames(_events(call.site, call.last_event_id))
+
+
+async def _events(site: Site, last_id: int | None) -> AsyncIterator[bytes]:
+    """Start with the whole state, unless all events after `last_id` are still known."""
     after = site.events.last_id
     if last_id is not None and site.events.since(last_id) is not None:
         after = last_id
     else:
-        yield _frame(after, "snapshot", state(site))
+        yield _frame(after, "snapshot", _state(site))
     told = _with_pings(
         site.events.follow(after),
         lambda event: _frame(event.id, event.kind, {"model": event.model, "time": event.time, **event.data}),
@@ -167,4 +195,4 @@ def _frame(id: int, kind: str, body: dict[str, Any]) -> bytes:
     return f"id: {id}\nevent: {kind}\ndata: {text}\n\n".encode()
 
 
-__all__ = ["config", "events", "logs", "pin", "plan", "requests", "state"]
+__all__ = ["cancel", "config", "events", "follow_logs", "logs", "pin", "plan", "reload", "requests", "state"]

@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 
 from router.errors import BadRequest, WorkerCrashed
+from router.faces.call import ApiCall, Result
 from router.members import speaking_of
 from router.settings import Key
 from router.site import Site
@@ -15,26 +16,28 @@ MOST_PROMPTS = 256
 """In one question whether they fit."""
 
 
-def status(site: Site, key: Key) -> dict[str, Any]:
+async def status(call: ApiCall) -> Result:
     """As a worker of all models would report itself to a controller; loads nothing."""
-    every = site.visible(key)
+    every = call.site.visible(call.key)
     names = [name for listed in every for name in (listed.id, *listed.preset.aliases)]
     models = {id(listed.model): listed.model for listed in every}  # each once, however many share it
     return {"model_names": names, "speed": 1, "queue_length": sum(model.leases for model in models.values())}
 
 
-async def details(site: Site, key: Key, body: dict[str, Any]) -> dict[str, Any]:
+async def details(call: ApiCall) -> Result:
     """Tokens that a model's context has; of one that is not loaded, as its files say."""
-    return {"context_length": await _context(site, _choose(site, key, body.get("model")))}
+    body = await call.body()
+    return {"context_length": await _context(call.site, _choose(call.site, call.key, body.get("model")))}
 
 
-async def token_check(site: Site, key: Key, body: dict[str, Any]) -> dict[str, Any]:
+async def token_check(call: ApiCall) -> Result:
     """Whether each prompt and its answer fit into their model's context; loads nothing."""
-    asked = body.get("prompts")
+    asked = (await call.body()).get("prompts")
     if not isinstance(asked, list) or not all(isinstance(each, dict) for each in asked):
         raise BadRequest("prompts must be an array of objects", param="prompts")
     if len(asked) > MOST_PROMPTS:
         raise BadRequest(f"prompts must have at most {MOST_PROMPTS} entries", param="prompts")
+    site, key = call.site, call.key
     return {"prompts": [await _check(site, key, each, f"prompts[{index}]") for index, each in enumerate(asked)]}
 
 

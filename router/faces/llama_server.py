@@ -3,12 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aiohttp import web
+
 from router.checkpoint import modalities
-from router.errors import BadRequest, ModelNotLoaded, NotOffered, SlotsBusy, Starting
+from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
+from router.faces import anthropic
+from router.faces.call import ApiCall, Reply, Result
 from router.faces.status import MIB, capabilities, status_of, value_of
-from router.hub import Hub, users
+from router.hub import users
 from router.lifecycle import State
 from router.members import Listed, speaking_of
+from router.metrics import CONTENT_TYPE
 from router.presets import Preset
 from router.settings import Key
 from router.sharing import names_in
@@ -54,9 +59,11 @@ def _adapted(shown: dict[str, Any], adapter: str) -> dict[str, Any]:
     return {**shown, "id": f"{id}@{adapter}", "aliases": [], "can_remove": False, "parent": id}
 
 
-async def models(site: Site, key: Key, query: Mapping[str, str], *, adapters: bool = False) -> dict[str, Any]:
-    """GET /models, with `adapters` as entries of their own. `reload=` first applies what has changed; the caller has
-    checked that the key may."""
+async def models(call: ApiCall) -> Result:
+    """GET /models, and GET /v1/models, where adapters are entries of their own. `reload=` first reads presets, folders
+    and caches again; the route table says that it needs an admin key."""
+    site, key, query = call.site, call.key, call.query
+    has_adapters = call.route.dialect is Dialect.OPENAI
     extra: dict[str, Any] = {}
     if query.get("reload"):
         extra["reload"] = await site.reload()
@@ -64,19 +71,23 @@ async def models(site: Site, key: Key, query: Mapping[str, str], *, adapters: bo
     for listed in site.visible(key):
         shown = await entry(site, key, listed)
         data.append(shown)
-        data += [_adapted(shown, each.name) for each in listed.preset.adapters if adapters]
-    return {"object": "list", "data": data, **extra}
+        data += [_adapted(shown, each.name) for each in listed.preset.adapters if has_adapters]
+    found = {"object": "list", "data": data, **extra}
+    return anthropic.listed(found) if anthropic.VERSION in call.request.headers else found
 
 
-async def model(site: Site, key: Key, name: str) -> dict[str, Any]:
+async def model(call: ApiCall) -> Result:
     """GET /models/{id}. Raises ModelNotFound."""
-    shown = await entry(site, key, site.model(key, name))
+    site, name = call.site, call.path["id"]
+    shown = await entry(site, call.key, site.model(call.key, name))
     adapter = site.names.adapter(name)
-    return _adapted(shown, adapter) if adapter else shown
+    found = _adapted(shown, adapter) if adapter else shown
+    return anthropic.described(found) if anthropic.VERSION in call.request.headers else found
 
 
-def lora_adapters(site: Site, key: Key, name: str | None) -> list[dict[str, Any]]:
+async def lora_adapters(call: ApiCall) -> Result:
     """GET /lora-adapters: of the model by name, or of the only one. Raises ModelNotFound."""
+    site, key, name = call.site, call.key, call.query.get("model")
     seen = [site.model(key, name)] if name else site.visible(key)
     if len(seen) != 1:
         return []
@@ -96,25 +107,26 @@ def _named(body: Mapping[str, Any]) -> str:
     return name
 
 
-async def fetch(hub: Hub, body: Mapping[str, Any]) -> dict[str, Any]:
+async def fetch(call: ApiCall) -> Result:
     """POST /models: 200 once the hub has said that there is such a model; its files come meanwhile."""
-    await hub.fetch(_named(body))
+    await call.hub.fetch(_named(await call.body()))
     return {"success": True}
 
 
-async def delete(hub: Hub, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+async def delete(call: ApiCall) -> Result:
     """DELETE /models?model=: 200 once its files are gone."""
-    name = query.get("model")
+    name = call.query.get("model")
     if not name:
         raise BadRequest("model name is missing from the query", reason="model_missing", param="model")
-    await hub.delete(key, name)
+    await call.hub.delete(call.key, name)
     return {"success": True}
 
 
-async def load(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+async def load(call: ApiCall) -> Result:
     """POST /models/load: 200 once queued; with `wait` once ready, or the load's error."""
-    chosen = site.model(key, _named(body))
-    wait = flag(query, "wait")
+    site, key = call.site, call.key
+    chosen = site.model(key, _named(await call.body()))
+    wait = flag(call.query, "wait")
     if not wait:
         await site.members.load_queued(chosen.id)
         return {"success": True}
@@ -131,29 +143,29 @@ async def load(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str
     return {"success": True, "status": status_of(site, key, chosen), "evicted": evicted, "load_ms": load_ms}
 
 
-async def unload(site: Site, key: Key, body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+async def unload(call: ApiCall) -> Result:
     """POST /models/unload: 200 at once; with `wait` once the memory is back; with `force` without a drain."""
-    chosen = site.model(key, _named(body))
-    wait, force = flag(query, "wait"), flag(query, "force")
-    workers = site.members.unload(chosen.id, force=bool(force))
+    chosen = call.site.model(call.key, _named(await call.body()))
+    wait, force = flag(call.query, "wait"), flag(call.query, "force")
+    workers = call.site.members.unload(chosen.id, force=bool(force))
     if wait:
         for worker in workers:
             await worker.stopped.wait()
     return {"success": True}
 
 
-def health(site: Site, key: Key, query: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
-    """(status, body); with `model=` that of one model, which it never loads."""
-    name = query.get("model")
+async def health(call: ApiCall) -> Result:
+    """GET /health: of the router, or with `model=` of one model, which it never loads."""
+    name = call.query.get("model")
     if not name:
-        return 200, {"status": "ok"}
-    chosen = site.model(key, name)
+        return {"status": "ok"}
+    chosen = call.site.model(call.key, name)
     value, worker = value_of(chosen.model), chosen.model.open
     ok = worker is not None and worker.state is State.READY
     body: dict[str, Any] = {"status": "ok" if ok else value, "model": chosen.id}
     if not ok and worker is not None:
         body |= _starting("Loading model")  # in these words llama-server's clients wait for it
-    return (200 if ok else 503), body
+    return body if ok else _not_ready(body)
 
 
 def _starting(message: str) -> dict[str, Any]:
@@ -161,21 +173,45 @@ def _starting(message: str) -> dict[str, Any]:
     return error_body(Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=message)
 
 
-def ready(site: Site) -> tuple[int, dict[str, Any]]:
-    """200 once presets are parsed and the models of `load-on-startup` are up."""
+def _not_ready(body: dict[str, Any]) -> Reply:
+    return Reply(body, status=503, headers={"X-Should-Retry": "true", "Retry-After": "1"})
+
+
+async def ready(call: ApiCall) -> Result:
+    """GET /ready: 200 once presets are parsed and the models of `load-on-startup` are up."""
+    site = call.site
     if site.closing:
-        return 503, {"status": "draining", "message": "the router is shutting down"}
+        return _not_ready({"status": "draining", "message": "the router is shutting down"})
     if site.awaited:
         names = sorted(site.awaited)
-        return 503, {"status": "starting", "waiting_for": names} | _starting(f"Loading model {', '.join(names)}")
-    return 200, {"status": "ok"}
+        starting = _starting(f"Loading model {', '.join(names)}")
+        return _not_ready({"status": "starting", "waiting_for": names} | starting)
+    return {"status": "ok"}
 
 
-async def slots(site: Site, key: Key, query: Mapping[str, str]) -> list[dict[str, Any]]:
+async def metrics(call: ApiCall) -> Result:
+    """GET /metrics. Raises ModelNotFound, and Forbidden for a key that may see only some models and names none."""
+    name = call.query.get("model")
+    if not name and call.key.models:
+        raise Forbidden("this key may see some models only; name one with ?model=")
+    about: tuple[str, ...] = ()
+    if name:
+        listed = call.site.model(call.key, name)
+        about = listed.id, listed.model.preset.id
+    return web.Response(body=call.services.metrics.render(*about), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def streams(call: ApiCall) -> Result:
+    """GET /v1/streams: always empty, because no stream outlives its connection."""
+    return []
+
+
+async def slots(call: ApiCall) -> Result:
     """GET /slots: places in the batches of loaded models, as of each worker's last pulse (a second ago at most).
 
     It never loads. Raises ModelNotLoaded for one model by name, SlotsBusy with `fail_on_no_slot`, NotOffered.
     """
+    site, key, query = call.site, call.key, call.query
     name = query.get("model")
     chosen = [site.model(key, name)] if name else _once(site.visible(key))
     if not site.settings.slots:
@@ -223,8 +259,9 @@ def _slots(worker: Worker, first: int) -> list[dict[str, Any]]:
     return slots
 
 
-async def props(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+async def props(call: ApiCall) -> Result:
     """GET /props: of the router, or of one model from its files, whether or not it is loaded."""
+    site, key, query = call.site, call.key, call.query
     settings = site.settings
     if not query.get("model"):
         return {
@@ -297,10 +334,12 @@ __all__ = [
     "health",
     "load",
     "lora_adapters",
+    "metrics",
     "model",
     "models",
     "props",
     "ready",
     "slots",
+    "streams",
     "unload",
 ]

@@ -17,14 +17,15 @@ from typing import Any
 
 from router import ini
 from router.errors import ApiError, BadRequest, DoesNotFit, PresetInvalid
+from router.faces.call import ApiCall, Reply, Result
 from router.faces.status import wall_clock
 from router.lifecycle import State
 from router.model import Model
 from router.presets import Preset, repository
 from router.sections import REGISTERED
-from router.settings import Key
 from router.site import Site, flag
 from router.worker import Worker
+from worker.protocol.headers import ignored_fields
 
 MOST = 1000
 """Workers of one model."""
@@ -35,25 +36,27 @@ NO_EFFECT = ("batch_size", "max_batch_delay")
 """What has no meaning where batches are continuous."""
 
 
-def ping(site: Site) -> tuple[int, dict[str, Any]]:
-    """(status, body) of GET /ping: well, or still loading; 500 while a model of `load-on-startup` is failed."""
+async def ping(call: ApiCall) -> Result:
+    """GET /ping: well, or still loading; 500 while a model of `load-on-startup` is failed."""
+    site = call.site
     for id in sorted(site.awaited):
         listed = site.members.listed.get(id)
         if listed is not None and listed.model.failure is not None:
             told = "a model of load-on-startup has failed; GET /models says which and why"  # to anybody, so no more
-            return 500, {"code": 500, "type": "InternalServerException", "message": told}
-    return 200, {"status": "pending" if site.awaited else "healthy"}
+            return Reply({"code": 500, "type": "InternalServerException", "message": told}, status=500)
+    return {"status": "pending" if site.awaited else "healthy"}
 
 
 # Registering and scaling
 
 
-async def register(site: Site, query: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
-    """POST /lmi/models: (status, body), with `synchronous` (unless told otherwise) once its workers are ready.
+async def register(call: ApiCall) -> Result:
+    """POST /lmi/models: with `synchronous` (unless told otherwise) once its workers are ready.
 
     A model whose load fails while somebody waits for it is not listed any more. Raises BadRequest, Duplicate, and what
     its load raises.
     """
+    site, query = call.site, call.query
     source, name = await asyncio.to_thread(_source, site, query.get("url", ""))
     name = query.get("model_name") or name
     if not ini.is_name(name):
@@ -85,18 +88,19 @@ async def register(site: Site, query: Mapping[str, str]) -> tuple[int, dict[str,
             if name in site.registered:
                 site.remove(name, "requested")
             raise
-        return 200, {"status": f'Model "{name}" registered.'}
+        return _managed(call, f'Model "{name}" registered.')
     _begin(site, name, count)
-    return 202, {"status": f'Model "{name}" registration scheduled.'}
+    return _managed(call, f'Model "{name}" registration scheduled.', status=202)
 
 
-async def scale(site: Site, key: Key, name: str, query: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
-    """PUT /lmi/models/{id}: (status, body), with `synchronous` (unless told otherwise) once it is so.
+async def scale(call: ApiCall) -> Result:
+    """PUT /lmi/models/{id}: with `synchronous` (unless told otherwise) once it is so.
 
     Raises ModelNotFound, BadRequest, what a load raises, and DoesNotFit if memory is too short for the least number:
     then as many run as fit, and more begin where memory becomes free.
     """
-    id = site.model(key, name).id
+    site, query = call.site, call.query
+    id = site.model(call.key, call.path["id"]).id
     count = _span(query, least=1)
     waits = flag(query, "synchronous") is not False
     site.scale(id, count.replicas)
@@ -106,15 +110,22 @@ async def scale(site: Site, key: Key, name: str, query: Mapping[str, str]) -> tu
         site.fleet.retire(worker, "requested", drain=site.fleet.limits.drain_timeout)
     if not waits:
         _begin(site, id, count)
-        return 202, {"status": f'Model "{id}" scaling scheduled.'}
+        return _managed(call, f'Model "{id}" scaling scheduled.', status=202)
     await _keep(site, id, count)
     told = f"New Worker configuration min workers:{count.least} max workers:{count.most}"
-    return 200, {"status": f'Workflow "{id}" worker scaled. {told}'}
+    return _managed(call, f'Workflow "{id}" worker scaled. {told}')
 
 
-def unregister(site: Site, key: Key, name: str) -> dict[str, Any]:
+def _managed(call: ApiCall, message: str, *, status: int = 200) -> Reply:
+    """The reply to a management call, with a header that names the parameters that had no effect."""
+    ignored = ignored_fields(name for name in NO_EFFECT if name in call.query)
+    return Reply({"status": message}, status=status, headers=ignored)
+
+
+async def unregister(call: ApiCall) -> Result:
     """DELETE /lmi/models/{id}: it is listed no longer; running requests end. Raises ModelNotFound, BadRequest."""
-    id = site.model(key, name).id
+    site = call.site
+    id = site.model(call.key, call.path["id"]).id
     if id not in site.registered:
         raise BadRequest(f"model '{id}' was not registered by a call: take it out of its file or folder", param="id")
     site.remove(id, "requested")
@@ -216,8 +227,9 @@ def _ready(model: Model) -> int:
 # Looking
 
 
-def listed(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+async def listed(call: ApiCall) -> Result:
     """GET /lmi/models: a page of them, by name."""
+    site, key, query = call.site, call.key, call.query
     limit = page(query, "limit", LONGEST_LIST)
     limit = limit if 0 < limit <= LONGEST_LIST else LONGEST_LIST
     first = page(query, "next_page_token", 0)
@@ -235,9 +247,10 @@ def listed(site: Site, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
     return told
 
 
-def described(site: Site, key: Key, name: str) -> list[dict[str, Any]]:
+async def described(call: ApiCall) -> Result:
     """GET /lmi/models/{id}. Raises ModelNotFound."""
-    listed = site.model(key, name)
+    site, key = call.site, call.key
+    listed = site.model(key, call.path["id"])
     preset, model = listed.preset, listed.model
     shown = _status(model)
     groups: dict[tuple[str, int], list[Worker]] = defaultdict(list)

@@ -7,7 +7,6 @@ a disk. What stands in a preset or in its folder of adapters is changed there.
 import asyncio
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from router.adapters import Registered, tell
 from router.catalogue import missing_adapter
 from router.commands import program_of
 from router.errors import ApiError, BadRequest, DoesNotFit, Duplicate, LoadFailed
+from router.faces.call import ApiCall, Result
 from router.faces.lmi import LONGEST_LIST, page
 from router.launchers import WorkerLost
 from router.lifecycle import State
@@ -25,10 +25,11 @@ from router.site import Site, flag
 from worker.protocol.argv import AdapterSource
 
 
-async def register(site: Site, id: str, query: Mapping[str, str]) -> dict[str, Any]:
+async def register(call: ApiCall) -> Result:
     """POST .../adapters: it may be named from now on. With `preload`, which is so unless told otherwise, workers that
     are ready have read it, and say what is wrong. Raises BadRequest, Duplicate, DoesNotFit if no slot is left for it,
     LoadFailed if it cannot be fetched."""
+    site, id, query = call.site, call.model_id(), call.query
     preset = _enabled(site, id)
     name, src = query.get("name", ""), query.get("src", "")
     if not ADAPTER_NAME.fullmatch(name):
@@ -44,9 +45,10 @@ async def register(site: Site, id: str, query: Mapping[str, str]) -> dict[str, A
     return {"status": f"Adapter {name} registered"}
 
 
-async def update(site: Site, id: str, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+async def update(call: ApiCall) -> Result:
     """POST .../adapters/{adapter}/update: it has another source, or is pinned or no longer. Raises as `register`, and
     ModelNotFound."""
+    site, id, name, query = call.site, call.model_id(), call.path["adapter"], call.query
     before = _registered(site, id, name)
     src = query.get("src") or before.src
     path = await _folder(site, _enabled(site, id), src) if src != before.src else before.source.path
@@ -57,16 +59,18 @@ async def update(site: Site, id: str, name: str, query: Mapping[str, str]) -> di
     return {"status": f"Adapter {name} updated"}
 
 
-async def unregister(site: Site, id: str, name: str) -> dict[str, Any]:
+async def unregister(call: ApiCall) -> Result:
     """DELETE .../adapters/{adapter}: it may be named no longer; running requests keep it. Raises ModelNotFound."""
+    site, id, name = call.site, call.model_id(), call.path["adapter"]
     _registered(site, id, name)
     site.adapt(id, name, None)
     await _tell(site, id)
     return {"status": f"Adapter {name} unregistered"}
 
 
-def listed(site: Site, key: Key, id: str, query: Mapping[str, str]) -> dict[str, Any]:
+async def listed(call: ApiCall) -> Result:
     """GET .../adapters: a page of them, in the order of registration."""
+    site, key, id, query = call.site, call.key, call.model_id(), call.query
     limit = page(query, "limit", LONGEST_LIST)
     limit = limit if 0 < limit <= LONGEST_LIST else LONGEST_LIST
     first = page(query, "next_page_token", 0)
@@ -77,8 +81,9 @@ def listed(site: Site, key: Key, id: str, query: Mapping[str, str]) -> dict[str,
     return told
 
 
-def described(site: Site, key: Key, id: str, name: str) -> list[dict[str, Any]]:
+async def described(call: ApiCall) -> Result:
     """GET .../adapters/{adapter}: a list of one. Raises ModelNotFound."""
+    site, key, id, name = call.site, call.key, call.model_id(), call.path["adapter"]
     site.check_adapter(id, name)
     return [_row(site, key, id, each) for each in site.members.find(id).preset.adapters if each.name == name]
 

@@ -7,18 +7,25 @@ from typing import Any
 
 from router.access import Access
 from router.events import Event
+from router.faces.call import ApiCall, Frames, Result
 from router.faces.pings import PING, with_pauses
 from router.faces.status import REASONS, VALUES, bar_of, by_source, status
 from router.life import FETCHED
 from router.lifecycle import State
 from router.members import Listed
 from router.settings import Key
-from router.site import Site
+from router.site import Site, flag
 from worker.protocol.exits import FINAL_EXITS, Exit
 
 
-async def sse(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> AsyncIterator[bytes]:
-    """GET /models/sse: frames for ever; a comment in silence. Events before `last_id` are not told again."""
+async def sse(call: ApiCall) -> Result:
+    """GET /models/sse."""
+    snapshot = bool(flag(call.query, "snapshot"))
+    return Frames(frames(call.site, call.key, call.last_event_id, snapshot=snapshot))
+
+
+async def frames(site: Site, key: Key, last_id: int | None, *, snapshot: bool) -> AsyncIterator[bytes]:
+    """Frames for ever; a comment in silence. Events before `last_id` are not told again."""
     after = site.events.last_id
     if last_id is not None:
         if site.events.since(last_id) is None:

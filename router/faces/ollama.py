@@ -7,7 +7,10 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
+from aiohttp import web
+
 from router.errors import ApiError, BadRequest, ModelNotFound
+from router.faces.call import ApiCall, Frames, Result
 from router.faces.status import capabilities, wall_clock
 from router.hub import Hub, Pull
 from router.ledger import DeviceId
@@ -16,6 +19,7 @@ from router.members import Listed
 from router.settings import Key
 from router.site import Site
 from router.worker import Worker
+from worker.protocol.dialects import Dialect
 
 LATEST = ":latest"
 VERSION = "0.14.2"
@@ -44,16 +48,21 @@ def known(site: Site, key: Key, name: str) -> str:
     return name
 
 
-async def tags(site: Site, key: Key) -> dict[str, Any]:
+async def tags(call: ApiCall) -> Result:
     """GET /api/tags: all models."""
-    return {"models": [await _entry(site, listed) for listed in site.visible(key)]}
+    return {"models": [await _entry(call.site, listed) for listed in call.site.visible(call.key)]}
 
 
-async def ps(site: Site, key: Key) -> dict[str, Any]:
+async def version(call: ApiCall) -> Result:
+    """GET /api/version."""
+    return {"version": VERSION}
+
+
+async def ps(call: ApiCall) -> Result:
     """GET /api/ps: those in memory, in bytes, and when they leave if nobody asks them again. A worker that several
     share has its bytes with the first of them, so that sums are right."""
-    found, counted = [], set()
-    for listed in site.visible(key):
+    found, counted, site = [], set(), call.site
+    for listed in site.visible(call.key):
         for worker in listed.model.workers:
             if worker.state is State.READY and not worker.retired.is_set():
                 held = {} if worker.id in counted else {**worker.reserved, **worker.occupied}
@@ -62,9 +71,10 @@ async def ps(site: Site, key: Key) -> dict[str, Any]:
     return {"models": found}
 
 
-async def show(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
+async def show(call: ApiCall) -> Result:
     """POST /api/show: one model. Raises BadRequest, ModelNotFound."""
-    listed = site.model(key, known(site, key, _named(body)))
+    site, key = call.site, call.key
+    listed = site.model(key, known(site, key, _named(await call.body())))
     facts, meta, _ = await site.describe(listed.preset)
     words = await site.words(listed.preset)
     able = {_CAPABILITIES[each] for each in capabilities(listed, facts) if each in _CAPABILITIES}
@@ -86,19 +96,21 @@ async def show(site: Site, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def pull(hub: Hub, key: Key, body: Mapping[str, Any]) -> tuple[bool, AsyncIterator[bytes]]:
-    """POST /api/pull: whether lines are wanted as they come, and the lines; the last one says how it ended.
+async def pull(call: ApiCall) -> Result:
+    """POST /api/pull: lines as they come, or only the last one, which says how it ended.
 
     Raises BadRequest, LoadBackoff if there is nothing to wait for.
     """
+    hub, body = call.hub, await call.body()
     wants_stream = body.get("stream", True)
     if not isinstance(wants_stream, bool):
         raise BadRequest("stream must be true or false", param="stream")
-    name = known(hub.site, key, _repository(body))
-    return wants_stream, _pulled(hub, await hub.pull(key, name))
+    name = known(call.site, call.key, _repository(body))
+    lines = _pulled(hub, await hub.pull(call.key, name))
+    return Frames(_told(lines), Dialect.OLLAMA) if wants_stream else await _last(lines)
 
 
-async def told(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _told(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The lines, and one about what went wrong, if something did."""
     try:
         async with aclosing(lines) as open_lines:  # type: ignore[type-var]
@@ -125,16 +137,18 @@ async def _pulled(hub: Hub, pull: Pull) -> AsyncIterator[bytes]:
     yield _line(status="success")
 
 
-async def last(lines: AsyncIterator[bytes]) -> dict[str, Any]:
+async def _last(lines: AsyncIterator[bytes]) -> dict[str, Any]:
     """How a pull ended. Raises what the lines do."""
     async with aclosing(lines) as open_lines:  # type: ignore[type-var]
         found: dict[str, Any] = json.loads([line async for line in open_lines][-1])
     return found
 
 
-async def delete(hub: Hub, key: Key, body: Mapping[str, Any]) -> None:
+async def delete(call: ApiCall) -> Result:
     """DELETE /api/delete. Raises BadRequest, ModelNotFound, InUse."""
-    await hub.delete(key, known(hub.site, key, _named(body)))
+    site, key = call.site, call.key
+    await call.hub.delete(key, known(site, key, _named(await call.body())))
+    return web.Response(text="")
 
 
 def _repository(body: Mapping[str, Any]) -> str:
@@ -207,4 +221,4 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.2f}M"
 
 
-__all__ = ["delete", "known", "last", "ps", "pull", "show", "tags", "told"]
+__all__ = ["delete", "known", "ps", "pull", "show", "tags", "version"]

@@ -11,10 +11,10 @@ from router.faces.status import status_of
 from router.openapi import document
 from tests.processes.questioner import closed
 from tests.processes.upstreams import Upstream, world
-from worker.protocol.routes import ANSWERS, ROUTES, query
+from worker.protocol.routes import ROUTES, query
 
 DOCUMENT = closed(document())
-GETS = [route.path for route in ROUTES if route.method == "GET" and route.name in ANSWERS and ANSWERS[route.name].body]
+GETS = [route.path for route in ROUTES if route.method == "GET" and route.response and route.response.body]
 
 
 async def silent(upstream: Upstream) -> None:

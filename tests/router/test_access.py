@@ -25,41 +25,41 @@ def keys(text: str) -> Access:
 
 def test_without_keys_everybody_may_do_everything() -> None:
     access = Access(())
-    assert access.is_admin(access.authorize(request({}), Plane.ADMIN, "state"))
+    assert access.is_admin(access.authorize(request({}), Plane.ADMIN))
 
 
 def test_once_keys_exist_only_the_public_plane_is_open() -> None:
     access = keys(USER)
-    access.authorize(request({}), Plane.PUBLIC, "health")
+    access.authorize(request({}), Plane.PUBLIC)
     with pytest.raises(Unauthorized):
-        access.authorize(request({}), Plane.USER, "models")
+        access.authorize(request({}), Plane.USER)
     for right in (bearer(USER), request({"X-Api-Key": USER}), request({"Authorization": f"bearer {USER}"})):
-        access.authorize(right, Plane.USER, "models")
+        access.authorize(right, Plane.USER)
     for wrong in ("", USER.upper(), USER + "x", "é"):
         with pytest.raises(Unauthorized):
-            access.authorize(bearer(wrong), Plane.USER, "models")
+            access.authorize(bearer(wrong), Plane.USER)
 
 
 def test_a_key_is_an_admin_until_an_admin_key_exists() -> None:
     access = keys(USER)
-    access.authorize(bearer(USER), Plane.ADMIN, "load")
+    access.authorize(bearer(USER), Plane.ADMIN)
     access = keys(f"{USER}\n{ADMIN} admin")
-    access.authorize(bearer(ADMIN), Plane.ADMIN, "load")
+    access.authorize(bearer(ADMIN), Plane.ADMIN)
     with pytest.raises(Forbidden):
-        access.authorize(bearer(USER), Plane.ADMIN, "load")
+        access.authorize(bearer(USER), Plane.ADMIN)
 
 
 def test_a_key_limited_to_models_is_no_admin() -> None:
     access = keys(f"{LIMITED} models=qwen*,embed")
-    key = access.authorize(bearer(LIMITED), Plane.USER, "chat")
+    key = access.authorize(bearer(LIMITED), Plane.USER)
     assert [Access.may_use(key, name) for name in ("qwen3", "embed", "llama")] == [True, True, False]
     with pytest.raises(Forbidden):
-        access.authorize(bearer(LIMITED), Plane.ADMIN, "load")
+        access.authorize(bearer(LIMITED), Plane.ADMIN)
 
 
 def test_a_key_runs_no_more_at_once_than_it_may() -> None:
     access = keys(f"{USER} max-concurrent=1")
-    key = access.authorize(bearer(USER), Plane.USER, "chat")
+    key = access.authorize(bearer(USER), Plane.USER)
     with access.running(key):
         with pytest.raises(QueueFull) as full, access.running(key):
             pass
@@ -70,11 +70,11 @@ def test_a_key_runs_no_more_at_once_than_it_may() -> None:
 
 def test_metrics_are_open_only_if_said_so() -> None:
     with pytest.raises(Unauthorized):
-        keys(USER).authorize(request({}), Plane.USER, "metrics")
+        keys(USER).authorize(request({}), Plane.METRICS)
     open_ = Access(parse_keys(USER, False), metrics_public=True)
-    open_.authorize(request({}), Plane.USER, "metrics")
+    open_.authorize(request({}), Plane.METRICS)
     with pytest.raises(Unauthorized):
-        open_.authorize(request({}), Plane.USER, "models")
+        open_.authorize(request({}), Plane.USER)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from router.openapi import document, statuses
 from worker.errors import RequestError
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import ERRORS, error_body
-from worker.protocol.routes import ANSWERS, BODIES, ROUTES, Loads, query
+from worker.protocol.routes import ROUTES, Loads, query
 
 DOCUMENT = document()
 
@@ -48,22 +48,24 @@ def test_every_route_is_described_and_nothing_else() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("name", sorted({route.name for route in ROUTES} - {"not_offered", "disabled"}))
-def test_every_call_says_what_it_answers(name: str) -> None:
-    """A new route is described in router.answers, and where it reads a body or a query in worker.protocol.routes."""
-    assert name in ANSWERS, f"say in router.answers what {name} answers"
-    assert ANSWERS[name].about
+def test_every_route_that_succeeds_is_described() -> None:
     for route in ROUTES:
-        if route.name == name and route.worker:
-            assert name in BODIES, f"say in worker.protocol.routes which body {name} reads"
-            assert ANSWERS[name].body is not None or route.always_streams
-            assert (ANSWERS[name].frame is not None) == route.streams
+        assert route.response is None or route.summary, route.path
 
 
-def test_nothing_is_described_that_is_no_route() -> None:
-    names = {route.name for route in ROUTES}
-    assert ANSWERS.keys() <= names
-    assert BODIES.keys() <= names
+def test_every_route_of_a_worker_has_schemas_of_its_request_and_response() -> None:
+    for route in ROUTES:
+        if route.worker:
+            assert route.requests, route.path
+            assert route.response is not None, route.path
+            assert route.response.body is not None or route.always_streams, route.path
+            assert (route.response.frame is not None) == route.streams, route.path
+
+
+def test_a_route_that_never_succeeds_says_why() -> None:
+    for route in ROUTES:
+        if route.response is None:
+            assert route.instead or route.summary
 
 
 def test_what_is_not_offered_says_so_and_promises_nothing() -> None:

@@ -15,7 +15,7 @@ from worker.families import Family
 from worker.fields import Fields, Json, to_integer
 from worker.generation import Generation, Grammar, Pictures, Sampling
 from worker.parts import Manner, Reading, shown, written
-from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT
+from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT_PROMPT
 from worker.replies import ChatReply, Chunks, TextReply
 
 _OWN_NAMES: Mapping[str, str] = {}
@@ -144,7 +144,7 @@ async def understand_text(body: Json, model: Model, *, id: str, suffix: str = ""
     """The body of a text completion, as another face has translated it: nothing in the answer is told apart. `suffix`:
     what follows the gap that it fills in. Raises RequestError."""
     model.require("completion")
-    fields = Fields(body, TEXT)
+    fields = Fields(body, TEXT_PROMPT)
     logprobs = telling.alternatives(fields, "logprobs", model.options.max_logprobs)
     common = _read_common(fields, model, logprobs=logprobs)
     common.check_max_tokens()

@@ -7,14 +7,14 @@ TOKEN_HEADER = "Authorization"
 """Carries `Bearer <token of this worker>`; the client's own credentials never reach a worker."""
 REQUEST_ID_HEADER = "X-Request-Id"
 ASKED_HEADER = "X-Router-Asked"
-"""The name by which a request asked for its model, percent-encoded, where its body has none: answers repeat it."""
+"""The name of the model in the request, percent-encoded, if its body has none. Responses repeat it."""
 ADAPTER_HEADER = "X-Router-Adapter"
-"""The adapter that a request named beside its body, percent-encoded: behind the model's name, in the query or in a
+"""The adapter that a request names outside its body, percent-encoded: after the model's name, in the query or in a
 header of LMI's clients."""
 PROFILE_HEADER = "X-Router-Profile"
-"""The name, percent-encoded, under whose profile a request is answered: one that the worker was told of."""
+"""The name of the profile that applies to a request, percent-encoded. The worker has received it before."""
 WAITED_HEADER = "X-Router-Waited"
-"""Seconds that an Ollama request waited until its model was loaded, where it did: those are part of its answer."""
+"""Seconds that an Ollama request waited for the load of its model. They are part of the response."""
 PROFILES_PATH = "/internal/profiles"
 """PUT of a `Profile`, which holds from now on for requests by its name. Between router and worker only."""
 ADAPTERS_PATH = "/internal/adapters"
@@ -43,9 +43,9 @@ REQUEST_HEADERS = (
     "anthropic-version",
     "anthropic-beta",
 )
-"""What the router hands on of a request's headers; all others stay behind."""
+"""Request headers that the router forwards; it drops all others."""
 RESPONSE_HEADERS = (
     "Content-Type", "Content-Length", "Cache-Control", "X-Accel-Buffering", "X-Ignored-Fields", "X-Should-Retry",
     "Retry-After",
 )  # fmt: skip
-"""What it hands on of an answer's."""
+"""Response headers that the router forwards."""

@@ -146,7 +146,6 @@ class ResponseSchema:
     """What stands behind `data:`, or in one line, of a stream; None: it does not stream."""
     events: Schema | None = None
     """The same of a stream of OpenAI's, where a body of theirs gets one at a path that is not."""
-    about: str = ""
     media: str = "application/json"
     has_page: bool = False
     """Browsers, which ask for text/html, get a page in its place."""

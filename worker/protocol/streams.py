@@ -11,7 +11,7 @@ from worker.protocol.errors import error_body
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How the streams of one dialect are made of frames."""
+    """The framing of the streams of one dialect."""
 
     headers: Mapping[str, str]
     end: bytes

@@ -226,9 +226,5 @@ COMPONENTS: Mapping[str, Schema] = {
     },
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "messages": ResponseSchema(body=ref("Message"), frame=ref("MessageEvent"), about="One message of the assistant."),
-    "count_tokens": ResponseSchema(
-        body=shape({"input_tokens": COUNT}), about="Tokens of the prompt that these messages make."
-    ),
-}
+MESSAGES_RESPONSE = ResponseSchema(body=ref("Message"), frame=ref("MessageEvent"))
+COUNT_TOKENS_RESPONSE = ResponseSchema(body=shape({"input_tokens": COUNT}))

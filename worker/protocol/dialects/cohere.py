@@ -1,7 +1,5 @@
 """Cohere's API: schemas of requests and responses."""
 
-from collections.abc import Mapping
-
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
 from worker.protocol.dialects.openai import MODEL, OBJECTS
 from worker.protocol.schema import (
@@ -35,27 +33,22 @@ EMBED: Body = {
     "max_tokens": one_of([], "Not supported: what is too long can be cut to the context only."),
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "cohere_embed": ResponseSchema(
-        body=shape(
-            {
-                "id": TEXT,
-                "embeddings": shape(
-                    {},
-                    {
-                        "float": several(several(NUMBER)),
-                        "base64": several({"type": "string", "contentEncoding": "base64"}),
-                        "binary": several(several(WHOLE)),
-                        "ubinary": several(several(COUNT)),
-                    },
-                ),
-                "texts": maybe(several(TEXT)),
-                "meta": shape(
-                    {"api_version": shape({"version": TEXT}), "billed_units": shape({"input_tokens": COUNT})}
-                ),
-                "response_type": const("embeddings_by_type"),
-            }
-        ),
-        about="One vector for each text, in each of the types asked for.",
-    ),
-}
+COHERE_EMBED_RESPONSE = ResponseSchema(
+    body=shape(
+        {
+            "id": TEXT,
+            "embeddings": shape(
+                {},
+                {
+                    "float": several(several(NUMBER)),
+                    "base64": several({"type": "string", "contentEncoding": "base64"}),
+                    "binary": several(several(WHOLE)),
+                    "ubinary": several(several(COUNT)),
+                },
+            ),
+            "texts": maybe(several(TEXT)),
+            "meta": shape({"api_version": shape({"version": TEXT}), "billed_units": shape({"input_tokens": COUNT})}),
+            "response_type": const("embeddings_by_type"),
+        }
+    )
+)

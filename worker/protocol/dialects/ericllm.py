@@ -1,7 +1,5 @@
 """EricLLM's API: schemas of requests and responses."""
 
-from collections.abc import Mapping
-
 from worker.protocol.dialects.generation_fields import MAX_CHOICES, SAMPLING, STOP, TUNING
 from worker.protocol.dialects.openai import MAX_TOKENS, MODEL
 from worker.protocol.schema import TEXT, Body, ResponseSchema, integer, one_of, required, several, shape, text
@@ -23,8 +21,4 @@ ERICLLM: Body = {
     "skip_special_tokens": one_of([True]),
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "ericllm_generate": ResponseSchema(
-        body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}), about="The prompt and what follows it."
-    ),
-}
+ERICLLM_GENERATE_RESPONSE = ResponseSchema(body=shape({"text": {"anyOf": [TEXT, several(TEXT)]}}))

@@ -57,35 +57,29 @@ FASTCHAT_CHECK: Body = {
     )
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "fastchat_stream": ResponseSchema(frame=ref("FastChatText"), about="The text so far, again and again."),
-    "fastchat_generate": ResponseSchema(body=ref("FastChatText"), about="Generated text."),
-    "fastchat_embeddings": ResponseSchema(
-        body=shape({"embedding": several({"anyOf": [several(NUMBER), TEXT]}), "token_num": COUNT}),
-        about="One vector for each text.",
-    ),
-    "fastchat_conv": ResponseSchema(
-        body=shape(
-            {
-                "conv": {
-                    **shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT}),
-                    "additionalProperties": True,
-                }
+FASTCHAT_STREAM_RESPONSE = ResponseSchema(frame=ref("FastChatText"))
+FASTCHAT_GENERATE_RESPONSE = ResponseSchema(body=ref("FastChatText"))
+FASTCHAT_EMBEDDINGS_RESPONSE = ResponseSchema(
+    body=shape({"embedding": several({"anyOf": [several(NUMBER), TEXT]}), "token_num": COUNT})
+)
+FASTCHAT_CONV_RESPONSE = ResponseSchema(
+    body=shape(
+        {
+            "conv": {
+                **shape({"name": TEXT, "roles": several(TEXT), "sep_style": COUNT}),
+                "additionalProperties": True,
             }
-        ),
-        about="How FastChat's own API server lays out a chat for this model.",
-    ),
-    "fastchat_count": ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}), about="Tokens of a prompt."),
-    "fastchat_status": ResponseSchema(
-        body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT}),
-        about="What a worker of all models would tell a controller.",
-    ),
-    "fastchat_details": ResponseSchema(body=shape({"context_length": COUNT}), about="Tokens of a model's context."),
-    "fastchat_check": ResponseSchema(
-        body=shape({"prompts": several(shape({"fits": FLAG, "tokenCount": COUNT, "contextLength": COUNT}))}),
-        about="Whether each prompt and its answer fit into their model's context.",
-    ),
-}
+        }
+    )
+)
+FASTCHAT_COUNT_RESPONSE = ResponseSchema(body=shape({"count": COUNT, "error_code": const(0)}))
+FASTCHAT_STATUS_RESPONSE = ResponseSchema(
+    body=shape({"model_names": several(TEXT), "speed": COUNT, "queue_length": COUNT})
+)
+FASTCHAT_DETAILS_RESPONSE = ResponseSchema(body=shape({"context_length": COUNT}))
+FASTCHAT_CHECK_RESPONSE = ResponseSchema(
+    body=shape({"prompts": several(shape({"fits": FLAG, "tokenCount": COUNT, "contextLength": COUNT}))})
+)
 
 COMPONENTS: Mapping[str, Schema] = {
     "FastChatText": shape(

@@ -229,106 +229,77 @@ COMPONENTS: Mapping[str, Schema] = {
     ),
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "completion": ResponseSchema(
-        body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
-        frame=ref("NativeCompletionFrame"),
-        about="Text that goes on from the prompt, with all of these fields or those of `response_fields`; a list where"
-        " several were asked for.",
-    ),
-    "infill": ResponseSchema(
-        body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]},
-        frame=ref("NativeCompletionFrame"),
-        about="Text that goes between two others, as of `/completion`.",
-    ),
-    "embedding": ResponseSchema(
-        body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})),
-        about="Vectors of each text: one, or without pooling one for each token.",
-    ),
-    "models": ResponseSchema(
-        body=shape(
-            {"object": const("list"), "data": several(ref("Model"))},
-            {"reload": ref("Reload"), "has_more": const(False), "first_id": maybe(TEXT), "last_id": maybe(TEXT)},
-        ),
-        about="All models; with the header `anthropic-version` in Anthropic's words, too.",
-    ),
-    "model": ResponseSchema(
-        body=ref("Model"), about="One model; with the header `anthropic-version` in Anthropic's words, too."
-    ),
-    "models_sse": ResponseSchema(
-        frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}),
-        about="What happens to models, as it happens, each with an id.",
-    ),
-    "fetch": ResponseSchema(body=_SUCCESS, about="The hub has it; its files come. Watch the events of models."),
-    "delete": ResponseSchema(body=_SUCCESS, about="Its files are gone."),
-    "load": ResponseSchema(
-        body=shape(
-            {"success": const(True)},
-            {
-                "status": ref("Status"),
-                "evicted": several(shape({"model": TEXT, "reason": TEXT})),
-                "load_ms": NUMBER,
-            },
-        ),
-        about="Queued; with wait, loaded.",
-    ),
-    "unload": ResponseSchema(body=_SUCCESS, about="Leaving; with wait, gone."),
-    "health": ResponseSchema(body=_HEALTH, about="It is up.", further={503: _HEALTH}),
-    "ready": ResponseSchema(body=_HEALTH, about="What loads on startup is up.", further={503: _HEALTH}),
-    "metrics": ResponseSchema(media="text/plain", about="Prometheus' text format."),
-    "props": ResponseSchema(
-        body={
-            "anyOf": [
-                shape(
-                    {
-                        "role": const("router"),
-                        "max_instances": COUNT,
-                        "models_autoload": FLAG,
-                        "model_alias": TEXT,
-                        "model_path": TEXT,
-                        "default_generation_settings": ANY_OBJECT,
-                        "ui_settings": ANY_OBJECT,
-                        "build_info": TEXT,
-                        "cors_proxy_enabled": const(False),
-                        "memory_margin_mib": COUNT,
-                    }
-                ),
-                shape(
-                    {
-                        "default_generation_settings": ANY_OBJECT,
-                        "total_slots": COUNT,
-                        "model_alias": TEXT,
-                        "model_path": TEXT,
-                        "modalities": by_name(FLAG),
-                        "chat_template": TEXT,
-                        "chat_template_caps": ANY_OBJECT,
-                        "bos_token": TEXT,
-                        "eos_token": TEXT,
-                        "capabilities": several(TEXT),
-                        "build_info": TEXT,
-                        "is_sleeping": FLAG,
-                        "is_loaded": FLAG,
-                    }
-                ),
-            ]
+COMPLETION_RESPONSE = ResponseSchema(
+    body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]}, frame=ref("NativeCompletionFrame")
+)
+INFILL_RESPONSE = ResponseSchema(
+    body={"anyOf": [ref("NativeCompletion"), several(ref("NativeCompletion"))]}, frame=ref("NativeCompletionFrame")
+)
+EMBEDDING_RESPONSE = ResponseSchema(body=several(shape({"index": COUNT, "embedding": several(several(NUMBER))})))
+MODELS_RESPONSE = ResponseSchema(
+    body=shape(
+        {"object": const("list"), "data": several(ref("Model"))},
+        {"reload": ref("Reload"), "has_more": const(False), "first_id": maybe(TEXT), "last_id": maybe(TEXT)},
+    )
+)
+MODEL_RESPONSE = ResponseSchema(body=ref("Model"))
+MODELS_SSE_RESPONSE = ResponseSchema(frame=shape({"model": TEXT, "event": TEXT, "data": ANY_OBJECT}))
+FETCH_RESPONSE = ResponseSchema(body=_SUCCESS)
+DELETE_RESPONSE = ResponseSchema(body=_SUCCESS)
+LOAD_RESPONSE = ResponseSchema(
+    body=shape(
+        {"success": const(True)},
+        {
+            "status": ref("Status"),
+            "evicted": several(shape({"model": TEXT, "reason": TEXT})),
+            "load_ms": NUMBER,
         },
-        about="The router's properties, or those of one model.",
-    ),
-    "tokenize": ResponseSchema(
-        body={"anyOf": [_TOKENS, COUNTED]},
-        about="Token ids of `content`, with their pieces if asked for; of `prompt` or `messages`, with their number, as"
-        " at vLLM.",
-    ),
-    "detokenize": ResponseSchema(
-        body=shape({"content": TEXT, "prompt": TEXT}), about="The text of the tokens, by two names."
-    ),
-    "apply_template": ResponseSchema(body=shape({"prompt": TEXT}), about="The prompt that this chat makes."),
-    "slots": ResponseSchema(body=several(ref("Slot")), about="Places in the batches of loaded models."),
-    "lora_adapters": ResponseSchema(
-        body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})),
-        about="Adapters of the model, by their number.",
-    ),
-    "streams_lookup": ResponseSchema(
-        body={"type": "array", "maxItems": 0}, about="None: no stream outlives its connection."
-    ),
-}
+    )
+)
+UNLOAD_RESPONSE = ResponseSchema(body=_SUCCESS)
+HEALTH_RESPONSE = ResponseSchema(body=_HEALTH, further={503: _HEALTH})
+READY_RESPONSE = ResponseSchema(body=_HEALTH, further={503: _HEALTH})
+METRICS_RESPONSE = ResponseSchema(media="text/plain")
+PROPS_RESPONSE = ResponseSchema(
+    body={
+        "anyOf": [
+            shape(
+                {
+                    "role": const("router"),
+                    "max_instances": COUNT,
+                    "models_autoload": FLAG,
+                    "model_alias": TEXT,
+                    "model_path": TEXT,
+                    "default_generation_settings": ANY_OBJECT,
+                    "ui_settings": ANY_OBJECT,
+                    "build_info": TEXT,
+                    "cors_proxy_enabled": const(False),
+                    "memory_margin_mib": COUNT,
+                }
+            ),
+            shape(
+                {
+                    "default_generation_settings": ANY_OBJECT,
+                    "total_slots": COUNT,
+                    "model_alias": TEXT,
+                    "model_path": TEXT,
+                    "modalities": by_name(FLAG),
+                    "chat_template": TEXT,
+                    "chat_template_caps": ANY_OBJECT,
+                    "bos_token": TEXT,
+                    "eos_token": TEXT,
+                    "capabilities": several(TEXT),
+                    "build_info": TEXT,
+                    "is_sleeping": FLAG,
+                    "is_loaded": FLAG,
+                }
+            ),
+        ]
+    }
+)
+TOKENIZE_RESPONSE = ResponseSchema(body={"anyOf": [_TOKENS, COUNTED]})
+DETOKENIZE_RESPONSE = ResponseSchema(body=shape({"content": TEXT, "prompt": TEXT}))
+APPLY_TEMPLATE_RESPONSE = ResponseSchema(body=shape({"prompt": TEXT}))
+SLOTS_RESPONSE = ResponseSchema(body=several(ref("Slot")))
+LORA_ADAPTERS_RESPONSE = ResponseSchema(body=several(shape({"id": COUNT, "path": TEXT, "scale": NUMBER})))
+STREAMS_LOOKUP_RESPONSE = ResponseSchema(body={"type": "array", "maxItems": 0})

@@ -105,37 +105,28 @@ _WORKFLOW = shape(
 )
 _INVOCATION: Schema = {"anyOf": [ref("LmiText"), several(ref("LmiText")), ref("ChatCompletion"), ref("Completion")]}
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "ping": ResponseSchema(
-        body=shape({"status": enum("healthy", "pending")}),
-        about="Well, or still loading.",
-        further={500: shape({"code": WHOLE, "type": TEXT, "message": TEXT})},
-    ),
-    "invocations": ResponseSchema(
-        body=_INVOCATION,
-        frame=ref("LmiLine"),
-        events={"anyOf": [ref("ChatCompletionChunk"), ref("Completion")]},
-        about="Generated text.",
-    ),
-    "lmi_list": ResponseSchema(
-        body=shape(
-            {"models": several(shape({"modelName": TEXT, "modelUrl": TEXT, "status": enum(*_LMI_STATES)}))},
-            {"nextPageToken": TEXT},
-        ),
-        about="A page of models.",
-    ),
-    "lmi_register": ResponseSchema(body=_STATUS, about="Listed, and ready.", further={202: _STATUS}),
-    "lmi_describe": ResponseSchema(body=several(_WORKFLOW), about="One model and its workers."),
-    "lmi_scale": ResponseSchema(body=_STATUS, about="So many workers run.", further={202: _STATUS}),
-    "lmi_unregister": ResponseSchema(body=_STATUS, about="Listed no longer."),
-    "adapter_register": ResponseSchema(body=_STATUS, about="Requests may name it."),
-    "adapter_update": ResponseSchema(body=_STATUS, about="It is so for the next request that names it."),
-    "adapter_unregister": ResponseSchema(body=_STATUS, about="Requests may name it no longer."),
-    "adapter_list": ResponseSchema(
-        body=shape({"adapters": several(_ADAPTER)}, {"nextPageToken": TEXT}), about="A page of the model's adapters."
-    ),
-    "adapter_describe": ResponseSchema(body=several(_ADAPTER), about="One adapter, in a list."),
-}
+PING_RESPONSE = ResponseSchema(
+    body=shape({"status": enum("healthy", "pending")}),
+    further={500: shape({"code": WHOLE, "type": TEXT, "message": TEXT})},
+)
+INVOCATIONS_RESPONSE = ResponseSchema(
+    body=_INVOCATION, frame=ref("LmiLine"), events={"anyOf": [ref("ChatCompletionChunk"), ref("Completion")]}
+)
+LMI_LIST_RESPONSE = ResponseSchema(
+    body=shape(
+        {"models": several(shape({"modelName": TEXT, "modelUrl": TEXT, "status": enum(*_LMI_STATES)}))},
+        {"nextPageToken": TEXT},
+    )
+)
+LMI_REGISTER_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
+LMI_DESCRIBE_RESPONSE = ResponseSchema(body=several(_WORKFLOW))
+LMI_SCALE_RESPONSE = ResponseSchema(body=_STATUS, further={202: _STATUS})
+LMI_UNREGISTER_RESPONSE = ResponseSchema(body=_STATUS)
+ADAPTER_REGISTER_RESPONSE = ResponseSchema(body=_STATUS)
+ADAPTER_UPDATE_RESPONSE = ResponseSchema(body=_STATUS)
+ADAPTER_UNREGISTER_RESPONSE = ResponseSchema(body=_STATUS)
+ADAPTER_LIST_RESPONSE = ResponseSchema(body=shape({"adapters": several(_ADAPTER)}, {"nextPageToken": TEXT}))
+ADAPTER_DESCRIBE_RESPONSE = ResponseSchema(body=several(_ADAPTER))
 
 COMPONENTS: Mapping[str, Schema] = {
     "LmiText": _LMI_TEXT,

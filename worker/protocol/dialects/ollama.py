@@ -172,54 +172,43 @@ COMPONENTS: Mapping[str, Schema] = {
     "OllamaModel": shape(_MODEL),
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "ollama_chat": ResponseSchema(
-        body=ref("OllamaChat"), frame=ref("OllamaChat"), about="One message of the assistant."
-    ),
-    "ollama_generate": ResponseSchema(body=ref("OllamaText"), frame=ref("OllamaText"), about="Generated text."),
-    "ollama_embed": ResponseSchema(
-        body=shape(
-            {"model": TEXT, "embeddings": several(several(NUMBER))},
-            {"total_duration": COUNT, "load_duration": COUNT, "prompt_eval_count": COUNT},
-        ),
-        about="One vector for each text.",
-    ),
-    "ollama_embeddings": ResponseSchema(body=shape({"embedding": several(NUMBER)}), about="One vector."),
-    "ollama_tags": ResponseSchema(body=shape({"models": several(ref("OllamaModel"))}), about="All models."),
-    "ollama_ps": ResponseSchema(
-        body=shape(
-            {
-                "models": several(
-                    shape(
-                        {
-                            **_MODEL,
-                            "size_vram": COUNT,
-                            "expires_at": TEXT,
-                            "context_length": COUNT,
-                        }
-                    )
+OLLAMA_CHAT_RESPONSE = ResponseSchema(body=ref("OllamaChat"), frame=ref("OllamaChat"))
+OLLAMA_GENERATE_RESPONSE = ResponseSchema(body=ref("OllamaText"), frame=ref("OllamaText"))
+OLLAMA_EMBED_RESPONSE = ResponseSchema(
+    body=shape(
+        {"model": TEXT, "embeddings": several(several(NUMBER))},
+        {"total_duration": COUNT, "load_duration": COUNT, "prompt_eval_count": COUNT},
+    )
+)
+OLLAMA_EMBEDDINGS_RESPONSE = ResponseSchema(body=shape({"embedding": several(NUMBER)}))
+OLLAMA_TAGS_RESPONSE = ResponseSchema(body=shape({"models": several(ref("OllamaModel"))}))
+OLLAMA_PS_RESPONSE = ResponseSchema(
+    body=shape(
+        {
+            "models": several(
+                shape(
+                    {
+                        **_MODEL,
+                        "size_vram": COUNT,
+                        "expires_at": TEXT,
+                        "context_length": COUNT,
+                    }
                 )
-            }
-        ),
-        about="The models in memory.",
-    ),
-    "ollama_version": ResponseSchema(
-        body=shape({"version": TEXT}), about="The release of Ollama that has what is here."
-    ),
-    "ollama_show": ResponseSchema(
-        body=shape(
-            {
-                "modified_at": TEXT,
-                "details": _DETAILS,
-                "model_info": ANY_OBJECT,
-                "template": TEXT,
-                "capabilities": several(TEXT),
-            }
-        ),
-        about="One model.",
-    ),
-    "ollama_pull": ResponseSchema(
-        body=_PULLED, frame=_PULLED, about="Its files come; the last line says how it ended."
-    ),
-    "ollama_delete": ResponseSchema(media="text/plain", about="Its files are gone. Nothing is said."),
-}
+            )
+        }
+    )
+)
+OLLAMA_VERSION_RESPONSE = ResponseSchema(body=shape({"version": TEXT}))
+OLLAMA_SHOW_RESPONSE = ResponseSchema(
+    body=shape(
+        {
+            "modified_at": TEXT,
+            "details": _DETAILS,
+            "model_info": ANY_OBJECT,
+            "template": TEXT,
+            "capabilities": several(TEXT),
+        }
+    )
+)
+OLLAMA_PULL_RESPONSE = ResponseSchema(body=_PULLED, frame=_PULLED)
+OLLAMA_DELETE_RESPONSE = ResponseSchema(media="text/plain")

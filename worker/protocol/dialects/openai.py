@@ -18,6 +18,7 @@ from worker.protocol.schema import (
     ANYTHING,
     COUNT,
     NUMBER,
+    TEXT,
     Body,
     ResponseSchema,
     Schema,
@@ -290,10 +291,10 @@ def unread(body: Body, *read: Body) -> Body:
 
 CHAT_TOKENS = unread(CHAT, CONVERSATION, TOOLING)
 TEMPLATE = unread(CHAT, CONVERSATION)
-TEXT: Body = {**COMMON, "prompt": TEXTS, "logprobs": integer(0, None, "At most the model's max-logprobs.")}
+TEXT_PROMPT: Body = {**COMMON, "prompt": TEXTS, "logprobs": integer(0, None, "At most the model's max-logprobs.")}
 """A text completion as other dialects ask for one."""
 COMPLETIONS: Body = {
-    **TEXT,
+    **TEXT_PROMPT,
     "max_tokens": ZERO_TOO,
     "max_completion_tokens": ZERO_TOO,
     "n_predict": ZERO_TOO,
@@ -504,13 +505,10 @@ COMPONENTS: Mapping[str, Schema] = {
     ),
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "chat": ResponseSchema(body=ref("ChatCompletion"), frame=ref("ChatCompletionChunk"), about="A chat completion."),
-    "completions": ResponseSchema(body=ref("Completion"), frame=ref("Completion"), about="A text completion."),
-    "embeddings": ResponseSchema(body=ref("Embeddings"), about="One vector for each text."),
-    "rerank": ResponseSchema(
-        body={"anyOf": [ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT}))]},
-        about="Documents, the one that fits best first; a bare list where they were sent as `texts`.",
-    ),
-    "chat_input_tokens": ResponseSchema(body=ref("InputTokens"), about="Tokens of the prompt that this chat makes."),
-}
+CHAT_RESPONSE = ResponseSchema(body=ref("ChatCompletion"), frame=ref("ChatCompletionChunk"))
+COMPLETIONS_RESPONSE = ResponseSchema(body=ref("Completion"), frame=ref("Completion"))
+EMBEDDINGS_RESPONSE = ResponseSchema(body=ref("Embeddings"))
+RERANK_RESPONSE = ResponseSchema(
+    body={"anyOf": [ref("Ranking"), several(shape({"index": COUNT, "score": NUMBER}, {"text": TEXT}))]}
+)
+CHAT_INPUT_TOKENS_RESPONSE = ResponseSchema(body=ref("InputTokens"))

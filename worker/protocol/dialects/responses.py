@@ -330,9 +330,5 @@ COMPONENTS: Mapping[str, Schema] = {
     "InputTokens": shape({"object": const("response.input_tokens"), "input_tokens": COUNT}),
 }
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "responses": ResponseSchema(body=ref("Response"), frame=ref("ResponseEvent"), about="A response."),
-    "responses_input_tokens": ResponseSchema(
-        body=ref("InputTokens"), about="Tokens of the prompt that this input makes."
-    ),
-}
+RESPONSES_RESPONSE = ResponseSchema(body=ref("Response"), frame=ref("ResponseEvent"))
+RESPONSES_INPUT_TOKENS_RESPONSE = ResponseSchema(body=ref("InputTokens"))

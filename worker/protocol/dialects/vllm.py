@@ -1,7 +1,5 @@
 """vLLM's own API: schemas of requests and responses."""
 
-from collections.abc import Mapping
-
 from worker.protocol.dialects.generation_fields import MAX_TEXTS
 from worker.protocol.dialects.openai import CHAT_TOKENS, CONVERSATION, CUTS, EMBEDDINGS, MODEL
 from worker.protocol.schema import (
@@ -57,19 +55,16 @@ SCORE: Body = {
 COUNTED = shape({"count": COUNT, "max_model_len": COUNT, "tokens": several(COUNT), "token_strs": maybe(several(TEXT))})
 """`/tokenize`, where it is asked as vLLM's clients do."""
 
-ANSWERS: Mapping[str, ResponseSchema] = {
-    "score": ResponseSchema(
-        body=shape(
-            {
-                "id": TEXT,
-                "object": const("list"),
-                "created": COUNT,
-                "model": TEXT,
-                "data": several(shape({"index": COUNT, "object": const("score"), "score": NUMBER})),
-                "usage": ref("PromptUsage"),
-            }
-        ),
-        about="How well texts fit each other, pair by pair.",
-    ),
-    "version": ResponseSchema(body=shape({"version": TEXT}), about="The router's version."),
-}
+SCORE_RESPONSE = ResponseSchema(
+    body=shape(
+        {
+            "id": TEXT,
+            "object": const("list"),
+            "created": COUNT,
+            "model": TEXT,
+            "data": several(shape({"index": COUNT, "object": const("score"), "score": NUMBER})),
+            "usage": ref("PromptUsage"),
+        }
+    )
+)
+VERSION_RESPONSE = ResponseSchema(body=shape({"version": TEXT}))
