@@ -9,18 +9,18 @@ from worker.protocol.dialects import Dialect
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """One row of what may go wrong: a status, the type that says it to programs, and the reasons for it."""
+class ErrorRow:
+    """One row of the error table: a status code, a type for programs, and the possible reasons."""
 
     status: int
     type: str
     reasons: tuple[str, ...]
     further: tuple[str, ...] = ()
-    """Members that its error object has besides."""
+    """Further members of the error object."""
 
 
-ERRORS: tuple[Trouble, ...] = (
-    Trouble(
+ERRORS: tuple[ErrorRow, ...] = (
+    ErrorRow(
         400,
         "invalid_request_error",
         (
@@ -28,26 +28,26 @@ ERRORS: tuple[Trouble, ...] = (
             "model_conflict", "model_not_loaded", "already_running", "not_running",
         ),
     ),
-    Trouble(400, "exceed_context_size_error", ("context_length_exceeded",), ("n_prompt_tokens", "n_ctx")),
-    Trouble(401, "authentication_error", ("invalid_api_key",)),
-    Trouble(
+    ErrorRow(400, "exceed_context_size_error", ("context_length_exceeded",), ("n_prompt_tokens", "n_ctx")),
+    ErrorRow(401, "authentication_error", ("invalid_api_key",)),
+    ErrorRow(
         403,
         "permission_error",
         ("admin_required", "host_not_allowed", "origin_not_allowed", "feature_disabled"),
     ),
-    Trouble(404, "not_found_error", ("model_not_found", "not_found")),
-    Trouble(405, "not_found_error", ("method",)),
-    Trouble(408, "invalid_request_error", ("body_timeout",)),
-    Trouble(409, "conflict_error", ("in_use", "duplicate")),
-    Trouble(413, "invalid_request_error", ("too_large",)),
-    Trouble(415, "invalid_request_error", ("encoding",)),
-    Trouble(429, "rate_limit_error", ("queue_full", "key_concurrency")),
-    Trouble(500, "server_error", ("internal", "load_failed", "preset_invalid"), ("errors",)),
-    Trouble(501, "not_supported_error", ("unsupported_by_model", "not_offered")),
-    Trouble(502, "server_error", ("worker_crashed",)),
-    Trouble(503, "unavailable_error", ("starting", "draining", "queue_timeout", "load_backoff", "no_slot")),
-    Trouble(504, "timeout_error", ("request_timeout", "stalled", "cancelled")),
-    Trouble(507, "insufficient_memory_error", ("does_not_fit",), ("devices",)),
+    ErrorRow(404, "not_found_error", ("model_not_found", "not_found")),
+    ErrorRow(405, "not_found_error", ("method",)),
+    ErrorRow(408, "invalid_request_error", ("body_timeout",)),
+    ErrorRow(409, "conflict_error", ("in_use", "duplicate")),
+    ErrorRow(413, "invalid_request_error", ("too_large",)),
+    ErrorRow(415, "invalid_request_error", ("encoding",)),
+    ErrorRow(429, "rate_limit_error", ("queue_full", "key_concurrency")),
+    ErrorRow(500, "server_error", ("internal", "load_failed", "preset_invalid"), ("errors",)),
+    ErrorRow(501, "not_supported_error", ("unsupported_by_model", "not_offered")),
+    ErrorRow(502, "server_error", ("worker_crashed",)),
+    ErrorRow(503, "unavailable_error", ("starting", "draining", "queue_timeout", "load_backoff", "no_slot")),
+    ErrorRow(504, "timeout_error", ("request_timeout", "stalled", "cancelled")),
+    ErrorRow(507, "insufficient_memory_error", ("does_not_fit",), ("devices",)),
 )  # fmt: skip
 
 

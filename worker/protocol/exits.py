@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Why a worker ended, as far as it could say. Any other code, or a signal, is a crash."""
+    """The cause of a worker's exit. Any other code, or a signal, is a crash."""
 
     OK = 0
     USAGE = 2
@@ -12,14 +12,14 @@ class Exit(IntEnum):
     """Config, files, architecture, untrusted code, 401/403/404 of a hub: it would fail the same way again."""
     DEVICE_MEMORY = 4
     POISONED = 5
-    """A sticky device error: nothing in this process can use the device any more."""
+    """A sticky device error: this process can no longer use the device."""
     HOST_MEMORY = 6
     ORPHANED = 7
     NETWORK = 8
     DISK_FULL = 9
     DAMAGED = 10
-    """Downloaded content failed its check; one clean refetch may help."""
+    """Downloaded content failed its check; fetching it once more may help."""
 
 
 FINAL_EXITS = frozenset({Exit.USAGE, Exit.UNUSABLE})
-"""No retry until the preset or the snapshot changes, somebody loads explicitly, or ten minutes have passed."""
+"""No retry until the preset or the snapshot changes, an explicit load, or ten minutes later."""

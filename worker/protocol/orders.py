@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Go:
-    """There is room now. What was not known when the worker was started: `devices` and `reserved` as in `Serve`, and
-    `visible`, what CUDA_VISIBLE_DEVICES is to be from now on."""
+    """Memory is reserved now. Contains the options that were not known at the start of the worker: `devices` and
+    `reserved` as in `Serve`, and `visible`, the new value of CUDA_VISIBLE_DEVICES."""
 
     devices: list[str]
     reserved: str = ""
@@ -35,34 +35,34 @@ def decode_go(line: bytes) -> Go:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Bring a worker into the world. With the packet come four descriptors: the new process's stdin, stdout and stderr,
-    and a file that holds a Birth."""
+    """Fork a worker. The packet carries four descriptors: the new process's stdin, stdout and stderr, and a file that
+    contains a Birth."""
 
     id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reap:
-    """This child of the nursery has ended, and its group was killed: it may go."""
+    """Reap a child of the fork server that has exited and whose process group was killed."""
 
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """These modules were wanted by a worker: have them before the next one is born."""
+    """Import these modules, which a worker has used, before the next fork."""
 
     modules: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Say that you are there."""
+    """Ask for a Here event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Birth:
-    """What a forked worker begins with, in place of a command line. `argv`: verb first."""
+    """The start parameters of a forked worker, instead of a command line. `argv`: verb first."""
 
     argv: list[str]
     env: dict[str, str]
@@ -86,7 +86,7 @@ def decode_order(packet: bytes) -> Order:
 
 
 def is_warmable(module: str) -> bool:
-    """Whether a nursery may import `module` because a worker did: transformers' own code for one family of models."""
+    """True if the fork server may import `module` because a worker did: transformers' code of one model family."""
     return _FAMILY_MODULE.fullmatch(module) is not None
 
 

@@ -49,24 +49,24 @@ def record(
     fields: Body,
     about: str = "",
 ) -> Schema:
-    """An object; the fields that must be there are those whose schema has no null."""
+    """An object; fields whose schema has no null are required."""
     return or_null({**described(fields), **_about(about)})
 
 
 def one_of(values: Collection[Any], about: str = "") -> Schema:
-    """Exactly these values, or nothing: a field that means something nobody here can do."""
+    """Exactly these values, or null: for a field whose other values are not supported."""
     return {"enum": [None, *values], **_about(about)}
 
 
 def required(schema: Schema) -> Schema:
-    """The same, which must be there."""
+    """The same schema without null, so that the field is required."""
     kinds = [kind for kind in schema["type"] if kind != "null"]
     values = {"enum": [value for value in schema["enum"] if value is not None]} if "enum" in schema else {}
     return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds, **values}
 
 
 def described(fields: Body) -> Schema:
-    """The JSON Schema of an object with these fields; what else it holds is anybody's."""
+    """The JSON Schema of an object with these fields; further members are allowed."""
     needed = [name for name, schema in fields.items() if not allows_null(schema)]
     return {"type": "object", "properties": dict(fields), **({"required": needed} if needed else {})}
 
@@ -82,7 +82,7 @@ def allows_null(schema: Schema) -> bool:
 
 
 def allows(schema: Schema, value: Any) -> bool:
-    """Whether `value` is one that a schema of `NEUTRAL` or of `one_of` takes: booleans are no numbers."""
+    """True if a schema of `NEUTRAL` or of `one_of` allows `value`. Booleans are not numbers."""
     if "enum" in schema:
         return any(_same(value, each) for each in schema["enum"])
     if "maximum" in schema:
@@ -91,14 +91,14 @@ def allows(schema: Schema, value: Any) -> bool:
 
 
 def kinds(schema: Schema) -> set[str]:
-    """The types of the values that it takes, as far as it names them."""
+    """The types that the schema names."""
     named = schema.get("type", ())
     own = {named} if isinstance(named, str) else set(named)
     return own.union(*(kinds(each) for each in schema.get("anyOf", ())))
 
 
 def bounds(schema: Schema) -> tuple[float | None, float | None]:
-    """The least and the largest number that it takes; None: no bound."""
+    """The least and the largest number that the schema allows; None: no bound."""
     if "anyOf" not in schema:
         numbers = [value for value in (schema.get("const"), *schema.get("enum", ())) if type(value) in (int, float)]
         return (min(numbers), max(numbers)) if numbers else (schema.get("minimum"), schema.get("maximum"))
@@ -138,19 +138,19 @@ ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSchema:
-    """One call's success."""
+    """The successful response of a route."""
 
     body: Schema | None = None
-    """Of an answer in one piece; None: it has no JSON."""
+    """The JSON body of a response that is not a stream; None: it has none."""
     frame: Schema | None = None
-    """What stands behind `data:`, or in one line, of a stream; None: it does not stream."""
+    """The JSON after `data:`, or of one line, of a stream; None: there is no stream."""
     events: Schema | None = None
-    """The same of a stream of OpenAI's, where a body of theirs gets one at a path that is not."""
+    """The frame for requests in OpenAI's format at a path of another dialect."""
     media: str = "application/json"
     has_page: bool = False
-    """Browsers, which ask for text/html, get a page in its place."""
+    """Clients that accept text/html get a page instead."""
     further: Mapping[int, Schema] = field(default_factory=dict)
-    """Answers that are no success and no error object either, by status."""
+    """Responses that are neither a success nor an error object, by status."""
 
 
 def ref(name: str) -> Schema:
@@ -174,10 +174,10 @@ def several(items: Schema) -> Schema:
 
 
 def by_name(schema: Schema) -> Schema:
-    """An object whose members are named by what they are about."""
+    """An object with arbitrary member names and values of `schema`."""
     return {"type": "object", "additionalProperties": schema}
 
 
 def shape(always: Mapping[str, Schema], sometimes: Mapping[str, Schema] | None = None) -> dict[str, Any]:
-    """An object with all members of `always`, and perhaps some of `sometimes`."""
+    """An object with all members of `always`, and optionally those of `sometimes`."""
     return {"type": "object", "properties": {**always, **(sometimes or {})}, "required": list(always)}

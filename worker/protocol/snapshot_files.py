@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""A model's weights in one file; where they lie in several, what names these."""
+"""The file of a model's weights, and the index if there are several files."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What PEFT writes of an adapter, and all that is read of one."""
+"""The files that PEFT writes for an adapter; no others are read."""
 
 
 def merged(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config_override` makes of config.json: objects are merged key by key, anything else is replaced."""
+    """Apply `config_override` to config.json: objects are merged key by key, all other values are replaced."""
     found = dict(config)
     for key, value in override.items():
         before = found.get(key)
@@ -22,10 +22,9 @@ def merged(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, 
 
 
 def shard_names(index: bytes) -> list[str]:
-    """The weight files that the text of an index (model.safetensors.index.json) names, in order: all lie beside it.
+    """The weight files that an index (the text of model.safetensors.index.json) names, in order. All lie in its folder.
 
-    Raises ValueError with the rest of a sentence about the index; a name that leads elsewhere is one, so that nobody
-    opens what it leads to.
+    Raises ValueError with the rest of a sentence about the index, also for a name that leads to another folder.
     """
     try:
         names = sorted({str(name) for name in json.loads(index)["weight_map"].values()})
@@ -39,7 +38,7 @@ def shard_names(index: bytes) -> list[str]:
 
 
 def is_below(name: str) -> bool:
-    """Whether a path that a model's files, or a hub, name lies below the model's own folder."""
+    """True if a path from a model's files or from a hub lies below the model's folder."""
     return name.isprintable() and not name.startswith("/") and ".." not in name.split("/")
 
 
@@ -50,7 +49,7 @@ MANIFEST = "converted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a converted snapshot is of. One without files says that nothing had to be converted."""
+    """The origin of a converted snapshot. Without files: nothing had to be converted."""
 
     source: str
     """Folder of the snapshot."""

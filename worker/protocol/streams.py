@@ -15,26 +15,26 @@ class Stream:
 
     headers: Mapping[str, str]
     end: bytes
-    """What ends a frame, and stands nowhere within one."""
+    """The bytes that end a frame; they never occur inside one."""
     first: bytes
-    """How a line begins that says something, after perhaps another one of the same frame; comments have none."""
+    """The start of a line with data. It may be the second line of a frame. Comments have no such line."""
     error: bytes | tuple[bytes, ...]
-    """How an error frame begins."""
+    """The start of an error frame."""
     last: bytes | tuple[bytes, ...]
-    """How the last frame of a whole answer begins."""
+    """The start of the last frame of a complete response."""
     ending: bytes | tuple[bytes, ...] = b""
-    """How it ends."""
+    """The end of that frame."""
 
     def is_error(self, frames: bytes) -> bool:
-        """Whether the last of these whole frames is an error."""
+        """True if the last of these complete frames is an error."""
         return self._last(frames).startswith(self.error)
 
     def is_whole(self, frames: bytes) -> bool:
-        """Whether the last of these whole frames ends a whole answer."""
+        """True if the last of these complete frames ends a complete response."""
         return frames.endswith(self.ending) and self._last(frames).startswith(self.last)
 
     def says(self, frames: bytes) -> bool:
-        """Whether there is more than comments."""
+        """True if there is more than comments."""
         return frames.startswith(self.first) or b"\n" + self.first in frames
 
     def _last(self, frames: bytes) -> bytes:
@@ -79,7 +79,7 @@ _STREAMS: Mapping[Dialect, Stream] = {
 
 
 def stream(dialect: Dialect) -> Stream:
-    """How `dialect` streams."""
+    """The framing of streams in `dialect`."""
     return _STREAMS.get(dialect, _STREAM)
 
 
@@ -93,7 +93,7 @@ def error_frame(
     param: str | None = None,
     request_id: str = "",
 ) -> bytes:
-    """The bytes that tell a client in mid-stream that its answer will not be complete."""
+    """The frame that reports an error after the stream has begun."""
     body = error_body(
         dialect, status=status, type=type, reason=reason, message=message, param=param, request_id=request_id
     )
@@ -101,7 +101,7 @@ def error_frame(
 
 
 def refusal_frame(dialect: Dialect, body: bytes) -> bytes:
-    """An error's body as a frame of a stream that has already begun."""
+    """The body of an error as a frame of a stream that has begun."""
     if dialect is Dialect.OLLAMA:
         return body.replace(b"\n", b" ") + b"\n"
     if dialect is Dialect.FASTCHAT:
@@ -119,8 +119,8 @@ def refusal_frame(dialect: Dialect, body: bytes) -> bytes:
 
 
 def silence(dialect: Dialect, text: str, *, has_begun: bool, model: str) -> bytes:
-    """What keeps a stream alive that has nothing to say: a comment, `text`, where the dialect has none of its own.
-    `has_begun`: something of the answer has been said."""
+    """A frame that keeps a silent stream alive: the comment `text`, unless the dialect has a frame of its own.
+    `has_begun`: part of the response has been sent."""
     if dialect is Dialect.OLLAMA:  # no comments in JSON lines: one that adds nothing, to a chat or to a text
         line = {"model": model, "created_at": timestamp(), "message": {"role": "assistant", "content": ""}}
         return json.dumps({**line, "response": "", "done": False}, separators=(",", ":")).encode() + b"\n"
@@ -134,5 +134,5 @@ def silence(dialect: Dialect, text: str, *, has_begun: bool, model: str) -> byte
 
 
 def timestamp() -> str:
-    """Now, as RFC 3339 has it."""
+    """The current time in the format of RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -1,10 +1,9 @@
-"""What stands inside the objects of a body that its table does not know: named, so that it can be reported.
+"""Unknown members inside the objects of a request body, by path, so that they can be reported.
 
-Where several kinds of object may stand, one is told from another by the members that have a fixed word, `type` and
-`role` mostly. An object that the table does not describe, a JSON schema or the variables of a template, is the client's
-own and not looked into.
+If a place allows several kinds of object, members with fixed values distinguish them, mostly `type` and `role`. Objects
+that the table does not describe, such as a JSON schema or the variables of a template, are not searched.
 
-Pure. Nothing is judged here: what has the wrong type is refused by whoever reads it.
+Pure. Types are not checked here: the reader of a field rejects a wrong type.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +13,9 @@ from typing import Any
 from worker.protocol.schema import Body, Schema, allows
 
 MOST_CHOSEN = 64
-"""Combinations of words that are remembered for one place in a table; clients may send any."""
+"""Combinations of fixed values that are cached for one place in a table; clients may send any number of them."""
 _KNOWN: dict[int, tuple[Body, Mapping[str, "_Shape"]]] = {}
-"""Tables that were looked at before, by identity; each is kept, so that no other takes its place."""
+"""A cache of tables by identity. It keeps a reference to each table, so that its identity is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class _Kind:
 
     members: Mapping[str, "_Shape"]
     words: Mapping[str, Schema]
-    """Members that tell it from others, with the words that they may have."""
+    """Members that distinguish this kind from others, with their possible values."""
 
     def may_be(self, value: Mapping[str, Any]) -> bool:
         return all(value.get(name) is None or allows(schema, value[name]) for name, schema in self.words.items())
@@ -33,7 +32,7 @@ class _Kind:
 
 @dataclass(slots=True)
 class _Shape:
-    """What may stand in one place, as far as it has members."""
+    """The objects and arrays that one place allows."""
 
     kinds: Sequence[_Kind] = ()
     """Of objects."""
@@ -45,7 +44,7 @@ class _Shape:
     """Somewhere in it an object has members that are known."""
     _words: Sequence[str] = ()
     _chosen: dict[tuple[Any, ...], Mapping[str, "_Shape"]] = field(default_factory=dict)
-    """Members by the words that an object has: most objects of one place have the same."""
+    """A cache of members by fixed values, because most objects of one place have the same ones."""
 
     def __post_init__(self) -> None:
         self._words = list(dict.fromkeys(name for kind in self.kinds for name in kind.words))
@@ -70,8 +69,8 @@ class _Shape:
 
 
 def unknown(table: Body, body: Mapping[str, Any], *, but: Iterable[str] = ()) -> list[str]:
-    """The paths of what nobody knows inside the fields of `body`, each once: `messages[].content[].wibble`. Nulls are
-    as good as absent. `but`: fields that are not looked into; fields of no table are the caller's affair."""
+    """The paths of unknown members inside the fields of `body`, each once, such as `messages[].content[].wibble`.
+    Nulls are ignored. `but`: fields that are not searched. Fields that `table` does not have are not reported."""
     shapes = _shapes(table)
     passed = set(but)
     found: dict[str, None] = {}
