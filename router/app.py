@@ -33,7 +33,6 @@ from router.faces import ollama
 from router.faces.call import Services
 from router.hub import Hub
 from router.listener import KEEP_ALIVE, Asked, Listener
-from router.log import line
 from router.metrics import Metrics
 from router.noted import ARRIVED, BUFFERED, ID, IGNORED, MODEL, PHASE, ROUTE, STATUS, asked_of
 from router.paths import not_found
@@ -199,7 +198,7 @@ class App:
         self._metrics.requests.add(model, endpoint, str(status))
         quiet = self._site.settings.access_log
         if quiet == "all" or (quiet == "errors" and status >= 400):
-            line(access_log, f"{client or '-'} {method} {_clean(path)} {status} {took:.3f}s model={model} rid={id}")
+            access_log.info(f"{client or '-'} {method} {_clean(path)} {status} {took:.3f}s model={model} rid={id}")
 
     def _guarded(self, route: Route, work: Work) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:

@@ -21,8 +21,8 @@ from router import __version__, client, folders, keys, settings, sharing, writte
 from router.catalogue import Further, load_catalogue, read_keys
 from router.errors import ConfigError, RouterError
 from router.ini import Problem
-from router.keys import Key, Meaningless
-from router.presets import DEFAULTS
+from router.keys import Meaningless
+from router.presets import DEFAULTS, KEYS, Key
 from router.sections import Loaded
 from router.settings import Option, Settings
 from router.values import Choice, Flag, Integer, Names, Seconds
@@ -413,7 +413,7 @@ def model_keys() -> str:
     """The reference of model keys, for a terminal."""
     lines = [_KEYS_ABOUT]
     group = ""
-    for key in keys.KEYS:
+    for key in KEYS:
         if key.group != group:
             group = key.group
             lines += ["", f"{group}:"]

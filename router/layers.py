@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal, Protocol
 
+import click
+
 from router import ini, keys
 from router.ini import Problem
-from router.keys import Key, Meaningless, Refused, Spelling
-from router.presets import ADAPTER_NAME, HUB, REPO, repository
+from router.keys import Meaningless, Refused, Spelling
+from router.presets import ADAPTER_NAME, HUB, KEYS, REPO, Key, repository
 from router.settings import BY_FLAG, BY_VARIABLE, LATER
 from router.values import Strings, sendable, shown
 
@@ -22,7 +24,7 @@ ALL_LAYERS = 99
 CLIENT_VARIABLES = frozenset({"ROUTER_URL"})
 """Read by client commands, not by a server."""
 _SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
-_KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in keys.KEYS]
+_KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in KEYS]
 
 
 class Disk(Protocol):
@@ -184,8 +186,8 @@ class Reader:
             return
         try:
             text = spelling.text(text)
-        except ValueError as error:
-            self._fault(place, word.name, str(error))
+        except click.BadParameter as error:
+            self._fault(place, word.name, error.message)
             return
         if isinstance(word, Refused):
             if not word.accepts(text):
@@ -214,6 +216,9 @@ class Reader:
             return
         try:
             value = self._read(key, spelling, text, place, quoted)
+        except click.BadParameter as error:
+            self._fault(place, key.name, error.message)
+            return
         except ValueError as error:
             self._fault(place, key.name, str(error))
             return
@@ -230,7 +235,7 @@ class Reader:
             raise ValueError("the router chooses the devices; write device = instead")
         if isinstance(key.kind, Strings) and quoted:
             return (text,) if text else ()
-        value = key.kind.read(text)
+        value = key.kind(text)
         if key.path and value and (key.name != "python" or "/" in value):
             value = self.path(value, place)
         if key.name in ("lora", "lora-scaled"):

@@ -1,37 +1,40 @@
-"""Log lines: one per transition, rendered from the event log; text and JSON carry the same fields."""
+"""Log lines: one per transition, rendered from the event log. Text and JSON have the same fields.
+
+Handlers run on the event loop, where a write to stderr would block every request while nothing reads it (a stopped
+terminal, a pager, a stuck log collector). So records go into a bounded queue, and a thread writes them.
+"""
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
 import logging
+import logging.handlers
 import os
+import queue
 import select
-import stat
 import sys
+import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from router.events import Event, EventLog
 
 log = logging.getLogger("router.fleet")
-_root = logging.getLogger()
 
 KEPT = 2000
-"""Lines that can be looked at later."""
+"""Lines in the ring behind /router/logs."""
 LONGEST = 2000
-"""Characters of one of them."""
-MOMENT = 0.01
-"""Seconds that a line waits for others, to be written with them."""
-UNREAD = 1 << 18
-"""Bytes that are kept for whoever reads too slowly; of what comes beyond them, only the number of lines is."""
-RETRY = 0.25
-"""Seconds until they are offered again."""
+"""Characters of a line in the ring."""
+QUEUE_SIZE = 4000
+"""Lines that wait to be written. Further ones are dropped and counted."""
+EXIT_TIMEOUT = 1.0
+"""Seconds at exit to write the lines that wait. A reader that does not read must not keep the router from ending."""
 GIB, MIB = 1 << 30, 1 << 20
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
@@ -53,13 +56,16 @@ class Line:
 
 def set_up(level: str, form: str) -> None:
     """Send all log records, and what Python and libraries warn of, to stderr, as text or one JSON object a line."""
-    handler = Spool(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text())
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # in no line, and not for nothing
+    writer = Writer(sys.stderr.fileno())
+    writer.setFormatter(_Json() if form == "json" else _Text())
+    handler = LogQueue(writer)
+    # No line shows these, and there is a record for each request: see "Optimization" in the documentation of logging.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web"):
+    for noisy in ("asyncio", "aiohttp.access", "aiohttp.server", "aiohttp.web", "watchfiles.main"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
     warnings.showwarning = _warn
 
@@ -69,20 +75,6 @@ def _warn(
     file: TextIO | None = None, line: str | None = None,
 ) -> None:  # fmt: skip
     logging.getLogger("router").warning("%s: %s", category.__name__, message)
-
-
-def line(logger: logging.Logger, message: str) -> None:
-    """As `logger.info(message)`, for what comes with every request: our own handlers need no record of it."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    now, shown = time.time(), _shown(message)
-    for handler in _root.handlers:
-        if isinstance(handler, _OWN):
-            handler.take(now, logger.name, shown)
-        else:
-            record = logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None)
-            if record.levelno >= handler.level:
-                handler.handle(record)
 
 
 def follow(events: EventLog) -> None:
@@ -196,7 +188,7 @@ def size(count: int | None) -> str:
 
 
 class Ring(logging.Handler):
-    """The newest lines, for people who look from elsewhere."""
+    """The newest lines, for /router/logs."""
 
     def __init__(self, size: int = KEPT, *, first: int = 1):
         """`first`: id of the first line; see `EventLog`."""
@@ -209,19 +201,10 @@ class Ring(logging.Handler):
         try:
             text = record.getMessage().translate(CONTROL)[:LONGEST]
         except (TypeError, ValueError):
-            return  # whoever wrote it hears so from the other handler
-        self._add(record.created, record.levelname.lower(), record.name, text)
-
-    def take(self, now: float, name: str, message: str) -> None:
-        """A line of level info without control characters, that the logger `name` said at `now`, in seconds since
-        1970."""
-        self._add(now, "info", name, message[:LONGEST])
-
-    def _add(self, now: float, level: str, name: str, text: str) -> None:
-        self.lines.append(Line(next(self._ids), now, level, name, text))
-        if self._followers:
-            for news, loop in tuple(self._followers.items()):
-                loop.call_soon_threadsafe(news.set)  # lines come from any thread
+            return  # the other handler reports this
+        self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
+        for news, loop in tuple(self._followers.items()):
+            loop.call_soon_threadsafe(news.set)  # records come from any thread
 
     async def follow(self, after: int) -> AsyncIterator[Line]:
         """Every line after that of this id, as they come, for ever. A follower too slow for the ring misses some."""
@@ -238,133 +221,107 @@ class Ring(logging.Handler):
             del self._followers[news]
 
 
-class Spool(logging.Handler):
-    """Writes what is logged within MOMENT together; what warns, or comes from another thread, at once.
+class LogQueue(logging.handlers.QueueHandler):
+    """The bounded queue in front of a `writer`, which runs in a thread of its own. Dropped lines are counted, and the
+    count is a line of the log."""
 
-    Law: a reader that does not read holds up nobody. A terminal that is stopped, a pager, a collector that hangs: what
-    they do not take is kept as far as UNREAD goes, and counted beyond.
+    def __init__(self, writer: logging.Handler, *, size: int = QUEUE_SIZE):
+        self._waiting: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        super().__init__(self._waiting)
+        self._size = size
+        self._dropped = 0
+        self._writing = _Listener(self._waiting, writer)
+        self._writing.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Render the message now, since its arguments may change. The base class also merges the traceback into it,
+        for a queue between processes."""
+        record.msg, record.args = record.getMessage(), None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._waiting.qsize() >= self._size:
+            self._dropped += 1
+            return
+        self._report()
+        self._waiting.put(record)
+
+    def close(self) -> None:
+        """Write what waits, for EXIT_TIMEOUT at most. Runs at every normal exit, by `logging.shutdown`."""
+        self._report()
+        self._writing.stop(EXIT_TIMEOUT)
+        super().close()
+
+    def _report(self) -> None:
+        if self._dropped:
+            message = f"{self._dropped} log lines were dropped here: the log was not read in time"
+            self._dropped = 0
+            self._waiting.put(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
+
+
+class _Listener(logging.handlers.QueueListener):
+    """A listener whose end does not wait for a blocked write."""
+
+    _thread: threading.Thread | None
+
+    def stop(self, timeout: float | None = None) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self.enqueue_sentinel()
+            thread.join(timeout)
+
+
+class Writer(logging.Handler):
+    """Writes each line to a file descriptor. Only the thread of the queue may call it, since it blocks.
+
+    Not a StreamHandler: the interpreter aborts at its end if a thread is blocked inside the lock of `sys.stderr`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._stream = stream
-        self._lines: list[str | tuple[float, str, str]] = []
-        """As text, or as `take` got them."""
-        self._reader = _reader(stream)
-        self._unread = bytearray()
-        self._missing = 0
-        """Lines."""
-        self._is_due = False
-        """What is unread is offered again."""
+        self._descriptor = descriptor
+
+    def createLock(self) -> None:
+        """No lock: one thread uses it, and `logging.shutdown` would wait for the lock of a blocked write."""
+        self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.append(self.format(record) + "\n")
-            if record.levelno >= logging.WARNING:
-                self.flush()
-            else:
-                self._flush_soon()
-        except Exception:  # noqa: BLE001  # as every handler does: a line that cannot be written harms nobody
+            data = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+            with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
+                self._write(data)
+        except Exception:  # noqa: BLE001  # as in every handler: a line that cannot be rendered is reported
             self.handleError(record)
 
-    def take(self, now: float, name: str, message: str) -> None:
-        """A line of level info without control characters, that the logger `name` said at `now`, in seconds since
-        1970. It is made into text with those that it is written with."""
-        self._lines.append((now, name, message))
-        if len(self._lines) == 1:
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        loop = asyncio._get_running_loop()
-        if loop is None:
-            self.flush()
-        elif len(self._lines) == 1:
-            loop.call_later(MOMENT, self.flush)
-
-    def flush(self) -> None:
-        with self.lock or nullcontext():
-            lines, self._lines = self._lines, []
-            text = "".join([line if isinstance(line, str) else self._text(*line) for line in lines])
-            with suppress(ValueError, OSError):  # nobody reads any more
-                if self._reader is not None:
-                    self._offer(self._reader, text, len(lines))
-                elif text:
-                    self._stream.write(text)
-                    self._stream.flush()
-
-    def _offer(self, reader: select.poll, text: str, lines: int) -> None:
-        """Write as much as `reader` takes at once."""
-        if len(self._unread) > UNREAD:
-            self._missing += lines
-        else:
-            if lines and self._missing:
-                said = f"{self._missing} lines are missing here: nobody read them in time"
-                notice = logging.makeLogRecord({"name": __name__, "levelname": "WARNING", "msg": said})
-                text = f"{self.format(notice)}\n{text}"
-                self._missing = 0
-            self._unread += text.encode(self._stream.encoding, "backslashreplace")
-        try:
-            while self._unread and reader.poll(0):
-                del self._unread[: os.write(self._stream.fileno(), self._unread[: select.PIPE_BUF])]
-        except BrokenPipeError:
-            self._unread.clear()
-        if self._unread and not self._is_due and (loop := asyncio._get_running_loop()) is not None:
-            self._is_due = True
-            loop.call_later(RETRY, self._again)
-
-    def _again(self) -> None:
-        self._is_due = False
-        self.flush()
-
-    def _text(self, now: float, name: str, message: str) -> str:
-        form = self.formatter
-        return form.line(now, "INFO", name, message) + "\n" if isinstance(form, _Text | _Json) else ""
-
-
-def _reader(stream: TextIO) -> "select.poll | None":
-    """Tells when whoever reads `stream` has room for PIPE_BUF bytes; None: nobody reads it, as it is a file."""
-    try:
-        descriptor = stream.fileno()
-        mode = os.fstat(descriptor).st_mode
-    except (OSError, ValueError):
-        return None
-    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)):
-        return None
-    reader = select.poll()
-    reader.register(descriptor, select.POLLOUT)
-    return reader
-
-
-_OWN = Ring, Spool
+    def _write(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # another process has made the terminal non-blocking
+                select.select((), (self._descriptor,), ())
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = self.line(record.created, record.levelname, record.name, record.getMessage())
+        line = f"{_stamp(record.created)} {record.levelname} {record.name} {_shown(record.getMessage())}"
         return line + "\n" + self.formatException(record.exc_info) if record.exc_info else line
-
-    @staticmethod
-    def line(now: float, level: str, name: str, message: str) -> str:
-        return f"{_stamp(now)} {level} {name} {_shown(message)}"
 
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        body = self._body(record.created, record.levelname, record.name, record.getMessage())
+        body = {
+            "time": _stamp(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return json.dumps(body, ensure_ascii=False)
 
-    @staticmethod
-    def _body(now: float, level: str, name: str, message: str) -> dict[str, Any]:
-        return {"time": _stamp(now), "level": level, "logger": name, "message": message}
-
-    def line(self, now: float, level: str, name: str, message: str) -> str:
-        return json.dumps(self._body(now, level, name, message), ensure_ascii=False)
-
 
 def _shown(message: str) -> str:
-    """Without control characters."""
+    """`message` with control characters escaped."""
     return message if message.isprintable() else message.translate(CONTROL)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from router import ini, keys
 from router.ini import Problem
 from router.layers import OWN, STAR, Complaints, Disk, Layer, Reader, Setting
-from router.presets import ADAPTER_NAME, GGUF, REPO, Preset, repository
+from router.presets import ADAPTER_NAME, ALL_DEVICES, GGUF, REPO, Preset, repository
 from router.ranks import USUAL, rank_of
 from router.values import plain, shown
 from worker.protocol.argv import AdapterSource
@@ -234,7 +234,7 @@ class _Loading:
         if count == 1:
             return
         place = settings["tensor-split" if shares else "pipeline-parallel"].place
-        if shares and fields.get("pipeline_parallel", 1) not in (1, keys.ALL_DEVICES, count):
+        if shares and fields.get("pipeline_parallel", 1) not in (1, ALL_DEVICES, count):
             self._fail(place, f"tensor-split is for {count} devices, pipeline-parallel for another number; remove one")
         if shares and fields.get("gpu_split"):
             self._fail(place, "tensor-split and gpu-split both say what goes where; remove one")
@@ -255,7 +255,7 @@ class _Loading:
             self._fail(place, "pipeline-parallel splits it by layers, and this divides each: remove one of the two")
         if ranks > 1 and mode in ("none", "layer"):
             self._fail(place, f"split-mode = {mode} forbids what this asks for; remove one of the two")
-        if ranks == keys.ALL_DEVICES and fields.get("device") == ("cpu",):
+        if ranks == ALL_DEVICES and fields.get("device") == ("cpu",):
             self._fail(place, "max counts accelerators, and device is cpu; write how many processes")
 
     def _on_host(self, settings: Layer, fields: dict[str, Any]) -> None:

@@ -46,7 +46,6 @@ from router.settings import Key, Settings
 from router.sharing import members, share
 from router.site import Site
 from router.snapshots import Snapshots
-from router.watch import Watch
 
 log = logging.getLogger("router.serve")
 GARBAGE = 10_000
@@ -271,9 +270,9 @@ async def _router(
             _listening(app, bound),
             _closing(site, launcher, stop),
             _beside(site, metrics, preparation, stop),
+            _watch(settings, stop),
         ):
-            with _watch(settings, stop):
-                yield site
+            yield site
 
 
 def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:
@@ -382,24 +381,23 @@ async def _load_at_start(site: Site, preset: Preset) -> None:
             log.error("%s was to be loaded on startup: %s", preset.id, error.message)
 
 
-@contextlib.contextmanager
-def _watch(settings: Settings, stop: _Stop) -> Iterator[None]:
-    """With --models-watch, whatever changes in the file or the folder of models is a reload. Raises ConfigError."""
+@asynccontextmanager
+async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
+    """Reload after each change of the file or the folder of models, with --models-watch. Raises ConfigError."""
     named = [Path(name) for name in (settings.models_preset, settings.models_dir) if name]
     if not settings.models_watch or not named:
         if settings.models_watch:
             log.warning("--models-watch: no --models-preset and no --models-dir is given, so there is nothing to watch")
         yield
         return
-    try:
-        watch = Watch(named, stop.hang_up)
-        watch.__enter__()
-    except OSError as failed:
-        raise ConfigError([f"--models-watch: {failed.strerror}; leave it out and reload with SIGHUP"]) from None
-    try:
+    from router.watch import watching  # late: only this option needs it, and its import takes 40 ms
+
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(watching(named, stop.hang_up))
+        except OSError as failed:
+            raise ConfigError([f"--models-watch: {failed}; remove it and reload with SIGHUP"]) from None
         yield
-    finally:
-        watch.__exit__()
 
 
 async def reload_when_told(site: Reloads, told: asyncio.Event) -> None:

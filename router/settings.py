@@ -1,4 +1,4 @@
-"""The router's own options, each written once.
+"""The options of the router. Each is declared once, as a field of Settings.
 
 A flag wins over `ROUTER_<FLAG>`, that over llama-server's variable, that over the default. Law: PURE; the environment
 and the text of key files come in as values.
@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import click
 
 from router.errors import ConfigError
 from router.ini import Problem
@@ -28,96 +30,17 @@ _QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What one router was started with. Bytes are int; times are float seconds."""
-
-    models_preset: str = ""
-    """File; empty: none was named."""
-    models_dir: str = ""
-    models_cache: bool = True
-    default_model: str = ""
-    unknown_model: str = "reject"
-    models_autoload: bool = True
-    models_watch: bool = False
-
-    models_max: int | None = None
-    """None: not given; see `workers_at_once`."""
-    models_memory_margin: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"": 1024 * MIB})
-    """Bytes by device name; "" holds for all others."""
-    device_limit: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes by device name."""
-    sleep_memory: int = 0
-    """Bytes."""
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_prefix: str = ""
-    """Before every path; begins with a slash, ends without one."""
-    slots: bool = True
-    timeout: float = 3600.0
-    """Of one request; 0.0: none."""
-    body_timeout: float = 60.0
-    write_stall: float = 30.0
-    max_body_size: int = 64 * MIB
-    stream_commit_seconds: float = 10.0
-    sse_ping_interval: float = 15.0
-    """-1.0: off."""
-    cors_origins: tuple[str, ...] = ()
-    strict_fields: bool = False
-    strict_presets: bool = False
-
-    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    api_key_file: str = ""
-    admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    admin_key_file: str = ""
-    allow_unauthenticated: bool = False
-    metrics_public: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    offline: bool = False
-    hf_token: str = dataclasses.field(default="", repr=False)
-
-    queue_size: int = 4000
-    queue_timeout: float = 300.0
-    swap_patience: float = 10.0
-    drain_timeout: float = 30.0
-    evict_timeout: float = -1.0
-    """-1.0: off, an eviction waits for running requests as long as they take."""
-
-    log_level: str = "info"
-    log_format: str = "text"
-    access_log: str = "all"
-    state_dir: str = ""
-    """Empty: the platform's, chosen where it is used."""
-    runtime_dir: str = ""
-    nursery: bool = True
-    prepare: bool = True
-    hub_cache: str = ""
-    """Folder of downloaded repositories; has no flag, as all programs of the hub share its variables."""
-
-    @property
-    def workers_at_once(self) -> int:
-        """Workers at once; 0: unlimited. Without a margin memory decides nothing, so a count does: 4."""
-        if self.models_max is not None:
-            return self.models_max
-        return 0 if any(self.models_memory_margin.values()) else 4
-
-    def margin(self, device: str) -> int:
-        """Bytes to keep free on the device of that name."""
-        return self.models_memory_margin.get(device, self.models_memory_margin.get("", 0))
-
-
 @dataclass(frozen=True)
-class _Secret:
+class _Secret(Kind):
     """One key, or several with commas; never repeated in a message."""
 
     many: bool = True
     hint: str = "KEY"
 
-    def read(self, text: str) -> Any:
-        items = [item.strip() for item in (text.split(",") if self.many else [text]) if item.strip()]
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        items = [item.strip() for item in (value.split(",") if self.many else [value]) if item.strip()]
         if not items or not all(_KEY.fullmatch(item) for item in items):
-            raise ValueError("a key must be 1 to 512 ASCII characters without blanks")
+            self.fail("a key must be 1 to 512 ASCII characters without blanks")
         return tuple(items) if self.many else items[0]
 
     def write(self, value: Any) -> str:
@@ -126,7 +49,7 @@ class _Secret:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One flag."""
+    """One option of the router: a flag, its environment variables and its field of Settings."""
 
     flag: str
     """Without dashes."""
@@ -157,87 +80,132 @@ _FILE, _FOLDER = Text("FILE"), Text("DIR")
 MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS = "Models", "Memory", "HTTP", "Access", "Queue", "Logs"
 GROUPS = (MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS)
 
-OPTIONS: tuple[Option, ...] = (
-    Option(flag="models-preset", kind=_FILE, group=MODELS, env=("LLAMA_ARG_MODELS_PRESET",), unset="built-in demo",
-           help="INI file of models; the demo only if no model is named"),
-    Option(flag="models-dir", kind=_FOLDER, group=MODELS, env=("LLAMA_ARG_MODELS_DIR",), unset="none",
-           help="folder whose folders are models"),
-    Option(flag="models-cache", kind=Flag(), group=MODELS, help="list the complete models of the Hugging Face cache"),
-    Option(flag="models-autoload", kind=Flag(), group=MODELS, env=("LLAMA_ARG_MODELS_AUTOLOAD",),
-           help="load a model when it is asked for"),
-    Option(flag="models-watch", kind=Flag(), group=MODELS, help="reload when the file or the folder of models changes"),
-    Option(flag="default-model", kind=Text("ID"), group=MODELS, unset="none", help="for requests that name none"),
-    Option(flag="unknown-model", kind=Choice(("reject", "default")), group=MODELS,
-           help="what a request for an unknown model gets"),
-    Option(flag="strict-presets", kind=Flag(), group=MODELS, help="options without meaning here are errors"),
-    Option(flag="offline", kind=Flag(), group=MODELS, env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"),
-           help="fetch nothing"),
-    Option(flag="hf-token", kind=_Secret(many=False), group=MODELS, env=("HF_TOKEN",), unset="none",
-           also=("-hft",), help="for downloads only"),
-    Option(flag="state-dir", kind=_FOLDER, group=MODELS, unset="the platform's",
-           help="estimates, converted snapshots, weights of demo models"),
-    Option(flag="runtime-dir", kind=_FOLDER, group=MODELS, unset="the platform's", help="sockets and process records"),
-    Option(flag="nursery", kind=Flag(), group=MODELS,
-           help="fork workers from a process with its imports done; off: each imports for itself, 3 s"),
-    Option(flag="prepare", kind=Flag(), group=MODELS,
-           help="convert what each load would convert, once, when idle; takes the disk space of mixtures of experts"),
 
-    Option(flag="models-memory-margin", kind=MemoryByDevice(hint="MiB"), group=MEMORY,
-           help="kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count"),
-    Option(flag="device-limit", kind=MemoryByDevice(low=1, named=True, hint="DEV=MiB"), group=MEMORY, unset="none",
-           help="treat a device as smaller than it is: cpu=600"),
-    Option(flag="sleep-memory", kind=Memory(), group=MEMORY, unset="0: none",
-           help="main memory, in MiB, in which weights of models that had to leave are held"),
-    Option(flag="models-max", kind=Integer(0, 100_000), group=MEMORY, env=("LLAMA_ARG_MODELS_MAX",),
-           unset="0; 4 if the margin is 0", help="workers at once; 0: as memory allows"),
+def option(
+    default: Any, kind: Kind, group: str, help: str, *, unset: str = "", also: tuple[str, ...] = (),
+    env: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """A field of Settings that is an option. Its flag is the name of the field. See `Option` for the arguments."""
+    declared = {"kind": kind, "group": group, "help": help, "unset": unset, "also": also, "env": env}
+    shown = not isinstance(kind, _Secret)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), repr=shown, metadata=declared)
+    return dataclasses.field(default=default, repr=shown, metadata=declared)
 
-    Option(flag="host", kind=Text("ADDRESS"), group=HTTP, env=("LLAMA_ARG_HOST",),
-           help="to listen on; several with commas, or a path ending in .sock"),
-    Option(flag="port", kind=Integer(0, 65535), group=HTTP, env=("LLAMA_ARG_PORT",), help="0: any free one"),
-    Option(flag="api-prefix", kind=Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), group=HTTP,
-           env=("LLAMA_ARG_API_PREFIX",), unset="none", help="before every path, for a server behind a proxy"),
-    Option(flag="slots", kind=Flag(), group=HTTP, env=("LLAMA_ARG_ENDPOINT_SLOTS",),
-           help="tell at GET /slots who takes which place in which batch"),
-    Option(flag="timeout", kind=Seconds(off=0.0), group=HTTP, also=("-to",), env=("LLAMA_ARG_TIMEOUT",),
-           help="of one request; 0: none"),
-    Option(flag="body-timeout", kind=Seconds(low=0.1), group=HTTP, help="for a request's body to arrive"),
-    Option(flag="write-stall", kind=Seconds(low=0.1), group=HTTP, help="before a client that reads nothing is dropped"),
-    Option(flag="max-body-size", kind=Memory(low=1024), group=HTTP, help="of one request, in MiB"),
-    Option(flag="stream-commit-seconds", kind=Seconds(), group=HTTP,
-           help="before a waiting stream gets its status line"),
-    Option(flag="sse-ping-interval", kind=Seconds(low=0.1, off=-1.0), group=HTTP,
-           env=("LLAMA_ARG_SSE_PING_INTERVAL",), help="comments in a silent stream; -1: off"),
-    Option(flag="cors-origins", kind=Names(r"\*|localhost|https?://[^/\s]+", "is no origin such as http://host:80"),
-           group=HTTP, env=("LLAMA_ARG_CORS_ORIGINS",), unset="none", help="pages that may call this server"),
-    Option(flag="strict-fields", kind=Flag(), group=HTTP, help="refuse request fields that are unknown"),
 
-    Option(flag="api-key", kind=_Secret(), group=ACCESS, env=("LLAMA_API_KEY", "LLAMA_ARG_API_KEY"), unset="none",
-           help="clients need it; several with commas"),
-    Option(flag="api-key-file", kind=_FILE, group=ACCESS, env=("LLAMA_ARG_API_KEY_FILE",), unset="none",
-           help="one key a line, mode 0600"),
-    Option(flag="admin-key", kind=_Secret(), group=ACCESS, unset="none", help="needed to load, unload and look inside"),
-    Option(flag="admin-key-file", kind=_FILE, group=ACCESS, unset="none", help="the same, from a file"),
-    Option(flag="allow-unauthenticated", kind=Flag(), group=ACCESS,
-           help="listen beyond this machine without any key"),
-    Option(flag="metrics-public", kind=Flag(), group=ACCESS, help="GET /metrics without a key"),
-    Option(flag="allowed-hosts", kind=Names(r"\*|(?:\*\.)?[A-Za-z0-9.-]+|\[?[0-9A-Fa-f:.]+\]?", "is no host name"),
-           group=ACCESS, unset="none", help="names in Host headers; *: any"),
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of one router, and the only declaration of its options. Bytes are int, times are float seconds."""
 
-    Option(flag="queue-size", kind=Integer(1), group=QUEUE, help="waiting requests of all models"),
-    Option(flag="queue-timeout", kind=Seconds(low=0.1), group=QUEUE, help="longest wait for room"),
-    Option(flag="swap-patience", kind=Seconds(), group=QUEUE,
-           help="wait before a busy worker past its turn is retired"),
-    Option(flag="drain-timeout", kind=Seconds(), group=QUEUE,
-           help="from an unload, a changed preset or a stop until streams are cut"),
-    Option(flag="evict-timeout", kind=Seconds(off=-1.0), group=QUEUE, unset="off",
-           help="the same for an eviction; off: running requests end by themselves"),
+    # fmt: off
+    models_preset: str = option("", _FILE, MODELS, "INI file of models; the demo only if no model is named",
+            unset="built-in demo", env=("LLAMA_ARG_MODELS_PRESET",))
+    """File; empty: none was named."""
+    models_dir: str = option("", _FOLDER, MODELS, "folder whose folders are models", unset="none",
+            env=("LLAMA_ARG_MODELS_DIR",))
+    models_cache: bool = option(True, Flag(), MODELS, "list the complete models of the Hugging Face cache")
+    models_autoload: bool = option(True, Flag(), MODELS, "load a model when it is asked for",
+            env=("LLAMA_ARG_MODELS_AUTOLOAD",))
+    models_watch: bool = option(False, Flag(), MODELS, "reload when the file or the folder of models changes")
+    default_model: str = option("", Text("ID"), MODELS, "for requests that name none", unset="none")
+    unknown_model: str = option("reject", Choice(("reject", "default")), MODELS,
+            "what a request for an unknown model gets")
+    strict_presets: bool = option(False, Flag(), MODELS, "options without meaning here are errors")
+    offline: bool = option(False, Flag(), MODELS, "fetch nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
+    hf_token: str = option("", _Secret(many=False), MODELS, "for downloads only", unset="none", also=("-hft",),
+            env=("HF_TOKEN",))
+    state_dir: str = option("", _FOLDER, MODELS, "estimates, converted snapshots, weights of demo models",
+            unset="the platform's")
+    """Empty: the platform's, chosen where it is used."""
+    runtime_dir: str = option("", _FOLDER, MODELS, "sockets and process records", unset="the platform's")
+    nursery: bool = option(True, Flag(), MODELS,
+            "fork workers from a process with its imports done; off: each imports for itself, 3 s")
+    prepare: bool = option(True, Flag(), MODELS,
+            "convert what each load would convert, once, when idle; takes the disk space of mixtures of experts")
 
-    Option(flag="log-level", kind=Choice(("debug", "info", "warning", "error"), {"warn": "warning"}), group=LOGS,
-           help="least severe lines to write"),
-    Option(flag="log-format", kind=Choice(("text", "json")), group=LOGS, help="of lines on stderr"),
-    Option(flag="access-log", kind=Choice(("all", "errors", "off")), group=LOGS, help="which requests to log"),
-)  # fmt: skip
+    models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
+            "kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count")
+    """Bytes by device name; "" holds for all others."""
+    device_limit: Mapping[str, int] = option({}, MemoryByDevice(low=1, named=True, hint="DEV=MiB"), MEMORY,
+            "treat a device as smaller than it is: cpu=600", unset="none")
+    """Bytes by device name."""
+    sleep_memory: int = option(0, Memory(), MEMORY,
+            "main memory, in MiB, in which weights of models that had to leave are held", unset="0: none")
+    """Bytes."""
+    models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
+            unset="0; 4 if the margin is 0", env=("LLAMA_ARG_MODELS_MAX",))
+    """None: not given; see `workers_at_once`."""
 
+    host: str = option("127.0.0.1", Text("ADDRESS"), HTTP,
+            "to listen on; several with commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))
+    port: int = option(8080, Integer(0, 65535), HTTP, "0: any free one", env=("LLAMA_ARG_PORT",))
+    api_prefix: str = option("", Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), HTTP,
+            "before every path, for a server behind a proxy", unset="none", env=("LLAMA_ARG_API_PREFIX",))
+    """Before every path; begins with a slash, ends without one."""
+    slots: bool = option(True, Flag(), HTTP, "tell at GET /slots who takes which place in which batch",
+            env=("LLAMA_ARG_ENDPOINT_SLOTS",))
+    timeout: float = option(3600.0, Seconds(off=0.0), HTTP, "of one request; 0: none", also=("-to",),
+            env=("LLAMA_ARG_TIMEOUT",))
+    """Of one request; 0.0: none."""
+    body_timeout: float = option(60.0, Seconds(low=0.1), HTTP, "for a request's body to arrive")
+    write_stall: float = option(30.0, Seconds(low=0.1), HTTP, "before a client that reads nothing is dropped")
+    max_body_size: int = option(64 * MIB, Memory(low=1024), HTTP, "of one request, in MiB")
+    stream_commit_seconds: float = option(10.0, Seconds(), HTTP, "before a waiting stream gets its status line")
+    sse_ping_interval: float = option(15.0, Seconds(low=0.1, off=-1.0), HTTP, "comments in a silent stream; -1: off",
+            env=("LLAMA_ARG_SSE_PING_INTERVAL",))
+    """-1.0: off."""
+    cors_origins: tuple[str, ...] = option((),
+            Names(r"\*|localhost|https?://[^/\s]+", "is no origin such as http://host:80"), HTTP,
+            "pages that may call this server", unset="none", env=("LLAMA_ARG_CORS_ORIGINS",))
+    strict_fields: bool = option(False, Flag(), HTTP, "refuse request fields that are unknown")
+
+    api_key: tuple[str, ...] = option((), _Secret(), ACCESS, "clients need it; several with commas", unset="none",
+            env=("LLAMA_API_KEY", "LLAMA_ARG_API_KEY"))
+    api_key_file: str = option("", _FILE, ACCESS, "one key a line, mode 0600", unset="none",
+            env=("LLAMA_ARG_API_KEY_FILE",))
+    admin_key: tuple[str, ...] = option((), _Secret(), ACCESS, "needed to load, unload and look inside", unset="none")
+    admin_key_file: str = option("", _FILE, ACCESS, "the same, from a file", unset="none")
+    allow_unauthenticated: bool = option(False, Flag(), ACCESS, "listen beyond this machine without any key")
+    metrics_public: bool = option(False, Flag(), ACCESS, "GET /metrics without a key")
+    allowed_hosts: tuple[str, ...] = option((),
+            Names(r"\*|(?:\*\.)?[A-Za-z0-9.-]+|\[?[0-9A-Fa-f:.]+\]?", "is no host name"), ACCESS,
+            "names in Host headers; *: any", unset="none")
+
+    queue_size: int = option(4000, Integer(1), QUEUE, "waiting requests of all models")
+    queue_timeout: float = option(300.0, Seconds(low=0.1), QUEUE, "longest wait for room")
+    swap_patience: float = option(10.0, Seconds(), QUEUE, "wait before a busy worker past its turn is retired")
+    drain_timeout: float = option(30.0, Seconds(), QUEUE,
+            "from an unload, a changed preset or a stop until streams are cut")
+    evict_timeout: float = option(-1.0, Seconds(off=-1.0), QUEUE,
+            "the same for an eviction; off: running requests end by themselves", unset="off")
+    """-1.0: off, an eviction waits for running requests as long as they take."""
+
+    log_level: str = option("info", Choice(("debug", "info", "warning", "error"), {"warn": "warning"}), LOGS,
+            "least severe lines to write")
+    log_format: str = option("text", Choice(("text", "json")), LOGS, "of lines on stderr")
+    access_log: str = option("all", Choice(("all", "errors", "off")), LOGS, "which requests to log")
+    # fmt: on
+
+    hub_cache: str = ""
+    """The folder of downloaded repositories. No option: all programs of the hub share its variables."""
+
+    @property
+    def workers_at_once(self) -> int:
+        """Workers at once; 0: unlimited. Without a margin memory decides nothing, so a count does: 4."""
+        if self.models_max is not None:
+            return self.models_max
+        return 0 if any(self.models_memory_margin.values()) else 4
+
+    def margin(self, device: str) -> int:
+        """Bytes to keep free on the device of that name."""
+        return self.models_memory_margin.get(device, self.models_memory_margin.get("", 0))
+
+
+OPTIONS = tuple(
+    Option(flag=field.name.replace("_", "-"), **field.metadata)
+    for field in dataclasses.fields(Settings)
+    if field.metadata
+)
 BY_FLAG: Mapping[str, Option] = {option.flag: option for option in OPTIONS}
 BY_VARIABLE: Mapping[str, Option] = {name: option for option in OPTIONS for name in option.variables}
 
@@ -253,9 +221,9 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Setting
             continue
         origins[option.field] = origin
         try:
-            values[option.field] = option.kind.read(text)
-        except ValueError as error:
-            problems.append(Problem(origin, 0, "", option.flag, str(error)))
+            values[option.field] = option.kind(text)
+        except click.BadParameter as error:
+            problems.append(Problem(origin, 0, "", option.flag, error.message))
     margin = values.get("models_memory_margin")
     if margin is not None and "" not in margin:
         values["models_memory_margin"] = {"": 1024 * MIB, **margin}

@@ -8,12 +8,10 @@ import dataclasses
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from router.keys import KEYS
-from router.presets import DEFAULTS, Preset
+from router.presets import DEFAULTS, KEYS, Preset, Scope
 from worker.protocol.argv import Profile
 
 Group = tuple[str, ...]
@@ -22,39 +20,7 @@ BETWEEN = ","
 """Stands between names in the id of what they share; no name has it."""
 
 
-class Use(Enum):
-    """What a key of a preset is for."""
-
-    LOAD = "load"
-    """A worker is started with it: to share one, presets have it equal."""
-    LIFE = "life"
-    """It says how long a worker lives, and who waits for whom: likewise."""
-    REQUEST = "request"
-    """A worker is told of it by name, and has it for requests by that name alone."""
-    NAME = "name"
-    """The router has it for one name, and no worker knows of it."""
-
-
-def _uses(**words: str) -> dict[str, Use]:
-    return {key: Use[use] for use, keys in words.items() for key in keys.split()}
-
-
-USES: Mapping[str, Use] = _uses(
-    LOAD="""model hf-repo revision tokenizer load-format trust-remote-code task pooling embd-normalize
-        ctx-size parallel kv-tokens kv-cache-dtype prefix-caching prefill-chunk max-prefill-tokens limit-images
-        max-input-tokens dtype quantization attention threads enforce-eager max-logprobs
-        device n-gpu-layers split-mode pipeline-parallel tensor-parallel gpu-split tensor-split required-memory
-        reserved-memory lora lora-scaled adapters-dir enable-lora max-loras max-lora-rank max-cpu-loras
-        config-override engine python env""",
-    LIFE="""replicas replica-idle-seconds queue-size max-concurrent pin priority ttl companions sleep-idle-seconds
-        linger min-residency start-timeout stop-timeout stall-timeout max-restarts""",
-    REQUEST="""n-predict seed default-lora chat-template chat-template-file chat-template-kwargs
-        temp top-k top-p min-p repeat-penalty repeat-last-n presence-penalty frequency-penalty stop""",
-    NAME="alias tags dedup-cache-models request-timeout load-on-startup autoload",
-)
-"""Of every key. What somebody sets to have workers of their own is any of LOAD: `env.OWN = 1` changes nothing else."""
-
-_OWN = {key.field for key in KEYS if key.field and USES[key.name] in (Use.REQUEST, Use.NAME)}
+_OWN = {key.field for key in KEYS if key.field and key.scope is not Scope.WORKER}
 _NOBODYS: Mapping[str, Any] = {name: DEFAULTS[name] for name in _OWN} | {"sampling": {}}
 """What a member of the fleet has of all that is of one name alone."""
 _EQUAL = tuple(
@@ -114,4 +80,4 @@ def profile(preset: Preset) -> Profile | None:
     return found if found != Profile(name=preset.id) else None
 
 
-__all__ = ["BETWEEN", "USES", "Group", "Use", "id_of", "member", "members", "names_in", "profile", "share"]
+__all__ = ["BETWEEN", "Group", "id_of", "member", "members", "names_in", "profile", "share"]

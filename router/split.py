@@ -12,10 +12,9 @@ from typing import Any
 from router import divided
 from router.estimate import Estimate, estimate, indivisible, layer_costs
 from router.facts import Checkpoint, EstimateError, UnknownArchitecture
-from router.keys import ALL_DEVICES
 from router.ledger import HOST, DeviceId
 from router.overhead import UNKNOWN, Overhead
-from router.presets import Preset
+from router.presets import ALL_DEVICES, Preset
 
 STEPS = 60
 """Of a search by halves: as exact as a float."""

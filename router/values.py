@@ -1,7 +1,7 @@
-"""The words that values are written in: numbers, times, sizes, lists, devices; read and written back.
+"""The option types: click parameter types for numbers, times, sizes, lists and devices.
 
-Shared by presets, flags and environment variables, so that one spelling means one thing everywhere. Law: PURE.
-`read` raises ValueError with a message for a person, which never echoes more than a few characters.
+Presets, flags and environment variables share them, so that one spelling has one meaning everywhere. PURE. A call with
+a text returns the value or raises click.BadParameter. The message contains a few characters of the text at most.
 """
 
 import json
@@ -9,7 +9,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+import click
 
 MIB = 1 << 20
 _ON = frozenset({"on", "true", "yes", "enabled", "1"})
@@ -27,18 +29,19 @@ _ACCELERATOR = re.compile(r"(?:cuda:?|gpu:?)?([0-9]{1,3})", re.IGNORECASE)
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
 
 
-class Kind(Protocol):
-    """One type of value."""
+class Kind(click.ParamType[Any]):
+    """A type of option that can also write a value as a text."""
+
+    name = "value"
 
     @property
     def hint(self) -> str:
-        """What may be written, in a few words."""
-
-    def read(self, text: str) -> Any:
-        """The value; raises ValueError."""
+        """The allowed values, in a few words."""
+        raise NotImplementedError
 
     def write(self, value: Any) -> str:
-        """A text that reads as `value` again."""
+        """A text that converts to `value`."""
+        return str(value)
 
 
 def shown(text: str) -> str:
@@ -52,15 +55,15 @@ def plain(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Flag:
+class Flag(Kind):
     """on or off."""
 
     hint: str = "on/off"
 
-    def read(self, text: str) -> bool:
-        word = text.strip().lower()
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        word = value.strip().lower()
         if word not in _ON | _OFF:
-            raise ValueError(f"{shown(text)} is neither on nor off")
+            self.fail(f"{shown(value)} is neither on nor off")
         return word in _ON
 
     def write(self, value: bool) -> str:
@@ -68,7 +71,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Integer:
+class Integer(Kind):
     """A whole number between `low` and `high`, or one of `words`."""
 
     low: int = 0
@@ -80,32 +83,32 @@ class Integer:
     def hint(self) -> str:
         return _hint(self.unit or "number", self.words)
 
-    def read(self, text: str) -> int:
-        word = text.strip().lower()
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        word = value.strip().lower()
         if word in self.words:
             return self.words[word]
-        value = int(word) if _WHOLE.fullmatch(word) else None
-        if value is None or not self.low <= value <= self.high:
-            endless = 1 << 31 if value is None or value < self.low else math.inf
-            raise ValueError(f"{shown(text)} is not a whole number {_between(self.low, self.high, endless)}")
-        return value
+        found = int(word) if _WHOLE.fullmatch(word) else None
+        if found is None or not self.low <= found <= self.high:
+            endless = 1 << 31 if found is None or found < self.low else math.inf
+            self.fail(f"{shown(value)} is not a whole number {_between(self.low, self.high, endless)}")
+        return found
 
     def write(self, value: int) -> str:
         return _word(self.words, value, self.low, self.high) or str(value)
 
 
 @dataclass(frozen=True)
-class Span:
+class Span(Kind):
     """A whole number from 1, or the least and the most of it: `2` or `1-3`."""
 
     high: int = 1000
     hint: str = "N or MIN-MAX"
 
-    def read(self, text: str) -> tuple[int, int]:
-        parts = text.strip().split("-")
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        parts = value.strip().split("-")
         numbers = [int(part) for part in parts if _WHOLE.fullmatch(part.strip())]
         if len(numbers) != len(parts) or len(parts) > 2 or not 1 <= numbers[0] <= numbers[-1] <= self.high:
-            raise ValueError(f"{shown(text)} is not a number from 1 to {self.high}, nor two such as 1-3")
+            self.fail(f"{shown(value)} is not a number from 1 to {self.high}, nor two such as 1-3")
         return numbers[0], numbers[-1]
 
     def write(self, value: tuple[int, int]) -> str:
@@ -114,25 +117,25 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(Kind):
     """A finite number between `low` and `high`."""
 
     low: float = -1e9
     high: float = 1e9
     hint: str = "number"
 
-    def read(self, text: str) -> float:
-        value = float(text) if _DECIMAL.fullmatch(text.strip()) else math.nan
-        if not self.low <= value <= self.high:  # false for NaN as well
-            raise ValueError(f"{shown(text)} is not a number {_between(self.low, self.high, 1e9)}")
-        return value
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(value) if _DECIMAL.fullmatch(value.strip()) else math.nan
+        if not self.low <= found <= self.high:  # false for NaN as well
+            self.fail(f"{shown(value)} is not a number {_between(self.low, self.high, 1e9)}")
+        return found
 
     def write(self, value: float) -> str:
         return plain(value)
 
 
 @dataclass(frozen=True)
-class Seconds:
+class Seconds(Kind):
     """A time such as 30, 5m or 2h; `off` is what -1 stands for, None where it cannot be turned off."""
 
     low: float = 0.0
@@ -143,28 +146,28 @@ class Seconds:
     def hint(self) -> str:
         return _hint("seconds", [*self.words, *(["-1"] if self.off is not None else [])])
 
-    def read(self, text: str) -> float:
-        word = text.strip().lower()
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        word = value.strip().lower()
         if word in self.words:
             return self.words[word]
         if _DECIMAL.fullmatch(word) and float(word) == -1:
             if self.off is None:
-                raise ValueError("this time cannot be turned off (-1)")
+                self.fail("this time cannot be turned off (-1)")
             return self.off
         match = _TIME.fullmatch(word)
         if match is None:
-            raise ValueError(f"{shown(text)} is not a time; write seconds, or 5m, 2h")
-        value = float(match[1]) * _SECONDS[match[2] or ""]
-        if not self.low <= value <= 1e9:
-            raise ValueError(f"{shown(text)} is not a time of {plain(self.low)} seconds or more (and 30 years or less)")
-        return value
+            self.fail(f"{shown(value)} is not a time; write seconds, or 5m, 2h")
+        found = float(match[1]) * _SECONDS[match[2] or ""]
+        if not self.low <= found <= 1e9:
+            self.fail(f"{shown(value)} is not a time of {plain(self.low)} seconds or more (and 30 years or less)")
+        return found
 
     def write(self, value: float) -> str:
         return next((word for word, meaning in self.words.items() if meaning == value), plain(value))
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Kind):
     """One of a few words; `also` are other spellings, `refused` words that are known, and what to do instead."""
 
     values: tuple[str, ...]
@@ -175,49 +178,43 @@ class Choice:
     def hint(self) -> str:
         return ", ".join(self.values)
 
-    def read(self, text: str) -> str:
-        word = text.strip().lower()
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        word = value.strip().lower()
         word = self.also.get(word, word)
         if word in self.refused:
-            raise ValueError(f"{word} is not offered by this version: {self.refused[word]}")
+            self.fail(f"{word} is not offered by this version: {self.refused[word]}")
         if word not in self.values and word not in self.also.values():
-            raise ValueError(f"{shown(text)} is none of {', '.join(self.values)}")
+            self.fail(f"{shown(value)} is none of {', '.join(self.values)}")
         return word
-
-    def write(self, value: str) -> str:
-        return value
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Kind):
     """Any text."""
 
     hint: str = "text"
     pattern: str = ""
     complaint: str = ""
 
-    def read(self, text: str) -> str:
-        if self.pattern and not re.fullmatch(self.pattern, text):
-            raise ValueError(f"{shown(text)} {self.complaint}")
-        return text
-
-    def write(self, value: str) -> str:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            self.fail(f"{shown(value)} {self.complaint}")
         return value
 
 
 @dataclass(frozen=True)
-class Names:
+class Names(Kind):
     """A list with commas, or a JSON list of strings; empty items are dropped, so are repeated ones."""
 
     pattern: str = ""
     complaint: str = ""
     hint: str = "list"
 
-    def read(self, text: str) -> tuple[str, ...]:
-        items = tuple(dict.fromkeys(item.strip() for item in _items(text) if item.strip()))
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        items = tuple(dict.fromkeys(item.strip() for item in _items(value) if item.strip()))
         for item in items:
             if self.pattern and not re.fullmatch(self.pattern, item):
-                raise ValueError(f"{shown(item)} {self.complaint}")
+                self.fail(f"{shown(item)} {self.complaint}")
         return items
 
     def write(self, value: tuple[str, ...]) -> str:
@@ -226,15 +223,15 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Strings:
+class Strings(Kind):
     """A JSON list of strings, or a list with commas whose items keep their blanks."""
 
     hint: str = "list, or JSON list"
 
-    def read(self, text: str) -> tuple[str, ...]:
-        items = tuple(item for item in _items(text) if item)
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        items = tuple(item for item in _items(value) if item)
         if any(_unsendable(item) for item in items):
-            raise ValueError("a string has half a surrogate pair")
+            self.fail("a string has half a surrogate pair")
         return items
 
     def write(self, value: tuple[str, ...]) -> str:
@@ -242,22 +239,22 @@ class Strings:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Kind):
     """Bytes, written in MiB or with a unit: 9000, 9GiB, 512MB."""
 
     low: int = 0
     hint: str = "MiB"
 
-    def read(self, text: str) -> int:
-        match = _SIZE.fullmatch(text.strip())
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _SIZE.fullmatch(value.strip())
         if match is None or match[2].lower() not in _BYTES:
-            raise ValueError(f"{shown(text)} is not a size; write MiB, or 9GiB, 512MB")
+            self.fail(f"{shown(value)} is not a size; write MiB, or 9GiB, 512MB")
         size = float(match[1]) * _BYTES[match[2].lower()]
         if size >= 1 << 60:
-            raise ValueError(f"{shown(text)} is more than any device has; write MiB, or 9GiB, 512MB")
+            self.fail(f"{shown(value)} is more than any device has; write MiB, or 9GiB, 512MB")
         if int(size) < self.low:
             least = self.write(self.low)
-            raise ValueError(f"{shown(text)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
+            self.fail(f"{shown(value)} is not a size of at least {least if 'B' in least else least + ' MiB'}")
         return int(size)
 
     def write(self, value: int) -> str:
@@ -265,16 +262,18 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Kind):
     """Bytes by position, written in GiB or with a unit: `20`, `16,24`, `20GiB,8000MiB`."""
 
     hint: str = "GiB, or GiB,GiB by device"
 
-    def read(self, text: str) -> tuple[int, ...]:
-        items = [item.strip() for item in text.split(",") if item.strip()]
-        sizes = tuple(Memory().read(f"{item}GiB" if _DECIMAL.fullmatch(item) else item) for item in items)
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        items = [item.strip() for item in value.split(",") if item.strip()]
+        sizes = tuple(
+            Memory().convert(f"{item}GiB" if _DECIMAL.fullmatch(item) else item, param, ctx) for item in items
+        )
         if items and not any(sizes):
-            raise ValueError("no size above 0 is given")
+            self.fail("no size above 0 is given")
         return sizes
 
     def write(self, value: tuple[int, ...]) -> str:
@@ -282,18 +281,18 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(Kind):
     """Proportions, of which two at least are above 0: `3,1`."""
 
     hint: str = "N,N by device"
 
-    def read(self, text: str) -> tuple[float, ...]:
-        if not text.strip():
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if not value.strip():
             return ()
-        items = re.split(r"[,/]", text.strip())
-        numbers = tuple(Number(low=0.0).read(item) for item in items)
+        items = re.split(r"[,/]", value.strip())
+        numbers = tuple(Number(low=0.0).convert(item, param, ctx) for item in items)
         if sum(1 for number in numbers if number) < 2:
-            raise ValueError(f"{shown(text)} names no two shares; for one device, write device = it")
+            self.fail(f"{shown(value)} names no two shares; for one device, write device = it")
         return numbers
 
     def write(self, value: tuple[float, ...]) -> str:
@@ -301,7 +300,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class MemoryByDevice:
+class MemoryByDevice(Kind):
     """Bytes by device: `9000` for all, or `cuda:0=9000,cpu=1500`; a list without names counts accelerators up."""
 
     low: int = 0
@@ -309,20 +308,20 @@ class MemoryByDevice:
     """Whether each size needs its device."""
     hint: str = "MiB, or cuda:0=MiB,cpu=MiB"
 
-    def read(self, text: str) -> dict[str, int]:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        items = [item.strip() for item in text.split(",") if item.strip()]
+        items = [item.strip() for item in value.split(",") if item.strip()]
         if not items:
-            raise ValueError("no size is given")
+            self.fail("no size is given")
         for position, item in enumerate(items):
             device, has_name, size = item.rpartition("=")
             if self.named and not has_name:
-                raise ValueError(f"{shown(item)} names no device; write {self.hint}")
+                self.fail(f"{shown(item)} names no device; write {self.hint}")
             nameless = "" if len(items) == 1 else f"cuda:{position}"
             name = device_name(device) if has_name else nameless
             if name in sizes:
-                raise ValueError(f"{name} stands there twice")
-            sizes[name] = Memory(low=self.low).read(size)
+                self.fail(f"{name} stands there twice")
+            sizes[name] = Memory(low=self.low).convert(size, param, ctx)
         return sizes
 
     def write(self, value: Mapping[str, int]) -> str:
@@ -332,17 +331,17 @@ class MemoryByDevice:
 
 
 @dataclass(frozen=True)
-class Devices:
+class Devices(Kind):
     """`auto` (empty), `cpu`, or accelerators as `cuda:0`, `0`, `gpu0` or a UUID."""
 
     hint: str = "auto, cpu, cuda:0,cuda:1 or UUIDs"
 
-    def read(self, text: str) -> tuple[str, ...]:
-        if text.strip().lower() in {"auto", ""}:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if value.strip().lower() in {"auto", ""}:
             return ()
-        names = tuple(dict.fromkeys(device_name(item) for item in text.split(",") if item.strip()))
+        names = tuple(dict.fromkeys(device_name(item) for item in value.split(",") if item.strip()))
         if "cpu" in names and len(names) > 1:
-            raise ValueError("cpu and accelerators do not mix; name one kind")
+            self.fail("cpu and accelerators do not mix; name one kind")
         return names
 
     def write(self, value: tuple[str, ...]) -> str:
@@ -350,34 +349,31 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class JsonObject:
+class JsonObject(Kind):
     """A JSON object, kept as normal text: sorted members, no blanks; empty for none."""
 
     hint: str = "JSON object"
 
-    def read(self, text: str) -> str:
-        if not text.strip():
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value.strip():
             return ""
         try:
-            value = json.loads(text, parse_constant=_no_constant)
-            normal = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+            found = json.loads(value, parse_constant=_no_constant)
+            normal = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         except (ValueError, RecursionError):
-            raise ValueError(f"{shown(text)} is not JSON") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{shown(text)} is not a JSON object")
+            self.fail(f"{shown(value)} is not JSON")
+        if not isinstance(found, dict):
+            self.fail(f"{shown(value)} is not a JSON object")
         if _unsendable(normal):
-            raise ValueError("the JSON has half a surrogate pair")
+            self.fail("the JSON has half a surrogate pair")
         return normal
-
-    def write(self, value: str) -> str:
-        return value
 
 
 _UNSUPPORTED = frozenset({"amd", "hip", "metal", "mps", "npu", "rocm", "vulkan", "xpu"})
 
 
 def device_name(text: str) -> str:
-    """`cpu`, `cuda:N` or a UUID, however it was spelled. Raises ValueError."""
+    """`cpu`, `cuda:N` or a UUID, however it was spelled. Raises click.BadParameter."""
     name = text.strip()
     if name.lower() in {"cpu", "none", "host"}:
         return "cpu"
@@ -387,8 +383,10 @@ def device_name(text: str) -> str:
     if _UUID.fullmatch(name):
         return name
     if name.lower().rstrip("0123456789").rstrip(":") in _UNSUPPORTED:
-        raise ValueError(f"{shown(text)} is not supported by this version, which runs on CUDA devices and on cpu")
-    raise ValueError(f"{shown(text)} is no device; write cpu, cuda:0, 0, gpu0 or a UUID such as GPU-...")
+        raise click.BadParameter(
+            f"{shown(text)} is not supported by this version, which runs on CUDA devices and on cpu"
+        )
+    raise click.BadParameter(f"{shown(text)} is no device; write cpu, cuda:0, 0, gpu0 or a UUID such as GPU-...")
 
 
 def sendable(text: str) -> bool:
@@ -406,9 +404,9 @@ def _items(text: str) -> list[str]:
     try:
         items = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{shown(text)} is not a JSON list") from None
+        raise click.BadParameter(f"{shown(text)} is not a JSON list") from None
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ValueError(f"{shown(text)} is not a JSON list of strings")
+        raise click.BadParameter(f"{shown(text)} is not a JSON list of strings")
     return items
 
 

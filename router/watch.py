@@ -1,170 +1,168 @@
-"""Tells when files or folders have been changed, as the kernel does (inotify(7)); nothing is polled.
+"""The file watcher of --models-watch: calls back when a preset file or a folder of models has changed.
 
-What is watched is the folder that something stands in, since editors and deployments put new files in the place of
-old ones; and the folder of each link that leads there, since they turn links, too. Changes that come together are told
-once, when it has been quiet for a moment, and only if what is there is different: a file that is half written, put back
-or merely touched beside them is nobody's news, and holds up none.
+`watchfiles` reports events of folders. The folder of a file is watched and not the file, because editors and
+deployments replace a file by renaming another one over it. The folder of each symbolic link on the way is watched, too,
+because deployments switch links. An event only triggers a comparison: changes of other files in these folders (logs,
+editor files) are common and must not cause a reload.
 """
 
 import asyncio
 import contextlib
-import ctypes
-import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from itertools import islice
 from pathlib import Path
-from typing import Self
+
+from watchfiles import awatch
 
 log = logging.getLogger("router.watch")
 
 QUIET = 0.5
-"""Seconds without a further change until one is told."""
+"""Seconds without a further change before a change is reported."""
 DEPTH = 2
-"""Folders below a folder of models, one in the other, in which models may be: of themselves, and of organisations."""
-MOST_FOLDERS = 1000
-"""Below one; of more, not all are watched."""
-LOOKS = 5
-"""In the time that has to be quiet, at most: so many are enough to see whether it was, however much happens there."""
-MOST_LINKS = 40
-"""On the way to one file, as for the kernel (path_resolution(7)); more lead nowhere."""
-_ATTRIBUTES, _CLOSED_AFTER_WRITING, _MOVED, _CREATED, _DELETED = 0x4, 0x8, 0xC0, 0x100, 0x200
-_ITSELF_DELETED_OR_MOVED = 0xC00
-_EVENTS = _ATTRIBUTES | _CLOSED_AFTER_WRITING | _MOVED | _CREATED | _DELETED | _ITSELF_DELETED_OR_MOVED
-_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
+"""Levels below a folder of models that may contain models: `model` and `organisation/model`."""
+MAX_FOLDERS = 1000
+"""Watched folders below one folder of models."""
+MAX_LINKS = 40
+"""Symbolic links followed for one path, as in the kernel (path_resolution(7))."""
 
 
-class Watch:
-    """For the length of the block `changed` is called, on the running loop, after each change of one of `paths`.
+@contextlib.asynccontextmanager
+async def watching(paths: Sequence[Path], changed: Callable[[], None], *, quiet: float = QUIET) -> AsyncIterator[None]:
+    """Call `changed` after each change of one of `paths` until the end of the block.
 
-    Raises OSError where there is no inotify, or no more of it (fs.inotify.max_user_watches).
+    Raises OSError if the files cannot be watched, for example at the limit fs.inotify.max_user_watches.
     """
+    started = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(_watch([path.absolute() for path in paths], changed, quiet, started), name="watch")
+    task.add_done_callback(lambda _: started.cancel())  # it failed before it started
+    try:
+        await asyncio.wait({started, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
-    def __init__(self, paths: Sequence[Path], changed: Callable[[], None], *, quiet: float = QUIET):
-        self._paths = [path.absolute() for path in paths]
-        self._changed = changed
-        self._quiet = quiet
-        self._soon: asyncio.TimerHandle | None = None
-        """It is about to be looked what has happened."""
-        self._timer: asyncio.TimerHandle | None = None
-        """Of a change that is about to be told."""
 
-    def __enter__(self) -> Self:
-        self._kernel = _Kernel()
+async def _watch(
+    paths: Sequence[Path], changed: Callable[[], None], quiet: float, started: "asyncio.Future[None]"
+) -> None:
+    """Compare the files after each event until cancelled. Raises OSError if they cannot be watched at the start."""
+    reported = _look(paths)
+    while True:
+        folders = _folders(paths)
         try:
-            self._kernel.follow(self._folders())
-        except BaseException:
-            self._kernel.close()
-            raise
-        self._told = self._seen = self._look()
-        asyncio.get_running_loop().add_reader(self._kernel.file, self._hear)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._kernel.file)
-        self._kernel.close()
-        for timer in (self._soon, self._timer):
-            if timer is not None:
-                timer.cancel()
-
-    def _hear(self) -> None:
-        """Something has happened in one of the folders."""
-        self._kernel.skip()
-        if self._soon is None:
-            self._soon = asyncio.get_running_loop().call_later(self._quiet / LOOKS, self._see)
-
-    def _see(self) -> None:
-        """What it was; the folders may be others by now."""
-        self._soon = None
-        try:
-            self._kernel.follow(self._folders())
-        except OSError as failed:
-            log.warning("--models-watch: not everything is watched any more: %s", failed)
-        found = self._look()  # after that: what came meanwhile is in it
-        if found == self._seen:
+            async with _events(folders, quiet) as event:
+                if not started.done():
+                    reported = _look(paths)
+                    started.set_result(None)
+                while folders == _folders(paths):
+                    found = await _settled(paths, reported, quiet)
+                    if found != reported:
+                        reported = found
+                        changed()
+                    await event()
+        except FileNotFoundError:
+            continue  # a folder was removed after it was listed
+        except OSError as error:
+            if not started.done():
+                raise
+            log.error("--models-watch has stopped: %s; reload with SIGHUP", error)
             return
-        self._seen = found
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._quiet, self._settle)
-
-    def _settle(self) -> None:
-        if self._seen != self._told:
-            self._told = self._seen
-            self._changed()
-
-    def _folders(self) -> set[Path]:
-        return {folder for path in self._paths for folder in _folders(path)}
-
-    def _look(self) -> list[object]:
-        return [_state(path) for path in self._paths]
 
 
-class _Kernel:
-    """Folders of which the kernel tells what happens in them. Raises OSError where it cannot."""
+@contextlib.asynccontextmanager
+async def _events(folders: Set[Path], quiet: float) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A function that waits for the next event in one of `folders`. It and the block raise OSError."""
+    news = asyncio.Event()
 
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(self._libc, "inotify_init1"):
-            raise OSError(0, "this system has no inotify; reload with SIGHUP or POST /router/reload")
-        self.file = int(self._libc.inotify_init1(_FLAGS))
-        """Becomes readable when something has happened."""
-        if self.file < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._watches: set[int] = set()
+    async def collect() -> None:
+        # Not recursive: a recursive watch of the folder of models.ini could be one of a whole home directory.
+        step = int(quiet * 1000 / 5) or 1
+        async for _ in awatch(
+            *folders, watch_filter=None, recursive=False, step=step, debounce=5 * step, ignore_permission_denied=True
+        ):
+            news.set()
 
-    def close(self) -> None:
-        os.close(self.file)
+    async def event() -> None:
+        await news.wait()
+        news.clear()
+        if collecting.done():
+            _raise(collecting)
 
-    def skip(self) -> None:
-        """What it was is looked up anyway."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.file, 1 << 16)
-
-    def follow(self, folders: Iterable[Path]) -> None:
-        """These, from now on, and no others; those that are gone by now aside."""
-        watches = {self._add(folder) for folder in folders} - {-1}
-        for watch in self._watches - watches:
-            self._libc.inotify_rm_watch(self.file, watch)  # it may have gone with its folder
-        self._watches = watches
-
-    def _add(self, folder: Path) -> int:
-        """The number of its watch, the same for a folder that has one; -1: there is no such folder."""
-        watch = int(self._libc.inotify_add_watch(self.file, os.fsencode(folder), _EVENTS))
-        if watch < 0 and (error := ctypes.get_errno()) not in (errno.ENOENT, errno.ENOTDIR):
-            raise OSError(error, os.strerror(error), str(folder))
-        return watch
+    collecting = asyncio.create_task(collect())
+    collecting.add_done_callback(lambda _: news.set())
+    try:
+        await asyncio.sleep(0)  # the first step of the task registers the folders: from here on, no event is lost
+        if collecting.done():
+            _raise(collecting)
+        yield event
+    finally:
+        collecting.cancel()
+        await asyncio.wait({collecting})
 
 
-def _folders(path: Path) -> set[Path]:
-    """Where a change of `path` can be seen: where it stands, and each link on the way to it, or would stand; and, if it
-    is a folder, in itself and in those below."""
-    return {*(_nearest(step.parent) for step in _steps(path)), *islice(_below(path), MOST_FOLDERS)}
+def _raise(collecting: "asyncio.Task[None]") -> None:
+    """Raise the error of the task as an OSError: watchfiles has an error of its own for exhausted limits."""
+    try:
+        collecting.result()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+async def _settled(paths: Sequence[Path], reported: list[object], quiet: float) -> list[object]:
+    """The state of `paths`. One that differs from `reported` is returned when it has been the same for `quiet` seconds.
+
+    Only these paths have to be quiet, not their folders: a log that is written beside a file delays nothing.
+    """
+    state = _look(paths)
+    while state != reported:
+        await asyncio.sleep(quiet)
+        before, state = state, _look(paths)
+        if state == before:
+            break
+    return state
+
+
+def _look(paths: Sequence[Path]) -> list[object]:
+    return [_state(path) for path in paths]
+
+
+def _folders(paths: Sequence[Path]) -> set[Path]:
+    """All folders in which a change of one of `paths` can be seen: the (nearest existing) folder of the path and of
+    each link on the way to it and, for a folder of models, itself and its folders."""
+    folders: set[Path] = set()
+    for path in paths:
+        folders.update(_nearest(step.parent) for step in _steps(path))
+        folders.update(islice(_below(path), MAX_FOLDERS))
+    return folders
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Each link that leads to what `path` means, and that itself, whether or not it is there."""
-    for _ in range(MOST_LINKS):
+    """Each link on the way to the target of `path`, then the target, which need not exist."""
+    for _ in range(MAX_LINKS):
         link = next((each for each in (*reversed(path.parents), path) if os.path.islink(each)), None)
         yield link or path
         if link is None:
             return
         try:
             path = link.parent / os.readlink(link) / path.relative_to(link)
-        except OSError:  # turned at this moment, which is told
+        except OSError:  # the link was replaced at this moment, which causes an event
             return
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the one above it that is there: where it would appear."""
+    """The folder or the nearest one above it that exists."""
     while not os.path.isdir(folder):
         folder = folder.parent
     return folder
 
 
 def _below(path: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """A folder and those below it that may hold models; nothing if it is none."""
+    """A folder and the folders below it that may contain models. Nothing if `path` is no folder."""
     if not os.path.isdir(path):
         return
     yield path
@@ -175,7 +173,7 @@ def _below(path: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def _entries(folder: Path) -> list[tuple[str, bool, int, int]]:
-    """(name, whether it is a folder, size and time of a file) of what is there, by name."""
+    """(name, is a folder, size and modification time of a file) of each entry, sorted by name."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for each in entries:
@@ -188,9 +186,9 @@ def _entries(folder: Path) -> list[tuple[str, bool, int, int]]:
 
 
 def _state(path: Path) -> object:
-    """Equal as long as nothing has changed there that anybody would want to read again."""
+    """A value that is equal as long as there is nothing new to read at `path`."""
     if os.path.isdir(path):
-        return [(folder, _entries(folder)) for folder in islice(_below(path), MOST_FOLDERS)]
+        return [(folder, _entries(folder)) for folder in islice(_below(path), MAX_FOLDERS)]
     try:
         facts = path.stat()
     except OSError as error:
@@ -198,4 +196,4 @@ def _state(path: Path) -> object:
     return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_mode, facts.st_uid, facts.st_gid
 
 
-__all__ = ["QUIET", "Watch"]
+__all__ = ["QUIET", "watching"]

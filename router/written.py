@@ -4,9 +4,7 @@ import json
 import re
 from typing import Any
 
-from router import keys
-from router.keys import Key
-from router.presets import DEFAULTS, Preset
+from router.presets import DEFAULTS, KEYS, Key, Preset
 from router.values import JsonObject
 
 MASK = "***"
@@ -17,7 +15,7 @@ _SECRET = re.compile(r"(?:^|[_.-])(?:key|token|secret|password)$", re.IGNORECASE
 def effective(preset: Preset) -> list[tuple[str, str, str]]:
     """(key, value, origin) of every setting of a model, in the order of the reference; secrets are masked."""
     rows: list[tuple[str, str, str]] = []
-    for key in keys.KEYS:
+    for key in KEYS:
         if key.name in {"model", "hf-repo", "revision"}:
             value = dict(_source_of(preset)).get(key.name)
             if value is not None:
@@ -33,7 +31,7 @@ def effective(preset: Preset) -> list[tuple[str, str, str]]:
 def args(preset: Preset) -> list[str]:
     """The settings that differ from what is built in, as flags; secrets are masked."""
     words = [word for name, value in _source_of(preset) for word in (f"--{name}", value)]
-    for key in keys.KEYS:
+    for key in KEYS:
         if not key.field or key.name == "revision" or (key.name == "chat-template" and preset.chat_template_file):
             continue
         text, is_set = _written(key, preset)

@@ -53,6 +53,7 @@ ROUTER = [
     "router.weights",
     "router.facts  router.overhead  router.sharing  router.sockets  router.sections",
     "router.written  router.layers",
+    "router.keys",
     "router.presets",
     "router.settings  router.keys  router.kv_types  router.log",
     "router.client  router.folders  router.limits  router.openapi  router.page",

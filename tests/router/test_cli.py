@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from router import cli, keys, settings
+from router import cli, keys, presets, settings
 from router.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def test_help_shows_what_a_command_makes_use_of(capsys: pytest.CaptureFixture[st
 def test_help_of_model_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help-model-keys")
     assert code == 0
-    assert all(f"\n  {key.name} " in out for key in keys.KEYS)
+    assert all(f"\n  {key.name} " in out for key in presets.KEYS)
     assert max(map(len, out.splitlines())) <= 120
 
 

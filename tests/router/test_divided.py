@@ -12,9 +12,8 @@ from router import divided, split
 from router.estimate import Estimate, context_bytes
 from router.estimate import estimate as estimate_whole
 from router.facts import Checkpoint, effective_ctx
-from router.keys import ALL_DEVICES
 from router.ledger import DeviceId
-from router.presets import Preset
+from router.presets import ALL_DEVICES, Preset
 from router.split import Choice, Indivisible, choices
 from router.weights import weight_bytes
 from tests.router.large import BIG, CPU, GIB, GPU, LAYER

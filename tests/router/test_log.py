@@ -1,6 +1,4 @@
-import asyncio
 import contextlib
-import io
 import json
 import logging
 import os
@@ -8,27 +6,18 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+
+import pytest
 
 from router.events import Event
-from router.log import UNREAD, Spool, _Json, _Text, plan_line, size, state_line
+from router.log import LogQueue, Writer, _Json, _Text, plan_line, size, state_line
 
 MIB = 1 << 20
 
 
 def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("router.x", level, "", 0, message, (), None)
-
-
-class Written(io.StringIO):
-    """A stream that keeps each write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[str] = []
-
-    def write(self, text: str, /) -> int:
-        self.writes.append(text)
-        return len(text)
 
 
 def test_a_transition_is_one_line_with_its_facts() -> None:
@@ -73,85 +62,128 @@ def test_sizes_are_for_people() -> None:
     assert [size(value) for value in (None, 5 * MIB, 9000 * MIB, 20480 * MIB)] == ["-", "5MiB", "9000MiB", "20.0GiB"]
 
 
-async def test_lines_of_one_moment_are_written_together_and_warnings_at_once() -> None:
-    stream = Written()
-    spool = Spool(stream)
-    spool.setFormatter(logging.Formatter("%(message)s"))
-    for text in ("one", "two"):
-        spool.handle(record(text))
-    assert stream.writes == []
-    async with asyncio.timeout(5):
-        while not stream.writes:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    assert stream.writes == ["one\ntwo\n"]
-    spool.handle(record("three"))
-    spool.handle(record("four", logging.WARNING))
-    assert stream.writes[1:] == ["three\nfour\n"]
-    await asyncio.to_thread(spool.handle, record("elsewhere"))
-    assert stream.writes[2:] == ["elsewhere\n"]
-
-
-async def test_a_reader_of_the_log_that_does_not_read_holds_up_nobody_and_hears_what_it_missed() -> None:
+@contextlib.contextmanager
+def full_pipe() -> Iterator[tuple[int, int]]:
+    """(end to read, end to write) of a pipe that has no room."""
     source, end = os.pipe()
-    with os.fdopen(source, encoding="utf-8") as reader, os.fdopen(end, "w", encoding="utf-8") as stream:
-        spool = Spool(stream)
-        spool.setFormatter(_Text())
-        said = 0
-        while said * 1000 < 2 * UNREAD:  # more than the pipe and what is kept for it
-            spool.handle(record(f"{said} {'x' * 1000}", logging.WARNING))
-            said += 1
-        got: list[str] = []
-        missing = threading.Event()
+    os.set_blocking(end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, b"x" * 4096)
+    os.set_blocking(end, True)
+    try:
+        yield source, end
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(source)
+        os.close(end)
 
-        def read() -> None:
-            for line in reader:
-                got.append(line)
-                if "missing" in line:
-                    missing.set()
-                    return
 
-        reading = threading.Thread(target=read, daemon=True)
+def log_queue(descriptor: int, **options: int) -> LogQueue:
+    writer = Writer(descriptor)
+    writer.setFormatter(_Text())
+    return LogQueue(writer, **options)
+
+
+def lines(source: int) -> list[str]:
+    """The lines of a pipe up to its end."""
+    with open(source, encoding="utf-8") as reader:
+        return reader.read().splitlines()
+
+
+def test_every_line_before_the_close_is_written_in_order() -> None:
+    source, end = os.pipe()
+    queue = log_queue(end)
+    for number in range(100):
+        queue.handle(record(f"line {number}"))
+    queue.close()
+    os.close(end)
+    assert [line.rpartition(" ")[2] for line in lines(source)] == [str(number) for number in range(100)]
+
+
+def test_a_log_that_is_not_read_blocks_nothing_and_dropped_lines_are_counted() -> None:
+    with full_pipe() as (source, end):
+        queue = log_queue(end, size=10)
+        for number in range(100):
+            queue.handle(record(f"line {number}"))  # returns although the pipe is full
+        found: list[str] = []
+        reading = threading.Thread(target=lambda: found.extend(lines(os.dup(source))))
         reading.start()
-        async with asyncio.timeout(20):
-            while not missing.is_set():
-                spool.handle(record("more", logging.WARNING))
-                await asyncio.sleep(0)
+        queue.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), end)  # the end of the pipe
         reading.join()
-    *before, told = got
-    numbers = [int(line.split(" WARNING router.x ")[1].split()[0]) for line in before if "more" not in line]
-    assert numbers == list(range(len(numbers)))
-    match = re.search(r"WARNING router.log (\d+) lines are missing here", told)
+    *written, notice = (line.removeprefix("x" * found[0].count("x")) for line in found)
+    assert [line.rpartition(" ")[2] for line in written] == [str(number) for number in range(len(written))]
+    match = re.search(r"WARNING router.log (\d+) log lines were dropped here", notice)
     assert match is not None
-    assert int(match[1]) >= said - len(numbers) > 0
+    assert int(match[1]) == 100 - len(written)
 
 
-async def test_what_was_not_read_in_time_is_offered_again_without_a_further_line() -> None:
-    source, end = os.pipe()
-    with os.fdopen(source, "rb") as reader, os.fdopen(end, "w", encoding="utf-8") as stream:
-        os.set_blocking(end, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(end, b"x" * 4096)
-        os.set_blocking(end, True)
-        spool = Spool(stream)
-        spool.setFormatter(_Text())
-        spool.handle(record("the last word", logging.WARNING))
-        async with asyncio.timeout(20):
-            await asyncio.to_thread(_until, reader, b"the last word\n")
+def test_the_count_of_dropped_lines_stands_where_they_are_missing() -> None:
+    gate = threading.Event()
+    shown: list[str] = []
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            gate.wait()
+            shown.append(record.getMessage())
+
+    queue = LogQueue(Slow(), size=2)
+    for number in range(10):
+        queue.handle(record(str(number)))
+    gate.set()
+    queue.flush()
+    while queue.queue.qsize():  # type: ignore[attr-defined]
+        os.sched_yield()
+    queue.handle(record("later"))
+    queue.close()
+    position = next(index for index, text in enumerate(shown) if "dropped" in text)
+    assert shown[:position] == [str(number) for number in range(position)]
+    assert shown[position].startswith(f"{10 - position} log lines")
+    assert shown[position + 1 :] == ["later"]
 
 
-def _until(reader: io.BufferedReader, ending: bytes) -> None:
-    """Returns once what was read ends so."""
-    got = b""
-    while not got.endswith(ending):
-        got = (got + reader.read1())[-100:]
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_process_whose_log_is_not_read_ends(form: str) -> None:
+    code = (
+        f"import logging; from router.log import set_up; set_up('info', '{form}')\n"
+        "for number in range(10_000): logging.info('line %d', number)"
+    )
+    with full_pipe() as (_, end):
+        ended = subprocess.run([sys.executable, "-c", code], stderr=end, check=False, timeout=60)
+    assert ended.returncode == 0
 
 
-def test_a_log_that_nobody_reads_any_more_harms_nobody() -> None:
+def test_the_last_lines_before_a_normal_exit_are_written() -> None:
+    code = (
+        "import logging; from router.log import set_up; set_up('info', 'text')\n"
+        "for number in range(1000): logging.info('line %d', number)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(ended.stderr.splitlines()) == 1000
+
+
+def test_a_log_whose_reader_has_gone_harms_nothing() -> None:
     source, end = os.pipe()
     os.close(source)
-    with os.fdopen(end, "w", encoding="utf-8") as stream:
-        spool = Spool(stream)
-        spool.setFormatter(_Text())
-        spool.handle(record("one", logging.WARNING))
-        spool.handle(record("two", logging.WARNING))
+    queue = log_queue(end)
+    queue.handle(record("one"))
+    queue.handle(record("two"))
+    queue.close()
+    os.close(end)
+
+
+def test_a_traceback_is_a_field_of_a_json_line() -> None:
+    source, end = os.pipe()
+    writer = Writer(end)
+    writer.setFormatter(_Json())
+    queue = LogQueue(writer)
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        queue.handle(logging.LogRecord("router.x", logging.ERROR, "", 0, "failed: %s", ("a",), sys.exc_info()))
+    queue.close()
+    os.close(end)
+    [line] = lines(source)
+    assert json.loads(line)["message"] == "failed: a"
+    assert json.loads(line)["traceback"].endswith("ValueError: wrong")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import keys
-from router.presets import Preset, same_load
+from router.presets import ALL_DEVICES, KEYS, Preset, same_load
 from router.sections import Found, Loaded
 from router.values import MIB
 from router.written import args, effective
@@ -423,7 +423,7 @@ def test_lmis_variables_are_read_where_they_mean_a_key() -> None:
     environ = {"MAX_CONCURRENT_REQUESTS": "9", "HF_MODEL_TRUST_REMOTE_CODE": "true", "OPTION_DTYPE": "fp16"}
     preset = one("", environ=environ)
     assert (preset.queue_size, preset.trust_remote_code, preset.dtype) == (9, True, "float16")
-    assert one("", environ={"TENSOR_PARALLEL_DEGREE": "max"}).tensor_parallel == keys.ALL_DEVICES
+    assert one("", environ={"TENSOR_PARALLEL_DEGREE": "max"}).tensor_parallel == ALL_DEVICES
 
 
 def test_variables_of_the_router_itself_are_left_to_it() -> None:
@@ -478,7 +478,7 @@ def test_a_template_is_read_from_its_file_and_the_stronger_spelling_counts() -> 
 def test_the_effective_settings_name_every_key_and_mask_secrets() -> None:
     preset = one('env.API = abc\nchat-template-kwargs = {"api_key": "abc", "x": [{"token": "abc"}], "tokens": 3}')
     rows = effective(preset)
-    names = {key.name for key in keys.KEYS} - {"env", "hf-repo", "revision", "n-gpu-layers"}
+    names = {key.name for key in KEYS} - {"env", "hf-repo", "revision", "n-gpu-layers"}
     assert {key for key, _, _ in rows} == names | {"env.API"}
     assert "abc" not in json.dumps(rows) + json.dumps(args(preset))
     assert ("chat-template-kwargs", '{"api_key":"***","tokens":3,"x":[{"token":"***"}]}', "models.ini:4") in rows
@@ -569,10 +569,10 @@ def test_any_other_key_needs_a_new_worker(line: str) -> None:
 
 def test_every_key_has_a_field_that_exists() -> None:
     fields = {field.name for field in dataclasses.fields(Preset)}
-    assert {key.field for key in keys.KEYS if key.field} <= fields
+    assert {key.field for key in KEYS if key.field} <= fields
     read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "origins",
                           "adapters"}  # fmt: skip
-    assert fields == {key.field for key in keys.KEYS if key.field} | read_by_the_loader
+    assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
 
 
 def test_no_word_is_written_twice_and_none_is_also_an_option_of_the_router() -> None:
@@ -589,7 +589,7 @@ def test_the_reference_names_every_key_and_its_comments_are_right() -> None:
     lines = (CONFIG / "models.ini").read_text().splitlines()
     commented = [line[2:] for line in lines if line.startswith("; ") and " = " in line.split(";")[1]]
     entries = {line.split("=")[0].strip() for line in [*commented, *lines]}
-    assert {key.name for key in keys.KEYS} <= entries
+    assert {key.name for key in KEYS} <= entries
     start, end = lines.index("[*]"), lines.index("[demo-chat]")
     body = [
         line.removeprefix("; ") for line in lines[start:end] if " = " in line or line.endswith("=") or " =  " in line
@@ -629,10 +629,10 @@ def test_companions_are_models_that_there_are() -> None:
         ("split-mode = layer", "split_mode", "layer"),
         ("sm = none", "split_mode", "none"),
         ("pipeline-parallel = 3", "pipeline_parallel", 3),
-        ("pipeline-parallel-degree = max", "pipeline_parallel", keys.ALL_DEVICES),
+        ("pipeline-parallel-degree = max", "pipeline_parallel", ALL_DEVICES),
         ("num-gpus = 2", "tensor_parallel", 2),
         ("tp = 4", "tensor_parallel", 4),
-        ("tensor-parallel-degree = max", "tensor_parallel", keys.ALL_DEVICES),
+        ("tensor-parallel-degree = max", "tensor_parallel", ALL_DEVICES),
         ("split-mode = row", "split_mode", "tensor"),
         ("gpu-split = 16,24.5", "gpu_split", (16 << 30, 49 << 29)),
         ("max-gpu-memory = 20GiB", "gpu_split", (20 << 30,)),
@@ -644,8 +644,8 @@ def test_companions_are_models_that_there_are() -> None:
 def test_a_split_is_said_in_the_words_of_many_servers(line: str, field: str, value: object) -> None:
     preset = one(line)
     assert getattr(preset, field) == value
-    key = next(key for key in keys.KEYS if key.field == field)
-    assert key.kind.read(key.kind.write(value)) == value
+    key = next(key for key in KEYS if key.field == field)
+    assert key.kind(key.kind.write(value)) == value
     assert not same_load(preset, one("")), "it takes effect with a fresh worker"
 
 

@@ -50,7 +50,7 @@ def test_nothing_said_means_the_defaults() -> None:
     for option in OPTIONS:
         default = getattr(Settings(), option.field)
         if default not in (None, "", (), {}) and not option.unset:
-            assert option.kind.read(option.kind.write(default)) == default
+            assert option.kind(option.kind.write(default)) == default
 
 
 @pytest.mark.parametrize(

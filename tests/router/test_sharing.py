@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 
-from router import keys
 from router.catalogue import LocalDisk
-from router.presets import Preset
+from router.presets import KEYS, Preset, Scope
 from router.sections import load
-from router.sharing import USES, Use, member, members, names_in, profile, share
-from worker.protocol.argv import Profile
+from router.sharing import member, members, names_in, profile, share
 
 SAMPLES = {
     "revision": "v1", "tokenizer": "/", "load-format": "dummy", "trust-remote-code": "on", "task": "embed",
@@ -34,6 +32,8 @@ SAMPLES = {
 ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora"}
 """Keys with a test of their own; of `engine` there is only one."""
 
+SCOPES = {key.name: key.scope for key in KEYS}
+
 
 def presets(text: str) -> dict[str, Preset]:
     found = load(text, disk=LocalDisk())
@@ -46,22 +46,21 @@ def pair(line: str) -> dict[str, Preset]:
     return presets(f"[one]\nhf-repo = org/m\n[two]\nhf-repo = org/m\n{line}\n")
 
 
-def test_every_key_has_its_use() -> None:
-    assert set(USES) == {key.name for key in keys.KEYS}
-    assert SAMPLES.keys() | ELSEWHERE == USES.keys()
+def test_every_key_is_sampled() -> None:
+    assert SAMPLES.keys() | ELSEWHERE == SCOPES.keys()
     assert not SAMPLES.keys() & ELSEWHERE
 
 
 @pytest.mark.parametrize("key", sorted(SAMPLES))
 def test_presets_that_differ_in_one_key_share_a_worker_if_that_is_a_matter_of_requests(key: str) -> None:
     both = pair(f"{key} = {SAMPLES[key]}")
-    free = USES[key] in (Use.REQUEST, Use.NAME)
+    free = SCOPES[key] is not Scope.WORKER
     assert both["one"] != both["two"]
     assert share(both) == ([("one", "two")] if free else [("one",), ("two",)])
-    assert (profile(both["two"]) is not None) is (USES[key] is Use.REQUEST)
+    assert (profile(both["two"]) is not None) is (SCOPES[key] is Scope.REQUEST)
 
 
-@pytest.mark.parametrize("key", sorted(key for key in SAMPLES if USES[key] in (Use.REQUEST, Use.NAME)))
+@pytest.mark.parametrize("key", sorted(key for key in SAMPLES if SCOPES[key] is not Scope.WORKER))
 def test_nothing_of_one_name_reaches_the_fleet(key: str) -> None:
     plain, said = pair(f"{key} = {SAMPLES[key]}").values()
     first, second = member([plain]), member([said])

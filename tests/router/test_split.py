@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from router import split
 from router.estimate import estimate
 from router.facts import Checkpoint, EstimateError
-from router.keys import ALL_DEVICES
 from router.ledger import DeviceId
-from router.presets import Preset
+from router.presets import ALL_DEVICES, Preset
 from router.split import Choice, Indivisible, boundaries, bounded, choices, fits
 from tests.router.large import BIG, CPU, GIB, GPU
 

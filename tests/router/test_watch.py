@@ -1,4 +1,4 @@
-"""Told of changes by the kernel: real files, no waiting but for the word."""
+"""The file watcher, with real files."""
 
 import asyncio
 import os
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from router.watch import Watch
+from router.watch import watching
 
 DEADLINE = 10.0
 
 
-class Told:
-    """How often something was told."""
+class Calls:
+    """A callback that counts its calls."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -33,14 +33,14 @@ def put(path: Path, text: str) -> None:
 
 
 def put_below(path: Path, text: str) -> None:
-    """With the folders that it stands in."""
+    """Write a file and create its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, text)
 
 
 @pytest.fixture
-async def told() -> Told:
-    return Told()
+async def calls() -> Calls:
+    return Calls()
 
 
 @pytest.fixture
@@ -50,157 +50,152 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-async def test_a_file_that_is_written_is_told(file: Path, told: Told) -> None:
-    with Watch([file], told, quiet=0.02):
+async def test_a_write_to_a_file_is_reported(file: Path, calls: Calls) -> None:
+    async with watching([file], calls, quiet=0.02):
         put(file, "[a]\nmodel = demo:a\n")
-        await told.once_more()
+        await calls.once_more()
         put(file, "[b]\n")
-        await told.once_more()
+        await calls.once_more()
 
 
-async def test_a_file_that_another_one_takes_the_place_of_is_told(file: Path, told: Told) -> None:
-    """As editors save, and twice: the second one is another file than the one that was there at first."""
-    with Watch([file], told, quiet=0.02):
+async def test_a_file_replaced_by_rename_is_reported(file: Path, calls: Calls) -> None:
+    """As editors save. Twice, because the second file is not the one that was registered at the start."""
+    async with watching([file], calls, quiet=0.02):
         for text in ("[b]\n", "[c]\n"):
             (file.parent / "new").write_text(text)
             os.replace(file.parent / "new", file)
-            await told.once_more()
+            await calls.once_more()
 
 
-async def test_a_link_that_is_turned_to_another_file_is_told(tmp_path: Path, told: Told) -> None:
-    """As configurations are mounted: the file is a link through a folder that is a link itself."""
+async def test_a_switched_link_is_reported(tmp_path: Path, calls: Calls) -> None:
+    """As Kubernetes mounts configurations: the file is a link through a folder that is a link itself."""
     for version in ("one", "two"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "models.ini").write_text(f"[{version}]\n")
     (tmp_path / "current").symlink_to("one")
     (tmp_path / "models.ini").symlink_to("current/models.ini")
-    with Watch([tmp_path / "models.ini"], told, quiet=0.02):
+    async with watching([tmp_path / "models.ini"], calls, quiet=0.02):
         (tmp_path / "next").symlink_to("two")
         os.replace(tmp_path / "next", tmp_path / "current")
-        await told.once_more()
+        await calls.once_more()
 
 
-async def test_whatever_link_on_the_way_is_turned_is_told_and_so_is_what_becomes_of_its_new_end(
-    tmp_path: Path, told: Told
+async def test_a_switched_link_in_the_middle_is_reported_and_so_are_changes_of_its_new_target(
+    tmp_path: Path, calls: Calls
 ) -> None:
-    """As releases are deployed: of a link, a link, and a file only the one in the middle is turned."""
+    """As releases are deployed: a link to a link to a file, and only the link in the middle is switched."""
     for version in ("one", "two"):
         put_below(tmp_path / "releases" / version / "models.ini", f"[{version}]\n")
     (tmp_path / "releases" / "current").symlink_to("one")
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "models.ini").symlink_to("../releases/current/models.ini")
-    with Watch([tmp_path / "etc" / "models.ini"], told, quiet=0.02):
+    async with watching([tmp_path / "etc" / "models.ini"], calls, quiet=0.02):
         (tmp_path / "next").symlink_to("two")
         os.replace(tmp_path / "next", tmp_path / "releases" / "current")
-        await told.once_more()
+        await calls.once_more()
         put(tmp_path / "releases" / "two" / "models.ini", "[three]\n")
-        await told.once_more()
+        await calls.once_more()
 
 
-async def test_what_a_link_leads_to_is_told_when_it_comes_and_a_ring_of_links_harms_nobody(
-    file: Path, told: Told
-) -> None:
+async def test_a_link_to_a_missing_file_and_a_cycle_of_links_are_watched(file: Path, calls: Calls) -> None:
     os.makedirs(file.parent / "there" / "and")
-    with Watch([file], told, quiet=0.02):
+    async with watching([file], calls, quiet=0.02):
         os.unlink(file)
         os.symlink("there/and/nowhere.ini", file)
-        await told.once_more()
+        await calls.once_more()
         put(file.parent / "there" / "and" / "nowhere.ini", "[a]\n")
-        await told.once_more()
+        await calls.once_more()
         (file.parent / "ring").symlink_to("models.ini")
         os.replace(file.parent / "ring", file)
-        await told.once_more()
+        await calls.once_more()
         os.unlink(file)
         put(file, "[b]\n")
-        await told.once_more()
+        await calls.once_more()
 
 
-async def test_a_folder_that_another_one_takes_the_place_of_is_told_and_watched(tmp_path: Path, told: Told) -> None:
+async def test_a_replaced_folder_is_reported_and_watched(tmp_path: Path, calls: Calls) -> None:
     file = tmp_path / "config" / "models.ini"
     put_below(file, "[a]\n")
-    with Watch([file], told, quiet=0.02):
+    async with watching([file], calls, quiet=0.02):
         os.rename(file.parent, tmp_path / "old")
-        await told.once_more()
+        await calls.once_more()
         put_below(tmp_path / "new" / "models.ini", "[b]\n")
         os.rename(tmp_path / "new", file.parent)
-        await told.once_more()
+        await calls.once_more()
         put(file, "[c]\n")
-        await told.once_more()
+        await calls.once_more()
 
 
-async def test_a_file_that_may_be_read_at_last_is_told(file: Path, told: Told) -> None:
+async def test_a_file_that_becomes_readable_is_reported(file: Path, calls: Calls) -> None:
     os.chmod(file, 0)
-    with Watch([file], told, quiet=0.02):
+    async with watching([file], calls, quiet=0.02):
         os.chmod(file, 0o644)
-        await told.once_more()
+        await calls.once_more()
 
 
-async def test_who_writes_beside_it_without_a_pause_holds_up_nobody(file: Path, told: Told) -> None:
+async def test_continuous_writes_to_another_file_delay_nothing(file: Path, calls: Calls) -> None:
     async def write() -> None:
         while True:
             put(file.parent / "log", "x")
             await asyncio.sleep(0)
 
     writing = asyncio.create_task(write())
-    with Watch([file], told, quiet=0.1):
+    async with watching([file], calls, quiet=0.1):
         put(file, "[b]\n")
-        await told.once_more()
+        await calls.once_more()
     writing.cancel()
 
 
-async def test_a_folder_with_another_model_in_it_is_told(tmp_path: Path, told: Told) -> None:
-    with Watch([tmp_path], told, quiet=0.02):
+async def test_a_new_model_folder_is_reported(tmp_path: Path, calls: Calls) -> None:
+    async with watching([tmp_path], calls, quiet=0.02):
         (tmp_path / "qwen").mkdir()
-        await told.once_more()
+        await calls.once_more()
 
 
 @pytest.mark.parametrize("name", ["qwen", "org/qwen"])
-async def test_a_model_that_comes_file_by_file_is_told_when_its_last_one_is_there(
-    name: str, tmp_path: Path, told: Told
+async def test_a_model_that_is_copied_file_by_file_is_reported_when_complete(
+    name: str, tmp_path: Path, calls: Calls
 ) -> None:
-    """A copy takes its time: what it began with has been told long before, and was no model yet."""
+    """The first file of a copy is reported before the copy is complete."""
     model, size = tmp_path / name, 1 << 20
-    with Watch([tmp_path], told, quiet=0.02):
+    async with watching([tmp_path], calls, quiet=0.02):
         put_below(model / "config.json", "{}")
-        await told.once_more()
+        await calls.once_more()
         with (model / "model.safetensors").open("wb") as file:
-            await told.once_more()
+            await calls.once_more()
             file.write(bytes(size))
-        await told.once_more()
+        await calls.once_more()
         assert (model / "model.safetensors").stat().st_size == size
 
 
-async def test_what_changes_beside_it_and_comes_together_is_told_once(file: Path, told: Told) -> None:
-    with Watch([file], told, quiet=0.05):
+async def test_changes_in_quick_succession_are_reported_once(file: Path, calls: Calls) -> None:
+    async with watching([file], calls, quiet=0.05):
         for number in range(20):
             (file.parent / f"log{number}").write_text("x")
             put(file, "[a]\n" * number)
-        await told.once_more()
+        await calls.once_more()
         (file.parent / "beside").write_text("x")
         (file.parent / "log1").unlink()
         os.unlink(file)
-        await told.once_more()
-        assert told.times == 2
+        await calls.once_more()
+        assert calls.times == 2
 
 
-async def test_what_changes_beside_it_is_no_news(file: Path, told: Told) -> None:
-    beside, later = file.parent / "beside", Told()
-    with Watch([file], told, quiet=0.02), Watch([beside], later, quiet=0.3):
+async def test_changes_of_another_file_are_not_reported(file: Path, calls: Calls) -> None:
+    beside, later = file.parent / "beside", Calls()
+    async with watching([file], calls, quiet=0.02), watching([beside], later, quiet=0.3):
         put(beside, "x")
-        await later.once_more()  # by now the other one has looked, too
-        assert told.times == 0
+        await later.once_more()  # the first watcher has compared by now
+        assert calls.times == 0
 
 
-async def test_a_folder_that_is_not_there_is_no_news_until_it_comes_and_leaves_nothing_open(
-    tmp_path: Path, told: Told
+async def test_a_folder_that_appears_later_is_reported_and_no_descriptor_stays_open(
+    tmp_path: Path, calls: Calls
 ) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     gone = tmp_path / "gone"
-    gone.mkdir()
-    watch = Watch([gone / "models.ini"], told, quiet=0.02)
-    gone.rmdir()
-    with watch:  # nothing there yet: no error, no news
-        assert told.times == 0
+    async with watching([gone / "models.ini"], calls, quiet=0.02):  # it does not exist yet: no error, no call
+        assert calls.times == 0
         put_below(gone / "models.ini", "[a]\n")
-        await told.once_more()
+        await calls.once_more()
     assert len(os.listdir("/proc/self/fd")) == descriptors
