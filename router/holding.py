@@ -86,7 +86,7 @@ async def hold(holding: Holding, launcher: Launcher, events: EventLog, changed: 
             released = asyncio.ensure_future(holding.released.wait())
             try:
                 await asyncio.wait({lost, released}, return_when=asyncio.FIRST_COMPLETED)
-                if lost.done() and not released.done():
+                if not released.done():
                     raise lost.result()
             finally:
                 for task in (lost, released):

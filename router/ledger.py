@@ -1,15 +1,16 @@
-"""What is used on each device.
+"""The memory in use on each device.
 
-    reserved   the estimate while STARTING; what the worker measures once READY; kept until STOPPED
-    foreign    driver - measured of our READY workers, read only while the device is quiet (none of ours STARTING or
-               leaving); in between the last quiet value stands
+    reserved   the estimate while STARTING; the worker's own measurement once READY; kept until STOPPED
+    foreign    driver - measured memory of our READY workers, read only while the device is quiet (none of our workers
+               is STARTING or leaving there); in between, the last quiet value stands
     used       max(driver, foreign + reserved)
 
-The driver sees foreign memory, but not what our workers may still grow into; reservations say that, but nothing
-foreign. So foreign memory gets a row of its own: without it, two parallel loads beside a foreign process over-commit.
+The driver's figure includes foreign memory, but not the growth of our workers that is still to come. Reservations
+include that growth, but no foreign memory. Foreign memory therefore has a row of its own: without it, two parallel
+loads beside a foreign process would over-commit the device.
 
-A limit (`--device-limit`) is something else: a budget for the reservations of our own workers, in addition to the
-physical rule. Foreign memory does not count against it. Law: PURE.
+A limit (`--device-limit`) is a budget for the reservations of our own workers, in addition to the physical rule.
+Foreign memory does not count against it. PURE.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ class DeviceId(NamedTuple):
     """One device of one machine; index >= 0 is an accelerator."""
 
     node: str
-    index: int  # type: ignore[assignment]  # a device is never searched like a tuple
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which is not used
 
     def __str__(self) -> str:
         name = {HOST: "cpu", SLOTS: "slots"}.get(self.index, f"cuda:{self.index}")
@@ -40,15 +41,15 @@ Bytes = Mapping[DeviceId, int]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The driver's word on one device, in bytes. `used` counts everybody's memory."""
+    """The driver's figures for one device, in bytes. `used` includes foreign memory."""
 
     id: DeviceId
     total: int
     used: int
     name: str = ""
-    """As the driver calls it, for people."""
+    """The driver's name of the device, for display."""
     uuid: str = ""
-    """How a worker is told to use it; empty for main memory."""
+    """The identifier that a worker gets to select the device; empty for main memory."""
     pool: DeviceId | None = None
     """Main memory, for an accelerator that has none of its own; total and used are then those of main memory."""
 
@@ -60,87 +61,87 @@ class Device:
     id: DeviceId
     total: int
     used: int
-    """The driver's word: everybody's memory. For SLOTS: our workers."""
+    """The driver's figure, foreign memory included. For SLOTS: our workers."""
     foreign: int
-    """Of that, what is not ours."""
+    """The part of `used` that is not ours."""
     margin: int = 0
-    """Never given out."""
+    """Bytes that are kept free."""
     limit: int | None = None
     """Budget for all our reservations here, margin included; None: the device's own size is the only limit."""
     pool: DeviceId | None = None
-    """The device whose memory this one uses, if it has none of its own: all that is here is charged there."""
+    """The device whose memory this one uses, if it has none of its own. All reservations here are charged there."""
 
     @property
     def capacity(self) -> int:
-        """What could ever be had here by our workers together: foreign memory may go away, the margin may not."""
+        """The most that our workers together can ever have here: foreign memory may be freed, the margin may not."""
         size = self.total if self.limit is None else min(self.total, self.limit)
         return max(0, size - self.margin)
 
 
 Worth = tuple[bool, bool, int, float, float]
-"""By it residents are ranked, the first to leave first: whether it is busy, whether it is a need, priority, last use or
-(busy) the end of its turn, cost of bringing it back: seconds x bytes."""
+"""The sort key of residents, the first to be evicted first: busy, required, priority, last use (of a busy one: end of
+its minimum residency), and the cost of loading it again in seconds x bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A worker that occupies memory, from STARTING until STOPPED. Times are in seconds of one monotonic clock."""
+    """A worker from STARTING until STOPPED, or sleeping weights. Times are in seconds of one monotonic clock."""
 
     id: int
     model: str
     reserved: Bytes
-    """By device, HOST and SLOTS shares included: the claim it was started with, or what it measures since READY."""
+    """By device, HOST and SLOTS shares included: the claim it was started with, or its measurement since READY."""
     measured: Bytes = field(default_factory=dict)
-    """What it occupies by its own word; a device that it does not speak of counts with its reservation."""
+    """The memory that it reports; a device without a report counts with its reservation."""
     last_used: float = 0.0
-    """End of its last lease, or when it became ready; the smaller, the sooner it is evicted."""
+    """End of its last lease, or the time at which it became ready. The least recently used is evicted first."""
     busy: bool = False
-    """Somebody leases it, or waits for its load."""
+    """It has a lease, or a request waits for its load."""
     leaving: bool = False
-    """Retired: takes no new leases; its memory counts until it is STOPPED and no longer given here."""
+    """It takes no new leases. Its memory counts until it is STOPPED and no longer in the list of residents."""
     retired_at: float = 0.0
-    """Since when it is leaving: what goes first is promised to the first in line."""
+    """The time at which it began to leave. Memory that is freed first is promised to the first in the queue."""
     pinned: bool = False
     priority: int = 0
     luxury: bool = False
     starting: bool = False
     quiet: bool = False
-    """It measures the device at its start: shares it with no other load."""
+    """Its engine measures the device while it starts, so no other load may run there."""
     turn_ends: float = 0.0
-    """Until then it keeps its place while it is in use. Not looked at while STARTING: its turn is still to come."""
+    """The end of its minimum residency. Ignored while STARTING, because the residency begins when it is ready."""
     expires: float | None = None
-    """When an idle one leaves by its time to live; None: never."""
+    """The time at which it is evicted if it is still idle (time to live); None: never."""
     linger: float | None = None
-    """Seconds an idle one inside its turn is kept for its next request; None: by the load of who waits, and not at all
-    where that is less than `comes_back`."""
+    """Idle grace: seconds for which it is kept for its next request while it is idle inside its minimum residency.
+    None: derived from the load time of the demand, and zero where that is less than `comes_back`."""
     comes_back: float | None = None
-    """Seconds after which it is asked for again, if it is soon; None: not known."""
+    """The usual seconds between two requests, where they are few; None: not known."""
     load_seconds: float = 0.0
-    """What bringing it back takes."""
+    """Seconds that it takes to load it again."""
     holds: tuple[tuple[DeviceId, int, int], ...] = field(init=False, repr=False, compare=False)
-    """What it gives back when it leaves, by device: bytes of the driver's figure, and of what is reserved."""
+    """By device, the bytes that its exit frees of the driver's figure and of the reservations."""
     worth: Worth = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Both are asked for in every plan while it is here."""
+        """Compute `holds` and `worth` once: every plan reads them for every resident."""
         reserved, measured = self.reserved, self.measured
         holds = [(id, measured.get(id, size), size) for id, size in reserved.items()]
         if not measured.keys() <= reserved.keys():
             holds += [(id, size, 0) for id, size in measured.items() if id not in reserved]
         object.__setattr__(self, "holds", tuple(holds))
-        # Those in use are all used now: of them, who has had its turn longest. When a request ended last would say
-        # less, and change with each that ends, while nobody plans anew.
+        # All busy ones are in use now, so the end of the last lease does not tell them apart, and it would change with
+        # each request that ends without a new plan. The end of the minimum residency is stable.
         since = self.turn_ends if self.busy else self.last_used
         cost = self.load_seconds * sum([size for id, size in reserved.items() if id.index != SLOTS])
         object.__setattr__(self, "worth", (self.busy, not self.luxury, self.priority, since, cost))
 
     def occupied(self, device: DeviceId) -> int:
-        """Bytes of the driver's figure that are this worker's."""
+        """The share of this worker in the driver's figure, in bytes."""
         return self.measured.get(device, self.reserved.get(device, 0))
 
 
 def pooled(sizes: Bytes, pools: Mapping[DeviceId, DeviceId]) -> dict[DeviceId, int]:
-    """`sizes` by the memory that each device uses; `pools` names those that have none of their own."""
+    """Return `sizes` by the device that has the memory; `pools` maps devices that have none of their own."""
     found: dict[DeviceId, int] = {}
     for id, size in sizes.items():
         pool = pools.get(id, id)
@@ -149,7 +150,7 @@ def pooled(sizes: Bytes, pools: Mapping[DeviceId, DeviceId]) -> dict[DeviceId, i
 
 
 class Ledger:
-    """Readings and residents to devices; remembers the last quiet value of each device's foreign memory."""
+    """Turns readings and residents into devices; remembers the last quiet value of each device's foreign memory."""
 
     def __init__(
         self,
@@ -158,19 +159,19 @@ class Ledger:
         limit: Callable[[DeviceId], int | None] = lambda _: None,
         models_max: int = 0,
     ):
-        """`margin` and `limit` give bytes for any device that readings name (a mapping's `get` will do for the
-        latter); `models_max` is the number of workers at once on each node, 0: unlimited."""
+        """`margin` and `limit` return bytes for a device; `models_max` is the number of workers at once on each node,
+        0: unlimited."""
         self._margin = margin
         self._limit = limit
         self._models_max = models_max
         self._foreign: dict[DeviceId, int] = {}
 
     def observe(self, readings: Sequence[Reading], residents: Sequence[Resident]) -> list[Device]:
-        """The devices as they stand, in order of their ids. Of several with one memory the largest margin and the
-        smallest limit hold for all.
+        """Return the devices, in order of their ids. Devices that share one memory all get the largest of their margins
+        and the smallest of their limits.
 
-        The readings must be at least as new as the residents' states: a worker's memory that the driver does not
-        show yet would be taken off the foreign row.
+        The readings must be at least as new as the residents' states. Otherwise the memory of a worker that the driver
+        does not show yet would be subtracted from the foreign memory.
         """
         members: dict[DeviceId, list[DeviceId]] = {}
         for reading in readings:
@@ -209,9 +210,11 @@ class Ledger:
         return sorted(devices, key=lambda device: device.id)
 
     def _observe_foreign(self, id: DeviceId, seen: int, *, quiet: bool) -> int:
-        """`seen`: bytes beside what those of ours occupy that are ready; `quiet`: none of ours comes or goes there."""
+        """Return the foreign bytes. `seen`: the driver's figure less our ready workers; `quiet`: none of our workers is
+        starting or leaving there."""
         if not quiet:
-            # Some of `seen` belongs to those who come or go; without any quiet value it errs on the safe side.
+            # A part of `seen` is memory of workers that start or leave, so an older value is better. Without any,
+            # `seen` is too large, which is safe.
             return self._foreign.get(id, seen)
         self._foreign[id] = seen
         return seen

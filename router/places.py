@@ -1,6 +1,7 @@
-"""Where a demand could go, and what it would take there: any set of one node's devices, one for each shard.
+"""The places that a demand could take, and the memory it would take there. PURE.
 
-Law: PURE; who is there, and what is free, is for others to say.
+A place is a tuple of devices of one node, one for each shard. This module does not know the residents: the caller
+passes the free memory as a function or a mapping.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,27 +11,27 @@ from router.ledger import HOST, SLOTS, Bytes, Device, DeviceId
 from router.plans import Demand
 
 MANY_DEVICES = 8
-"""Beyond, only aligned runs are looked at: 8 devices have at most 70 sets of one size, 16 have 12,870."""
+"""On more devices only aligned runs are tried: 8 devices have at most 70 sets of one size, 16 have 12,870."""
 Place = tuple[DeviceId, ...]
 
 
 class Places:
-    """Those of some devices."""
+    """All places on the given devices."""
 
     __slots__ = ("_commons", "_groups", "_memory", "devices", "pools")
 
     def __init__(self, devices: Sequence[Device], *, memory: bool = True):
-        """Without `memory` only SLOTS count."""
+        """Without `memory`, only SLOTS can be short."""
         self.devices = {device.id: device for device in sorted(devices, key=lambda device: device.id)}
         self.pools = {id: device.pool or id for id, device in self.devices.items()}
-        """The device whose memory each one uses."""
+        """By device, the device whose memory it uses."""
         nodes = {id.node for id in self.devices}
         self._commons = {node: (DeviceId(node, HOST), DeviceId(node, SLOTS)) for node in nodes}
         self._groups: dict[frozenset[DeviceId], list[list[DeviceId]]] = {}
         self._memory = memory
 
     def groups(self, able: frozenset[DeviceId]) -> list[list[DeviceId]]:
-        """The devices that a demand may take, by node."""
+        """Return those of the `able` devices that exist, by node."""
         found = self._groups.get(able)
         if found is None:
             groups: dict[str, list[DeviceId]] = {}
@@ -43,7 +44,7 @@ class Places:
     def roomy(
         self, demand: Demand, groups: Iterable[Sequence[DeviceId]], *rooms: Mapping[DeviceId, int]
     ) -> list[Sequence[DeviceId]]:
-        """Of the devices those that have room for the least of the shards, in each of the views."""
+        """Return the devices that have room for the smallest shard in each of the views."""
         if not self._memory:
             return list(groups)
         pools, least = self.pools, min(demand.shards)
@@ -58,8 +59,7 @@ class Places:
         room: Callable[[DeviceId], int],
         roomy: Iterable[Sequence[DeviceId]] | None = None,
     ) -> Iterator[Place]:
-        """All sets of devices that `demand` may take, the largest shard on the roomiest; or the given one. Of those
-        that are `roomy`."""
+        """Yield the fixed place of `demand`, or one place for each set of devices; only places on `roomy` devices."""
         count = len(demand.shards)
         for group, among in zip(groups, groups if roomy is None else roomy, strict=True):
             if demand.place:
@@ -76,7 +76,7 @@ class Places:
                     yield _assign(demand.shards, devices, room)
 
     def share(self, demand: Demand, place: Place) -> dict[DeviceId, int]:
-        """What it reserves there: a shard is charged to the memory that its device uses."""
+        """Return the bytes that it reserves there. A shard is charged to the device that has the memory."""
         pools = self.pools
         if len(place) == 1:
             claim = {pools[place[0]]: demand.shards[0]}
@@ -86,22 +86,22 @@ class Places:
                 claim[pools[id]] = claim.get(pools[id], 0) + shard
         host, slots = self._commons[place[0].node]
         if demand.host:
-            # A node that tells nothing of its main memory has it in the accelerator's.
+            # Without a reading of main memory the two share one memory, and the accelerator has the only row.
             home = host if host in self.devices else place[0]
             claim[home] = claim.get(home, 0) + demand.host
         claim[slots] = 1
         return claim
 
     def charged(self, place: Place) -> set[DeviceId]:
-        """Whose memory it takes."""
+        """Return the devices whose memory it takes."""
         return {self.pools[id] for id in place}
 
     def capacity(self, id: DeviceId) -> int:
-        """Bytes that could ever be had there."""
+        """Return the bytes that our workers together can ever have there."""
         return self.devices[self.pools[id]].capacity
 
     def could_hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> bool:
-        """Whether it would fit into an empty machine."""
+        """Return whether it would fit on an empty machine."""
         for place in self.of(demand, groups, self.capacity):
             claim = self.share(demand, place)
             if all(self.capacity(id) >= needed for id, needed in claim.items() if self.binds(id)):
@@ -109,11 +109,12 @@ class Places:
         return False
 
     def binds(self, id: DeviceId) -> bool:
-        """Whether it can be short there."""
+        """Return whether this device can be short."""
         return id in self.devices and (self._memory or id.index == SLOTS)
 
     def nearest(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], room: Callable[[DeviceId], int]) -> Bytes:
-        """What it would take where least is missing; nothing if no place has enough devices."""
+        """Return the claim at the place where least is missing; empty if no node has enough devices."""
+        # One shard misses least on the roomiest device of each node, so the other places need not be tried.
         if len(demand.shards) == 1:
             groups = [[max(group, key=room)] for group in groups]
         claims = [self.share(demand, place) for place in self.of(demand, groups, room)]
@@ -124,9 +125,9 @@ class Places:
 
 
 def _assign(shards: tuple[int, ...], devices: Sequence[DeviceId], room: Callable[[DeviceId], int]) -> Place:
-    """A device for each shard: as they come if they fit so, else the largest shard on the roomiest device.
+    """Return a device for each shard: in the given order if they fit so, else the largest shard on the roomiest device.
 
-    Of all assignments the latter fits if any does.
+    If any assignment fits, the second one does. The first is preferred because ranks then keep the order of devices.
     """
     if all(room(id) >= shard for id, shard in zip(devices, shards, strict=True)):
         return tuple(devices)

@@ -1,17 +1,19 @@
-"""Who starts where, who leaves.
+"""The planner: decides for the whole queue which demands start, where, and which residents are evicted. PURE.
 
-The queue is walked once: needs before luxuries, then by priority, then by arrival. Each demand starts if it fits beside
-all who are here and all who are coming; else it claims the place where it disturbs least, so that nobody behind takes
-it, and the victims leave together, once each may; else it waits without a claim. What no empty machine could hold is
-refused, and touches nobody.
+The queue is walked once: required before best-effort demands, then by priority, then by arrival. For each demand:
 
-Who may leave, when and in which order is the law of `router.victims`. Among places, the one wins whose victims may all
-leave first, then fewest busy, lowest worth, fewest needs, oldest.
+1. It starts if it fits beside all residents and all promises.
+2. Else, if it fits without some residents, it claims the place that it disturbs least. The claim keeps the place from
+   demands behind it. Its victims leave together, as soon as all of them may.
+3. Else it waits without a claim. If it could not fit on an empty machine, it is refused and nothing is evicted.
 
-Why the first in line gets its place: used or not, a worker may leave when both its turn and the patience of who waits
-are over. A claim is given up only for one whose victims may all leave now, or for one of which that moment is not
-later; and what is claimed takes no newcomers. So that moment never moves away. What leaves is promised in line, the
-first to go to the first who waits: nobody behind starts in memory that was freed for somebody ahead. Law: PURE.
+`router.victims` defines which residents may leave, when and in which order. The order of places is: victims that may
+all leave first; fewest busy victims; the least valuable worst victim; fewest required victims; least recently used.
+
+The first in the queue always gets its place. A worker may leave, used or not, once its minimum residency and the
+demand's swap patience are over. A claim is only replaced by one whose victims may all leave now, or not later, and a
+claimed place takes no newcomers, so that time never moves away. Memory that is freed is promised in the order of the
+queue: a demand behind never starts in memory that was freed for a demand ahead.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,13 +30,14 @@ from router.victims import NOBODY, WORTH, Line, Victims, disturbance_by
 from router.views import Stages, View
 
 Floor = tuple[Any, ...]
-"""What the key of an offer is not below (see `_Walk._least_disturbing`): the same, or the beginning of it."""
+"""A lower bound of the key of an offer: the first elements of a key (see `_Walk._least_disturbing`)."""
 
 
 def plan(
     waiting: Sequence[Demand], residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy
 ) -> Plan:
-    """Decide for everybody at once. The order inside the arguments does not matter."""
+    """Decide for all demands at once. The order inside the arguments does not matter."""
+    # Without demands, the answer is cheap: this is the common case while the fleet only serves.
     idle = {one.id: one.expires for one in residents if one.expires is not None and _may_expire(one)}
     expired = {id for id, expires in idle.items() if expires <= now}
     look_again = min([expires for expires in idle.values() if expires > now], default=None)
@@ -52,7 +55,7 @@ def plan(
 
 
 class _Offer(NamedTuple):
-    """A place that a demand could claim, and who would have to leave for it."""
+    """A place that a demand could claim, and the residents that would have to leave for it."""
 
     place: Place
     claim: Bytes
@@ -60,17 +63,18 @@ class _Offer(NamedTuple):
 
 
 class _Walk:
-    """One walk along the queue: what has been granted, claimed and decided so far.
+    """One walk along the queue, with the decisions so far and the free memory at each moment that follows from them.
 
-    step     first everybody who occupies memory, and what was granted; then, for each claim that only waits for those
-             who leave, also without as many of these as it takes, the first to go first, and with the claim
-    now      the least of all steps
-    stages   first without all who leave, and with all such claims; then, for each claim that waits until its victims
-             may leave: also without these, and with the claim
-    bare     without anybody who could be a victim; with all claims
+    step      at first all residents, with what was granted. Each claim that only waits for leaving residents adds a
+              step: without as many of them as it needs, the first to leave first, and with the claim
+    now_free  the minimum of all steps
+    stages    at first without all leaving residents, with all such claims. Each claim that waits until its victims may
+              leave adds a stage: without these victims, and with the claim
+    bare      without all that could be evicted, with all claims
 
-    Beside coming means: on the last stage. Who starts must fit here, at every step and on every stage, who sends
-    victims away on every stage: else somebody ahead would have to wait for it.
+    A demand starts if it fits at every step and on every stage. It evicts if it fits on every stage without its
+    victims. Otherwise a demand ahead would have to wait for it. One view of the last moment alone would not do: memory
+    can be free now and at the end, and be promised in between.
     """
 
     def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], now: float, policy: Policy):
@@ -83,7 +87,7 @@ class _Walk:
         self.leaving = {one.id: one for one in residents if one.leaving}
         self.unpromised = sorted(self.leaving.values(), key=lambda one: (one.retired_at, one.id))
         self.claimed: dict[int, Resident] = {}
-        self.bounds: dict[DeviceId, float] = {}  # when at the latest the claimed on each device may leave
+        self.bounds: dict[DeviceId, float] = {}  # by device, when the claimed residents may leave at the latest
         self.keep: dict[int, Keep] = {id: "pinned" if one.pinned else "elsewhere" for id, one in self.staying.items()}
         self.at: dict[DeviceId, list[Resident]] = {}
         for one in residents:
@@ -117,10 +121,10 @@ class _Walk:
         self.waits: dict[int, Wait] = {}
         self.moments: list[float] = []
 
-    # The story
+    # Steps of the walk, in order
 
     def expire(self, expired: Collection[int], next_one: float | None) -> None:
-        """Who idles past its time to live leaves."""
+        """Evict residents that have been idle past their time to live."""
         for one in [one for one in self.staying.values() if one.id in expired]:
             self._send_away(one, Eviction(reason="idle", for_demand=None, idle=True))
             self.unpromised.append(one)
@@ -128,7 +132,7 @@ class _Walk:
             self.moments.append(next_one)
 
     def meet(self, demand: Demand) -> None:
-        """Decide for the next in line."""
+        """Decide for the next demand of the queue."""
         groups = self.places.groups(demand.devices)
         if offer := self._room(demand, groups):
             self._grant(demand, offer)
@@ -142,9 +146,9 @@ class _Walk:
             self._hold(demand, groups)
 
     def spare(self) -> None:
-        """Let off who is not needed after all, because of others that leave in this plan.
+        """Keep victims that are no longer needed because of other victims of this plan, the most valuable first.
 
-        Only while all of them are idle: nobody is to wait for a busy one's end so that an idle one may stay.
+        Only if all victims are idle: no demand should wait for a busy worker so that an idle one may stay.
         """
         evicted = [self.leaving[id] for id, eviction in self.evict.items() if eviction.reason == "evicted"]
         if any(one.busy for one in evicted):
@@ -173,7 +177,7 @@ class _Walk:
             look_again=min(self.moments, default=None),
         )
 
-    # What is there
+    # Free memory, replicas and loads
 
     def _bare(self, id: DeviceId) -> int:
         return self.bare.room[self.pools[id]]
@@ -187,14 +191,14 @@ class _Walk:
         return sum(map(homes.count, self.places.charged(place))) if homes else 0
 
     def _homes(self, model: str) -> list[DeviceId]:
-        """Where copies of it are, or come."""
+        """Return the devices of all replicas of a model, planned ones included."""
         if model not in self.homes:
             here = [one for one in self.copies if one.model == model] if model in self.models else []
             self.homes[model] = [id for one in here for id in _spots(one)]
         return self.homes[model]
 
     def _is_noisy(self, demand: Demand, place: Place) -> bool:
-        """Whether it may not load there now: one of the loads there, or its own, needs quiet."""
+        """Return whether it may not load there now: one of the loads there, or its own, measures the device."""
         noisy = self.loading if demand.quiet else self.hushed
         return bool(noisy) and not noisy.isdisjoint(self.places.charged(place))
 
@@ -208,7 +212,8 @@ class _Walk:
     # 1. Start
 
     def _room(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> _Offer | None:
-        """Where it fits beside here and beside coming: where the fewest copies are, then where it is emptiest."""
+        """Return the place where it fits at every moment, preferably with few replicas, then with much free memory."""
+        # Devices without room for the smallest shard are left out first: with eight devices there are 70 sets of four.
         here, coming, places = self.now_free, self.stages.least, self.places
         roomy = places.roomy(demand, groups, here.room, coming.room)
         if not any(roomy):
@@ -236,8 +241,11 @@ class _Walk:
     # 2. Claim
 
     def _least_disturbing(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: Line) -> _Offer | None:
-        """None if it would fit nowhere, whoever left. Places are looked at by the least that they could disturb, until
-        none can be better than the best."""
+        """Return the least disturbing offer; None if it fits nowhere, whatever leaves.
+
+        Computing the victims of every place was too slow for large fleets. So places are taken in the order of a lower
+        bound of their disturbance (branch and bound), until no other place can be better than the best one.
+        """
         best: _Offer | None = None
         best_key: tuple[Any, ...] = ()
         places = self._floors(demand, groups, line)
@@ -248,7 +256,7 @@ class _Walk:
                 break
             tail = self._is_noisy(demand, place), self._appeal(demand, place)
             if best is not None and floor == best_key[:2] and tail > best_key[2:]:
-                continue  # whoever left there would disturb no less
+                continue  # its victims disturb no less, and the rest of its key is larger
             claim = self.places.share(demand, place)
             for victims in () if self.bare.short(claim) else self._victims(claim, line):
                 offer = _Offer(place, claim, victims)
@@ -262,18 +270,19 @@ class _Walk:
         return best
 
     def _floors(self, demand: Demand, groups: Sequence[Sequence[DeviceId]], line: Line) -> list[tuple[Floor, Place]]:
-        """The places with room for the shards if everybody left who can: nobody who has to leave there leaves sooner
-        than its floor says, nor do they disturb less."""
+        """Return the places that have room if all that can leave had left, each with a lower bound of its key: the
+        victims there leave no sooner and disturb no less."""
         pools, victims, memory, bounds = self.pools, self.victims, self.policy.memory, self.bounds
         crowds = victims.crowds
         least, last = self.stages.least.room, self.stages.last.room
         now, patient_until = self.now, line.patient_until
 
         def on(id: DeviceId, size: int) -> Floor:
-            """Of one device; nothing if nobody has to leave it."""
+            """The lower bound of one device; empty if no resident has to leave it."""
             pool = pools[id]
             if not memory or least[pool] >= size:
                 return ()
+            # The last stage decides: residents that are claimed by a demand ahead are gone there already.
             missing = size - last[pool]
             crowd = crowds.get(pool) or victims.crowd(pool)
             floor = crowd.floor(max(1, missing))
@@ -281,7 +290,7 @@ class _Walk:
             if turn > -inf:
                 latest = max(turn, patient_until)
                 floor = (latest if latest > now else -inf), floor[1]
-            if missing <= 0:  # it may count on those claimed ahead
+            if missing <= 0:  # it can also wait for victims of a demand ahead, and needs none of its own
                 return min(floor, (max(now, bounds.get(pool, -inf)), ()))
             return floor
 
@@ -297,7 +306,11 @@ class _Walk:
         ]
 
     def _victims(self, claim: Bytes, line: Line) -> Iterator[tuple[Resident, ...]]:
-        """Who would have to leave for a place: once those claimed ahead have left, and sooner."""
+        """Yield the sets of victims for a place: one that is enough once the claimed residents have left, and one that
+        is enough at once.
+
+        Neither is always better: to wait for residents that are claimed ahead disturbs fewer others, but takes longer.
+        """
         last, least = self.stages.last, self.stages.least
         views = (last,) if not self.stages.many or last.is_like(least, claim) else (last, least)
         for view in views:
@@ -307,20 +320,24 @@ class _Walk:
                 yield victims
 
     def _bound_of(self, offer: _Offer, line: Line) -> float:
-        """When at the latest all may leave: its own victims, and those claimed ahead if it counts on them as well."""
+        """Return the time at which its place is free at the latest: its own victims may leave, and also those claimed
+        ahead if it needs their memory."""
         bound = max([line.bound(one) for one in offer.victims], default=-inf)
         if self.claimed and (short := self._short_without(offer)):
             bound = max(bound, self.now, *(self.bounds.get(id, -inf) for id in short))
         return bound
 
     def _short_without(self, offer: _Offer) -> list[DeviceId]:
-        """Where it would not fit on some stage, though its own victims had left."""
+        """Return the devices on which it does not fit on some stage, although its own victims had left."""
         if not self.stages.many:
             return []  # they were chosen so
         return self.stages.least.short_without(offer.claim, offer.victims)
 
     def _claim(self, demand: Demand, offer: _Offer, line: Line) -> None:
-        """Keep the place for it; send the victims away if all of them may leave and nothing else is missing."""
+        """Keep the place for it. Evict the victims if all of them may leave and nothing else is missing.
+
+        All or none: half an eviction costs a model and does not help the demand.
+        """
         late = [one for one in offer.victims if line.bound(one) > -inf]
         missing = self._short_without(offer)
         ahead = self._all_on(missing, self.claimed)
@@ -341,11 +358,15 @@ class _Walk:
             self.stages.promise(offer.claim)
             self._step(offer)
         else:
+            # The claim holds although its victims stay for now. Without it, small demands behind would take each byte
+            # that becomes free, and a large model would never start.
             self._look_at(line.next_moment())
             self._book(offer, line)
         self.bare.promise(offer.claim)
         self._occupy(demand, offer.place)
 
+        # The cause is the one that lasts longest: victims that may not leave yet, then a missing estimate, then demands
+        # ahead, then a measurement, then exits that are under way.
         cause: Cause
         on: Iterable[Resident]
         if late:
@@ -363,11 +384,11 @@ class _Walk:
         self.waits[demand.id] = self._wait(cause, on, shortage, offer, until)
 
     def _disturbed(self, offer: _Offer) -> set[DeviceId]:
-        """Where somebody comes, or leaves."""
+        """Return the devices on which memory changes: its place, and those of its victims."""
         return {*self.places.charged(offer.place), *(id for one in offer.victims for id in _spots(one))}
 
     def _disturbs_a_measurement(self, offer: _Offer) -> bool:
-        """Of another one than its victims'."""
+        """Return whether memory would change on a device that a load measures, other than a load of its victims."""
         measured = self.hushed.difference(id for one in offer.victims if one.starting for id in _spots(one))
         return not self._disturbed(offer).isdisjoint(measured)
 
@@ -383,7 +404,11 @@ class _Walk:
             self.moments.append(moment)
 
     def _step(self, offer: _Offer) -> None:
-        """Promise it those who leave: the first to go to the first in line, so that nobody behind overtakes it."""
+        """Promise it the memory of leaving residents: the first to leave go to the first in the queue.
+
+        Without this order, a demand behind could start in memory that is free by now, and the one ahead would wait for
+        a worker that takes longer to exit.
+        """
         step = self.step
         for one in offer.victims:
             step.leave(one)
@@ -396,7 +421,7 @@ class _Walk:
         self.now_free.lower(step, offer.claim)  # elsewhere this step has no less than the one before
 
     def _book(self, offer: _Offer, line: Line) -> None:
-        """Its victims leave later: nobody behind may count on their staying, nor on their leaving sooner."""
+        """Record a claim whose victims leave later: demands behind may neither evict them nor use their memory."""
         self.stages.book(offer.claim, offer.victims)
         for one in offer.victims:
             bound = line.bound(one)
@@ -406,10 +431,10 @@ class _Walk:
             for id, _, _ in one.holds:
                 self.bounds[id] = max(self.bounds.get(id, -inf), bound)
 
-    # 3. Refuse, or stay in line
+    # 3. Refuse, or wait without a claim
 
     def _decline(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
-        """Not even an empty machine could hold it."""
+        """Refuse a demand that does not fit on an empty machine; refine a static estimate first."""
         capacity = self.places.capacity
         devices = self._shortage(self.places.nearest(demand, groups, capacity), capacity)
         if demand.luxury:
@@ -422,7 +447,10 @@ class _Walk:
             self.waits[demand.id] = self._wait(_scarce(devices), (), devices)
 
     def _hold(self, demand: Demand, groups: Sequence[Sequence[DeviceId]]) -> None:
-        """Whoever could leave, it would not fit: it waits, and is in nobody's way."""
+        """Let it wait without a claim: it does not fit even if all that can leave had left.
+
+        A claim would block other demands for memory that is pinned or foreign, possibly for ever.
+        """
         claim = self.places.nearest(demand, groups, self._bare)
         missing = self.bare.short(claim)
         shortage = self._shortage({id: claim[id] for id in missing}, self._free)
@@ -474,7 +502,7 @@ class _Walk:
         return keep
 
     def _all_on(self, devices: Iterable[DeviceId], among: Mapping[int, Resident]) -> list[Resident]:
-        """Of those the ones with memory on one of the devices."""
+        """Return the residents `among` those given that have memory on one of the devices."""
         found = {one.id: one for id in devices for one in self.at.get(id, ()) if one.id in among} if among else {}
         return list(found.values())
 
@@ -501,7 +529,7 @@ def _may_expire(one: Resident) -> bool:
 
 
 def _spots(one: Resident) -> Place:
-    """Where its shards are: accelerators, or main memory if it uses none."""
+    """Return the devices of its shards: accelerators, or main memory if it uses none."""
     return tuple(id for id in one.reserved if id.index >= 0) or tuple(id for id in one.reserved if id.index == HOST)
 
 

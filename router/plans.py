@@ -1,7 +1,4 @@
-"""What the planner is asked, and what it answers: a vocabulary for those who ask, carry out and explain, too.
-
-Law: PURE.
-"""
+"""The types of the planner's question and answer. The fleet and the explanations use them, too. PURE."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,14 +7,15 @@ from typing import Literal
 from router.ledger import Bytes, DeviceId
 
 Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
-"""Why a resident stays: never a victim; in use; its load is awaited; inside its turn; not on those devices; enough
-without it."""
+"""The reason for which a resident is kept: never a victim; in use; a request waits for its load; inside its minimum
+residency; not on those devices; the memory is enough without it."""
 Cause = Literal["memory", "turn", "busy", "quiet", "stopping", "slots"]
-"""Why a demand waits.
+"""The reason for which a demand waits.
 
-`turn`, `busy`: for victims inside their turn, or in use while patience is not over. `quiet`: for another load on the
-device. `stopping`: for memory of those who leave. `memory`, `slots`: there is too little, and nobody who could leave
-would change that, or those who will, leave for somebody ahead first, or the estimate is to be refined before.
+`turn`, `busy`: its victims are inside their minimum residency, or in use and the swap patience is not over. `quiet`:
+another load runs on the device, and one of the two measures it. `stopping`: evicted workers have not exited yet.
+`memory`, `slots`: there is too little, and no eviction would change that, or it is promised to a demand ahead, or the
+estimate has to be refined first.
 """
 
 
@@ -28,22 +26,22 @@ class Demand:
     id: int
     model: str
     shards: tuple[int, ...]
-    """Bytes by shard; each takes a device of its own, all on one node."""
+    """Bytes by shard. Each shard takes another device; all devices are on one node."""
     host: int = 0
     """Bytes of main memory beside the shards; 0 if the shard itself is on the host."""
     since: float
-    """When it joined the queue."""
+    """The time at which it joined the queue."""
     devices: frozenset[DeviceId]
-    """Those its shards may take: accelerators, or main memory."""
+    """The devices that its shards may use: accelerators, or main memory."""
     place: tuple[DeviceId, ...] = ()
-    """The device of each shard, where that is not to be chosen; empty: any of `devices`."""
+    """The device of each shard, if it is fixed; empty: any of `devices`."""
     priority: int = 0
     luxury: bool = False
-    """Merely nice: starts at once, displaces idle luxuries, or is dropped."""
+    """Best-effort: it starts at once, evicts idle best-effort residents, or is dropped."""
     sure: bool = True
-    """False for a static estimate: it may start, but is refined before it evicts or is refused."""
+    """False for a static estimate: the demand may start, but is refined before it evicts or is refused."""
     quiet: bool = False
-    """It measures the device at its start: shares it with no other load, from its claim on."""
+    """Its engine measures the device while it starts, so no other load may run there from its claim on."""
     load_seconds: float = 0.0
     """Expected length of its load."""
 
@@ -54,12 +52,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the operator decides."""
+    """Settings of the operator."""
 
     patience: float
-    """Seconds a demand waits before busy workers past their turn are retired for it."""
+    """Swap patience: seconds that a demand waits before busy workers past their minimum residency are drained."""
     memory: bool = True
-    """False: nobody waits, leaves or is refused for memory (--device-limit included); only SLOTS count."""
+    """False: only SLOTS count; no demand waits, evicts or is refused for memory or a --device-limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ class Shortage:
 
     required: int
     available: int
-    """In a Wait: what is free now and promised to nobody ahead. In a Refusal: what could ever be had."""
+    """In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device."""
     margin: int
     used: int
     """max(driver, foreign + reserved)."""
@@ -79,54 +77,54 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Room for a demand, from now on."""
+    """Memory for a demand, from now on."""
 
     place: tuple[DeviceId, ...]
     """The device of each shard, in the order of shards."""
     claim: Bytes
-    """What to reserve: shards, and the HOST and SLOTS shares."""
+    """Bytes to reserve: the shards, and the HOST and SLOTS shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """A resident that is to leave."""
+    """A resident that has to leave."""
 
     reason: Literal["evicted", "idle"]
-    """To make room; or its time to live is over."""
+    """`evicted`: to make room; `idle`: its time to live is over."""
     for_demand: int | None
     idle: bool
-    """Nobody leases it: it can stop at once. Otherwise it drains."""
+    """It has no lease and can stop at once. Otherwise it drains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Even an empty machine could not hold it."""
+    """The demand does not even fit on an empty machine."""
 
     devices: Mapping[DeviceId, Shortage]
-    """Of the place that comes nearest; empty if there is no place with enough devices."""
+    """The arithmetic of the place where least is missing; empty if no node has enough devices."""
     needs: int
-    """How many devices it takes on one node."""
+    """The number of devices that it needs on one node."""
     offered: int
-    """How many of those it may take exist on one node."""
+    """The largest number of its devices that exist on one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Why a demand stays in line."""
+    """The reason for which a demand stays in the queue."""
 
     cause: Cause
     on: tuple[int, ...] = ()
     """Residents in the way, by id."""
     shortage: Mapping[DeviceId, Shortage] = field(default_factory=dict)
-    """Of devices on which there is too little, at `place` if there is one, else where least is missing."""
+    """The devices with too little memory, at `place` if there is one, else at the place where least is missing."""
     place: tuple[DeviceId, ...] = ()
     """The device claimed for each shard; empty if there is nothing to claim."""
     victims: tuple[int, ...] = ()
-    """Who leaves for it now or, together, later; by id."""
+    """Residents, by id, that leave for it now or, together, later."""
     keep: Mapping[int, Keep] = field(default_factory=dict)
-    """Why the others stay."""
+    """The reason for which each of the others is kept."""
     until: float | None = None
-    """When at the latest those in the way may leave; None: they do already, or nobody can say."""
+    """The time at which the residents in the way may leave at the latest; None: they leave already, or not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +135,10 @@ class Plan:
     evict: Mapping[int, Eviction]
     """By resident."""
     refine: frozenset[int]
-    """Demands among `waits` of which an exact estimate is wanted."""
+    """Demands among `waits` that need an exact estimate."""
     refuse: Mapping[int, Refusal]
     drop: frozenset[int]
-    """Luxuries for which there is no room."""
+    """Best-effort demands for which there is no room."""
     waits: Mapping[int, Wait]
     look_again: float | None
     """The next moment at which time alone changes the answer."""

@@ -1,6 +1,6 @@
-"""What would be free on each device if some of our workers had left and others had come: at one moment, and at several.
+"""Availability: the free memory of each device if some residents had left and others had started. PURE.
 
-Law: PURE; the devices are as `router.ledger` has observed them.
+A `View` is one moment, `Stages` are several moments of one plan. The devices are those of `router.ledger`.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -8,28 +8,29 @@ from collections.abc import Collection, Iterable, Sequence
 from router.ledger import SLOTS, Bytes, Device, DeviceId, Resident
 
 NO_LIMIT = 1 << 62
-"""More bytes than any device has: what a budget leaves where there is none, and a view with nothing to compare."""
+"""More bytes than any device has; the budget of a device without a limit."""
 Figures = tuple[int, int, int]
-"""What is free on one device: by the driver, by the ledger, and within the limit. The least of them counts.
+"""The free bytes of one device: by the driver, by the ledger, and within the limit. The least of them counts.
 
-They are kept apart since whoever leaves gives back what it occupies by the driver's figure, and what it has reserved by
-the others. All three move alike in every view, so that the least of several views is one view more.
+They are three figures, because a resident that leaves frees its measured bytes in the first and its reserved bytes in
+the other two. All three move alike in every view, so the minimum of several views is again a view.
 """
 
 
 class View:
-    """What would be free if some of our workers had left and others had come.
+    """The free memory of each device if some residents had left and others had started.
 
-        free = total - margin - max(driver - those who left, foreign + reserved of those who stay) - promised
+        used = max(driver - measured of those that left, foreign + reserved of those that stay)
+        free = total - margin - used - promised
 
-    and within the limit likewise, less what is foreign. A device that is not known is not looked at, nor is one that
-    has no memory of its own: what is there is charged to its pool.
+    The same holds within the limit, without foreign memory. Unknown devices are ignored, and so are devices without
+    memory of their own, because their claims are charged to their pool.
     """
 
     __slots__ = ("_binds", "_figures", "_used", "promised", "room")
 
     def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
-        """`residents`: everybody whose memory is in the devices' figures. Without `memory` only SLOTS can be short."""
+        """`residents`: all whose memory is in the devices' figures. Without `memory`, only SLOTS can be short."""
         ours: dict[DeviceId, int] = {}
         for resident in residents:
             for id, reserved in resident.reserved.items():
@@ -46,19 +47,19 @@ class View:
             if device.pool is None
         }
         self.room = {id: min(figures) for id, figures in self._figures.items()}
-        """Bytes for whoever comes next, by device; negative where too much is in use already. To be read only."""
+        """Free bytes by device; negative where too much is in use already. Callers only read it."""
         self.promised: set[DeviceId] = set()
-        """Where something is."""
+        """The devices on which something is promised."""
 
     def copy(self) -> "View":
-        """A view of its own that begins as this one stands."""
+        """Return an independent copy."""
         view = View.__new__(View)
         view._used, view._binds = self._used, self._binds
         view._figures, view.room, view.promised = self._figures.copy(), self.room.copy(), self.promised.copy()
         return view
 
     def leave(self, resident: Resident) -> None:
-        """As if it were gone."""
+        """Count a resident as gone."""
         figures = self._figures
         for id, occupied, reserved in resident.holds:
             if id in figures:
@@ -67,7 +68,7 @@ class View:
                 self.room[id] = min(moved)
 
     def leave_all(self, residents: Iterable[Resident]) -> None:
-        """As if all of them were gone."""
+        """Count residents as gone. The sums per device make this faster than one `leave` for each."""
         gone: dict[DeviceId, list[int]] = {id: [0, 0] for id in self._figures}
         for one in residents:
             for id, occupied, reserved in one.holds:
@@ -79,12 +80,12 @@ class View:
                 self._move(id, occupied, reserved)
 
     def stay(self, resident: Resident) -> None:
-        """Takes `leave` back."""
+        """Undo `leave`."""
         for id, occupied, reserved in resident.holds:
             self._move(id, -occupied, -reserved)
 
     def promise(self, claim: Bytes) -> None:
-        """Give room away that neither driver nor reservations show yet."""
+        """Give memory away that neither driver nor reservations show yet."""
         figures = self._figures
         for id, needed in claim.items():
             if needed and id in figures:
@@ -94,7 +95,7 @@ class View:
                 self.promised.add(id)
 
     def lower(self, other: "View", devices: Iterable[DeviceId]) -> None:
-        """From now on say of these devices what is free in both, as long as whoever leaves, leaves both."""
+        """Take the minimum with another view on these devices. It stays valid while both get the same changes."""
         for id in devices:
             if (here := self._figures.get(id)) is not None:
                 there = other._figures[id]
@@ -103,33 +104,37 @@ class View:
                 self.room[id] = min(both)
 
     def free(self, id: DeviceId) -> int:
-        """Bytes for whoever comes next; negative where too much is in use already."""
+        """Return the free bytes of a device; negative where too much is in use already."""
         return self.room[id]
 
     def used(self, id: DeviceId) -> int:
-        """Bytes that driver or ledger counted at first, whichever is more."""
+        """Return the used bytes before any change: the larger of driver and ledger."""
         return self._used[id]
 
     def short(self, claim: Bytes) -> list[DeviceId]:
-        """The devices on which `claim` does not fit."""
+        """Return the devices on which `claim` does not fit."""
         room = self.room
         return [id for id, needed in claim.items() if id in room and room[id] < needed and id in self._binds]
 
     def short_without(self, claim: Bytes, gone: Sequence[Resident]) -> list[DeviceId]:
-        """The same if those had left as well."""
+        """Return the devices on which `claim` does not fit if the residents in `gone` had left as well."""
         short = self.short(claim)
         if not short or not gone:
             return short
         return [id for id in short if min(_without(self._figures[id], id, gone)) < claim[id]]
 
     def is_overdrawn(self) -> bool:
-        """Whether more was given away anywhere than there is."""
+        """Return whether more is given away on any device than there is."""
         return any(free < 0 for id, free in self.room.items() if id in self._binds)
 
     def enough(self, claim: Bytes, order: Sequence[Resident], short: list[DeviceId]) -> tuple[Resident, ...] | None:
-        """Who has to leave so that `claim` fits, which is `short` of these devices: taken in `order`, skipping who is
-        not in the way, until it does; less whoever is not needed after all, beginning with the last. None if they would
-        not do together."""
+        """Return the residents that have to leave so that `claim` fits, which does not fit on the devices in `short`.
+
+        They are taken in `order`, skipping those that are not in the way, until it fits. Then those that are not needed
+        are let off, the last first. None if all together are not enough.
+        """
+        # All devices are looked at together. One device after the other would evict two workers where a third one that
+        # is on both devices is enough.
         if len(short) == 1:
             return self._enough_on(short[0], claim[short[0]], order)
         lacking = {id: self._figures[id] for id in short}
@@ -153,7 +158,7 @@ class View:
         return tuple(reversed(needed))
 
     def _enough_on(self, id: DeviceId, size: int, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
-        """`enough` where one device alone is short, as is nearly always the case."""
+        """The same where only one device is short. This is nearly always the case, and this way is much faster."""
         driver, ledger, limit = (figure - size for figure in self._figures[id])
         taken: list[tuple[Resident, int, int]] = []
         for one in order:
@@ -176,7 +181,7 @@ class View:
         return tuple(needed)
 
     def is_like(self, other: "View", devices: Iterable[DeviceId]) -> bool:
-        """Whether both say the same of these devices, whoever leaves."""
+        """Return whether both views agree on these devices, and will after the same changes."""
         ours, theirs = self._figures, other._figures
         return all(ours[id] == theirs[id] for id in devices if id in ours)
 
@@ -200,22 +205,23 @@ def _with(figures: Figures, id: DeviceId, one: Resident) -> Figures:
 
 
 def is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
-    """Whether any of its memory is on one of the devices."""
+    """Return whether any of its memory is on one of the devices."""
     return any(id in one.reserved or id in one.measured for id in devices)
 
 
 class Stages:
-    """Views of one moment after another, the last with everything that is to come. Whoever leaves, leaves all.
+    """The views of successive moments; the last one contains all that is still to happen. `leave` applies to all.
 
-    Kept as three views only, however many there are (see `View.lower`): the last, the least of all, and the least of
-    those rows in which something is promised. As long as there is one only, it is the last and the least.
+    Only three views are kept, however many moments there are (see `View.lower`): the last, the minimum of all, and the
+    minimum of those rows in which something is promised. A list of views would make each check as slow as the queue is
+    long. While there is only one moment, it is both the last and the minimum.
     """
 
     def __init__(self, first: View):
         self.last = first
         self.least = first
         self.many = False
-        """Whether there is more than one."""
+        """There is more than one moment."""
         self._promises = first.copy()
         self._promises._figures, self._promises.room = {}, {}
 
@@ -232,7 +238,7 @@ class Stages:
         self._promises.stay(resident)
 
     def promise(self, claim: Bytes) -> None:
-        """On each of them."""
+        """Promise a claim at every moment."""
         self.last.promise(claim)
         if self.many:
             self.least.promise(claim)
@@ -242,7 +248,7 @@ class Stages:
                 self._promises.room[id] = self.least.room[id]
 
     def book(self, claim: Bytes, victims: Sequence[Resident]) -> None:
-        """From the last one on: if there are victims that leave later, that is one more."""
+        """Promise a claim from the last moment on. Victims that leave later begin a new moment."""
         if victims and not self.many:
             self.many, self.least = True, self.last.copy()
         for one in victims:
@@ -256,11 +262,11 @@ class Stages:
         self._promises.lower(self.last, claim)
 
     def need(self, resident: Resident) -> bool:
-        """Whether, if one that leaves stayed, there would be no room for something promised on its own devices."""
+        """Return whether a promise on the devices of a leaving resident would be broken if it stayed."""
         view = self._promises
         on = resident.reserved.keys() | resident.measured.keys()
         return any(id in view.room and min(_with(view._figures[id], id, resident)) < 0 for id in on & view._binds)
 
     def keep_their_promises(self) -> bool:
-        """Whether there is room, on each of them, for all that was promised there."""
+        """Return whether there is room at every moment for all that is promised then."""
         return not self._promises.is_overdrawn()

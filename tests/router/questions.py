@@ -18,9 +18,11 @@ class Fleet:
     devices: list[Device]
     now: float = NOW
     patience: float = PATIENCE
+    memory: bool = True
 
     def ask(self) -> Plan:
-        return plan(self.waiting, self.residents, self.devices, self.now, Policy(patience=self.patience))
+        policy = Policy(patience=self.patience, memory=self.memory)
+        return plan(self.waiting, self.residents, self.devices, self.now, policy)
 
     @property
     def line(self) -> list[Demand]:

@@ -249,3 +249,8 @@ def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() 
 
 def test_sizes_are_added_where_their_memory_is() -> None:
     assert pooled({GPU[0]: 30, CPU: 4, GPU[1]: 7}, {GPU[0]: CPU}) == {CPU: 34, GPU[1]: 7}
+
+
+def test_memory_that_was_measured_but_never_reserved_is_freed_too() -> None:
+    one = Resident(id=1, model="m", reserved={GPU[0]: 5}, measured={GPU[0]: 4, CPU: 3})
+    assert one.holds == ((GPU[0], 4, 5), (CPU, 3, 0))

@@ -673,3 +673,8 @@ def test_one_memory_is_not_given_out_twice_in_one_plan() -> None:
     asked = [demand(1, 70, on=[CPU]), demand(2, 70)]
     found = plan(asked, [], one_pool([]), NOW, Policy(patience=PATIENCE))
     assert (set(found.start), set(found.waits)) == ({1}, {2})
+
+
+def test_a_busy_worker_whose_minimum_residency_just_ended_is_in_the_way_as_it_is_busy() -> None:
+    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, busy=True, turn_ends=NOW)], ONE)
+    assert plan.waits[9].cause == "busy"

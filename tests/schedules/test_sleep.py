@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from router.errors import AlreadyRunning, LoadFailed, NotRunning
+from router.events import Event
 from router.faces.status import status, value_of
 from router.launchers import WorkerLost
 from router.limits import Limits
@@ -33,6 +34,10 @@ def gpu(
 
 def told(world: Schedule, *kinds: str) -> list[str]:
     return [entry for _, entry in world.launcher.timeline if entry.startswith(kinds)]
+
+
+def holdings(world: Schedule, state: str) -> list[Event]:
+    return [event for event in world.events.since(0) or () if event.kind == "holding" and event.data["state"] == state]
 
 
 async def settled(world: Schedule) -> None:
@@ -75,6 +80,8 @@ async def test_what_sleeps_is_charged_and_within_its_budget_the_least_recently_u
     [host] = [device for device in world.fleet.devices if device.id == CPU]
     assert sum(one.reserved.get(CPU, 0) for one in world.fleet._residents()) == host.used == 2 * FILES
     assert host.foreign == 0
+    asleep = [one for one in world.fleet._residents() if CPU in one.measured and one.luxury]
+    assert max(one.last_used for one in asleep) < -1e6, "they make way before any worker"
     await world.stop()
 
 
@@ -138,6 +145,7 @@ async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
         world.fleet.load("a")
     [holding] = world.fleet.unload("a")
     await holding.stopped.wait()
+    assert [event.data["reason"] for event in holdings(world, "released")] == ["requested"]
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
     with pytest.raises(NotRunning):
@@ -194,6 +202,7 @@ async def test_a_holding_that_is_lost_leaves_an_unloaded_model() -> None:
     await settled(world)
     world.launcher.held["a"].lose()
     await settled(world)
+    assert [event.data["reason"] for event in holdings(world, "released")] == ["failed"]
     assert value(world, "a") == "unloaded"
     assert world.launcher.used(CPU) == 0
     await world.ask("a")
