@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 PROCESSES = Path(__file__).resolve().parent / "processes"
 ADDING_UP = {
@@ -11,6 +12,9 @@ ADDING_UP = {
     "test_forecast.py", "test_grammar.py", "test_ollama_face.py", "test_paged_equality.py", "test_responses_face.py",
     "test_structured_output_sdk.py", "test_vision_equality.py", "test_vision_faces.py",
 }  # fmt: skip
+
+settings.register_profile("busy", deadline=None)  # the time that one example takes depends on the machine
+settings.load_profile("busy")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background commands so, and programs under test would inherit it

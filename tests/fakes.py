@@ -591,7 +591,7 @@ class FakeLauncher:
 
 FAKE_ARGV = (sys.executable, "-P", str(Path(__file__).with_name("fake_worker.py")))
 """For `LocalLauncher(python_argv=...)`."""
-DEADLINE = 30.0
+DEADLINE = 60.0
 """Seconds; far above what anything here takes on a busy machine."""
 
 

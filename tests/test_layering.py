@@ -108,7 +108,8 @@ WORKER = [
     "worker.samplers  worker.closing",
     "worker.fields  worker.deltas",
     "worker.generation",
-    "worker.images  worker.ranks",
+    "worker.images  worker.ranks  worker.transfer",
+    "worker.hub_cache",
     "worker.leash  worker.pagecache  worker.errors  worker.connection  worker.help  worker.demo  worker.live_bytes"
     "  worker.room",
     "worker  worker.engine",

@@ -110,17 +110,21 @@ def _tidy(root: Path, folder: Path) -> None:
 
 def _missing(coming: Mapping[Path, int], besides: Mapping[Path, int] | None = None) -> int:
     """Bytes that are not on the disk yet."""
-    return sum(size - _there(path, size) for path, size in coming.items() if path not in (besides or {}))
+    return sum(size - bytes_present(path, size) for path, size in coming.items() if path not in (besides or {}))
 
 
-def _there(path: Path, size: int) -> int:
-    """Of `size` bytes. A whole file of another size will be fetched anew."""
-    for each in (path, path.with_name(path.name + PARTIAL)):
-        with contextlib.suppress(OSError):
-            found = each.stat().st_size
-            if found == size or each != path:
-                return min(found, size)
-    return 0
+def bytes_present(path: Path, size: int) -> int:
+    """The bytes on the disk of a file that will have `size` bytes. A whole file of another size is fetched again."""
+    # The partial file first: when it is renamed between the two looks, the second one finds the whole file.
+    partial = _size(path.with_name(path.name + PARTIAL))
+    return size if _size(path) == size else min(partial, size)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _claims(folder: Path) -> dict[Path, int]:
@@ -138,4 +142,4 @@ def _claims(folder: Path) -> dict[Path, int]:
     return claims
 
 
-__all__ = ["PARTIAL", "claimed"]
+__all__ = ["PARTIAL", "bytes_present", "claimed"]

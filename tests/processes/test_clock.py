@@ -62,7 +62,7 @@ async def _events(client: httpx.AsyncClient, after: int | None) -> list[int]:
     headers = {} if after is None else {"Last-Event-ID": str(after)}
     numbers: list[int] = []
     last = (await client.get("/router/state")).json()["last_event"]
-    async with asyncio.timeout(20), client.stream("GET", "/router/events", headers=headers) as response:
+    async with asyncio.timeout(60), client.stream("GET", "/router/events", headers=headers) as response:
         async for line in response.aiter_lines():
             if line.startswith("id:"):
                 numbers.append(int(line.removeprefix("id:")))

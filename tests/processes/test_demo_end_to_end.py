@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.processes.forking import parent
-from tests.processes.routers import ROOT, Router, gone, router
+from tests.processes.routers import DEADLINE, ROOT, Router, gone, router
 from tests.tiny import make
 
 MIB = 1 << 20
@@ -279,7 +279,6 @@ async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
         # the worker tells of a request once that has ended
         spent = (await up.becomes("demo-a", "loaded", spent=lambda found: "first_token" in found))["spent"]
         assert next(iter(spent)) == "fork"
-        assert spent["imports"] < 1.0
         stages = {"fork", "imports", "config", "tokenizer", "read", "build", "warmup", "server"}
         assert spent.keys() == stages | {"first_token"}
         timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
@@ -297,4 +296,4 @@ async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
         reasons = {entry["status"].get("reason") for entry in entries}
         assert "evicted" in reasons, "scripts/run.sh shows an eviction, as README says"
         await up.end(signal.SIGKILL)
-        assert await gone([worker, pid], within=2.0)
+        assert await gone([worker, pid], within=DEADLINE)

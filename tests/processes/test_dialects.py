@@ -225,7 +225,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         [running] = (await client.ps()).models
         assert running.expires_at is not None
         left = running.expires_at - datetime.now(UTC)
-        assert 3500 < left.total_seconds() <= 3601
+        assert 3000 < left.total_seconds() <= 3601
         shown = await client.show("a")
         assert shown.details is not None
         assert shown.details.format == "safetensors"
@@ -243,17 +243,17 @@ async def test_how_long_a_shared_worker_stays_is_what_a_request_by_any_name_said
     async def answer(upstream: Upstream) -> None:
         raise AssertionError
 
-    async with world(tmp_path, answer, keys={"ttl": 60.0}, twin="b") as up, llama(up.socket) as client:
+    async with world(tmp_path, answer, keys={"ttl": 600.0}, twin="b") as up, llama(up.socket) as client:
         await up.fleet.load("a,b")
-        for keep_alive, wanted in ((None, 60.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
+        for keep_alive, wanted in ((None, 600.0), (3600.0, 3600.0), (None, 3600.0), (1800.0, 1800.0)):
             up.launcher.say("a,b", Request(id="r", keep_alive=keep_alive))
             running = (await client.ps()).models
             left = [each.expires_at - datetime.now(UTC) for each in running if each.expires_at is not None]
             assert [each.model for each in running] == ["a", "b"]
-            assert [wanted - 30 < each.total_seconds() <= wanted + 1 for each in left] == [True, True]
+            assert [wanted - 300 < each.total_seconds() <= wanted + 1 for each in left] == [True, True]
         up.launcher.say("a,b", Request(id="r", keep_alive=0.0))
         [worker] = up.fleet.workers()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await worker.stopped.wait()
         assert list((await client.ps()).models) == []
 
@@ -268,7 +268,7 @@ async def test_a_model_that_is_kept_for_no_time_leaves_after_its_reply(tmp_path:
     async with world(tmp_path, answer) as up, llama(up.socket) as client:
         await client.generate("a", keep_alive=0)
         [worker] = up.fleet.workers()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await worker.stopped.wait()
         assert up.launcher.journal[-1] == "stop a"
 

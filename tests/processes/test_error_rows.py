@@ -233,7 +233,7 @@ async def test_who_finds_the_queue_full_is_told_when_to_come_back(tmp_path: Path
     async with world(tmp_path, holding, limits=Limits(queue_size=1), load_seconds=30) as up, async_openai(up) as client:
         ask = client.chat.completions.create
         first = asyncio.ensure_future(ask(model="a", messages=HI))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not up.fleet.workers():  # noqa: ASYNC110
                 await asyncio.sleep(0)
         with pytest.raises(openai.RateLimitError) as caught:
@@ -283,7 +283,7 @@ async def test_a_body_that_does_not_come_is_408(tmp_path: Path) -> None:
 
 async def arrived(up: World) -> None:
     """Returns once the worker has a request."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not up.requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -368,7 +368,7 @@ async def test_who_leaves_a_stream_stops_the_worker_and_gives_the_lease_back(
         else:
             with pytest.raises(TIRED):
                 await anext(stream)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await gone.wait()
             await up.idle()
 
@@ -380,6 +380,6 @@ async def test_who_is_tired_of_waiting_for_a_load_leaves_the_queue(face: Dialect
     async with world(tmp_path, holding, load_seconds=30) as up:
         with pytest.raises(TIRED):
             await anext(opening(up))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await up.idle()
         assert up.requests == []

@@ -49,7 +49,7 @@ def by_path() -> dict[str, set[str]]:
 async def asking(folder: Path) -> AsyncIterator[tuple[World, httpx.AsyncClient]]:
     async with world(folder, respond) as up:
         transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             yield up, client
 
 
@@ -160,7 +160,7 @@ async def lines_of(client: httpx.AsyncClient, path: str, last: int | None, count
     """The first lines of a stream of events that are neither empty nor comments."""
     headers = {} if last is None else {"Last-Event-ID": str(last)}
     heard: list[str] = []
-    async with asyncio.timeout(30), client.stream("GET", path, headers=headers) as stream:
+    async with asyncio.timeout(60), client.stream("GET", path, headers=headers) as stream:
         async for line in stream.aiter_lines():
             if line and not line.startswith(":"):
                 heard.append(line)
@@ -192,7 +192,7 @@ async def test_nothing_that_is_between_a_client_and_the_router_reaches_a_worker(
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(request({}, headers=SECRETS + more))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             assert await reader.readexactly(len(BODY)) == BODY
         writer.close()

@@ -12,7 +12,7 @@ import pytest
 
 from router.launchers.guard import Guard
 
-WITHIN = 2.0
+WITHIN = 60.0
 
 
 @pytest.fixture

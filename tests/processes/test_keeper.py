@@ -139,4 +139,4 @@ def test_a_keeper_ends_with_its_router(file: str) -> None:
     )
     env = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-P", "-c", code, file], env=env, capture_output=True, check=False)
-    await_end(int(done.stdout), timeout=2.0)
+    await_end(int(done.stdout))

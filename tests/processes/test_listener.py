@@ -36,7 +36,7 @@ ODD = b"Sec-Fetch-Site: none\r\n"
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     """Status, headers (without what differs each time) and body of the next answer on a connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         lines = head.split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:] if line)}
@@ -239,7 +239,7 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
     async def ask(up: World, number: int) -> None:
         reader, writer = await up.connect()
         writer.write(request({"stream": True}))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await reader.readuntil(EVENT)
             if number % 2:
                 writer.transport.abort()
@@ -277,7 +277,7 @@ async def test_a_slow_reader_gets_everything_and_a_reader_of_nothing_is_cut(tmp_
         writer.write(request({"stream": True}))
         await reader.readuntil(b"\r\n\r\n")
         body, size = b"", 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while size:
                 size = int(await reader.readline(), 16)
                 body += (await reader.readexactly(size + 2))[:-2]

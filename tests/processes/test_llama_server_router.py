@@ -45,7 +45,7 @@ async def states(up: Router) -> dict[str, str]:
 
 
 async def all_answered(*asked: "asyncio.Task[httpx.Response]") -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert [(await each).status_code for each in asked] == [200] * len(asked)
 
 

@@ -45,7 +45,7 @@ from worker.protocol.exits import Exit
 SECRETS = {"HF_TOKEN": "hf_planted", "ROUTER_API_KEY": "sk-planted", "AWS_SECRET_ACCESS_KEY": "aws-planted"}
 PLACE: Bytes = {CPU: 64 * MIB}
 PROMPT = {"messages": [{"role": "user", "content": "one two three four"}]}
-WITHIN = 1.0
+WITHIN = 60.0
 """Seconds after a kill of the router within which its workers are gone."""
 
 
@@ -652,7 +652,7 @@ async def test_a_router_that_dies_as_its_worker_is_born_leaves_nothing(
     router = await spawn("serve", {"journal": journal.path}, birth=True)
     assert await router.process.wait() == -signal.SIGKILL
     with pytest.raises(TimeoutError):
-        await journal.line("started", within=WITHIN)
+        await journal.line("started", within=1.0)  # a busy machine only misses a failure
 
 
 @pytest.fixture(autouse=True)

@@ -159,7 +159,7 @@ async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_betwe
         for dies in (False, True):
             reader, writer = await up.connect()
             writer.write(request({"stream": True, "fake": dies}))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await reader.readuntil(b"\r\n\r\n")
                 for expected in (EVENTS[0], EVENTS[1], EVENTS[2] + EVENTS[3], b": ping\n\n", EVENTS[4]):
                     assert await reader.readexactly(len(chunk(expected))) == chunk(expected)

@@ -28,7 +28,7 @@ from worker.protocol.exits import Exit
 
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("nursery_program.py")))
 ROOT = str(Path(__file__).resolve().parents[2])
-WITHIN = 1.0
+WITHIN = 60.0
 """Seconds after a kill within which everybody who must die is dead."""
 
 

@@ -17,7 +17,7 @@ from tests.fake_nvml import Card, Driver
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds within which a probe must answer."""
 
 A = Card(uuid="GPU-aaaa1111", total=80 * GIB, used=2 * GIB, reserved=GIB, name="NVIDIA Fake A")

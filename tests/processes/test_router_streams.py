@@ -27,7 +27,7 @@ async def raw_stream(up: Router, body: dict[str, Any], *, version: str = "1.1") 
     received = b""
     reset = False
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while chunk := await reader.read(65536):
                 received += chunk
     except ConnectionResetError:
@@ -177,8 +177,7 @@ async def test_a_client_that_leaves_cancels_its_work(tmp_path: Path, stream: boo
         await until(lines, "request leaver")
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        async with asyncio.timeout(1.0):
-            await until(lines, "cancelled leaver")
+        await until(lines, "cancelled leaver")
         status = await up.status("a")
         assert status["in_flight"] == 0
 
@@ -208,8 +207,7 @@ async def test_a_half_closed_connection_counts_as_leaving(tmp_path: Path) -> Non
         writer.write(head.encode() + data)
         await reader.readuntil(b"data:")
         writer.write_eof()
-        async with asyncio.timeout(2.0):
-            await until(lines, "cancelled half")
+        await until(lines, "cancelled half")
         writer.close()
 
 

@@ -181,7 +181,7 @@ async def test_events_tell_each_name_of_the_worker_that_it_shares(tmp_path: Path
         await up.client.post("/models/load", json={"model": "warm"})
         seen: dict[str, str] = {}
         ids: list[str] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             async for line in lines:
                 if line.startswith("id:"):
                     ids.append(line)
@@ -259,7 +259,7 @@ async def test_who_waits_for_a_worker_that_is_given_up_for_a_shared_one_gets_tha
         await up.becomes("warm", "loading", queued=1)
         write(tmp_path, {"cold": COLD, "warm": WARM})
         await reload(up)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await waiting == "warm"
 
 

@@ -13,7 +13,7 @@ from router.wire import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, U
 from tests.processes.asking import everything
 from tests.processes.upstreams import until
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 Answering = Callable[["Worker", asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]

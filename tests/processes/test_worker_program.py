@@ -296,7 +296,7 @@ def test_a_router_killed_during_a_load_leaves_nothing(snapshot: Path, moment: st
         if moment == "while loading":
             assert router.event(Progress).stage == "start"
         router.signal(signal.SIGKILL)
-        await_end(pid, timeout=1.0)
+        await_end(pid)
 
 
 @pytest.mark.slow

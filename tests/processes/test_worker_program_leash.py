@@ -51,13 +51,13 @@ def spawned_by_another(code: str) -> Iterator[tuple[Child, int]]:
 def test_a_worker_dies_with_its_spawner() -> None:
     with spawned_by_another(WAIT) as (spawner, pid):
         spawner.signal(signal.SIGKILL)
-        await_end(pid, timeout=1.0)
+        await_end(pid)
 
 
 def test_a_worker_dies_with_its_spawner_even_while_c_code_holds_the_interpreter() -> None:
     with spawned_by_another(WAIT_IN_C) as (spawner, pid):
         spawner.signal(signal.SIGKILL)
-        await_end(pid, timeout=1.0)
+        await_end(pid)
 
 
 def test_the_end_of_stdin_ends_a_worker_as_orphaned() -> None:

@@ -35,7 +35,7 @@ from tests.schedules.worlds import FakeFiles
 from worker.protocol.argv import Serve
 
 PATH = "/v1/chat/completions"
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 class Upstream:

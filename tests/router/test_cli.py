@@ -291,7 +291,7 @@ def test_an_interrupted_start_says_so_and_nothing_else(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert writer is not None
     os.close(writer)  # a signal just before the read would be looked at only after it
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err.strip()) == (130, b"", b"router: interrupted")
 
 

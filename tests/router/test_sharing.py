@@ -8,6 +8,7 @@ from router.catalogue import LocalDisk
 from router.presets import KEYS, Preset, Scope
 from router.sections import load
 from router.sharing import member, members, names_in, profile, share
+from worker.protocol.argv import Profile
 
 SAMPLES = {
     "revision": "v1", "tokenizer": "/", "load-format": "dummy", "trust-remote-code": "on", "task": "embed",

@@ -40,7 +40,7 @@ from worker.protocol.argv import AdapterSource
 
 SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
 CACHED, PREFILL, DECODE = 2, 0.5, 0.25
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 ENCODING = Encoding(dimensions=4, prompts={"query": "? ", "document": "", "title": "# "}, skips_prompt=True)

@@ -1,6 +1,7 @@
 """What of a repository is fetched, and how a file is known to be whole; the conversation itself is in
 tests/processes/test_worker_program_download.py."""
 
+import io
 import json
 import shutil
 import tempfile
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.download import READ_BYTES, RemoteFile, RepoCache, _Content, download, safetensors_fault, wanted
+from worker.download import download, wanted
 from worker.errors import StartError
+from worker.hub_cache import RemoteFile, RepoCache, safetensors_fault
 from worker.protocol.argv import Download
 from worker.protocol.exits import Exit
+from worker.transfer import READ_BYTES, Content
 
 HASH = "0" * 40
 NEEDED = {
@@ -148,22 +151,22 @@ def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() 
 def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
     large, small = RemoteFile("a", 1000 << 20, "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
-    with RepoCache(tmp_path, "o/a").room([large], "o/a"):
+    with RepoCache(tmp_path, "o/a").room([large]):
         with pytest.raises(StartError, match=r"o/b needs 128 MiB more .* 1024 MiB are free, of which .* 1000") as full:
-            RepoCache(tmp_path, "o/b").room([small], "o/b").__enter__()
+            RepoCache(tmp_path, "o/b").room([small]).__enter__()
         assert full.value.exit == Exit.DISK_FULL
-    with RepoCache(tmp_path, "o/b").room([small], "o/b"):
+    with RepoCache(tmp_path, "o/b").room([small]):
         pass
 
 
-def test_what_is_there_of_a_file_is_told_while_it_is_read_again(tmp_path: Path) -> None:
-    """Of a file of many gigabytes that takes minutes, and a router takes a minute of silence for a stall."""
+def test_reading_a_partial_file_again_is_reported_piece_by_piece(tmp_path: Path) -> None:
+    """Reading many gigabytes takes minutes, and the router takes a minute of silence for a stall."""
     (tmp_path / "part").write_bytes(bytes(3 * READ_BYTES + 5))
-    told: list[int] = []
-    with (tmp_path / "part").open("r+b") as file:
-        content = _Content(RemoteFile("x", 4 * READ_BYTES, "0" * 64), file.fileno(), told.append)
-    assert told == [READ_BYTES] * 3 + [5]
-    assert content.size == sum(told)
+    read: list[int] = []
+    with io.FileIO(tmp_path / "part", "ab+") as file:
+        content = Content(RemoteFile("x", 4 * READ_BYTES, "0" * 64), file, read.append)
+    assert read == [READ_BYTES] * 3 + [5]
+    assert content.size == sum(read)
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/abs", "a/../b", "", "-x", "a b"])

@@ -17,7 +17,7 @@ from tests.worker.fake_engine import SCRIPT, FakeEngine
 from tests.worker.serving import TOKEN, Serving, chat, chunks, serving
 
 CHAT = "/v1/chat/completions"
-DEADLINE = 20.0
+DEADLINE = 60.0
 LONG = chat("long", max_tokens=8000, logprobs=True, top_logprobs=2)
 """Its answer is more than a socket holds."""
 

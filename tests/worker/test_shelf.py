@@ -51,7 +51,7 @@ async def test_a_model_from_the_shelf_says_what_any_other_says(folder: Path) -> 
     async with serving(load(asked)) as engine:
         usual = (await say(engine, PROMPT, max_tokens=24)).tokens
     del engine
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while mapped(folder)[0]:  # the thread that ended it is not done with it at once
             gc.collect()
             await asyncio.sleep(0)

@@ -19,7 +19,7 @@ from worker.errors import Draining, RequestError
 from worker.generation import Generation, Sampling
 from worker.protocol.events import Pulse, decode, encode
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 VOCAB = 16
 
 
