@@ -74,11 +74,15 @@ _QUANTIZATION = Choice(
     refused={"squeezellm": "transformers cannot load it; take a checkpoint quantised with gptq or awq"},
 )
 _ATTENTION = Choice(
-    ("auto", "eager", "sdpa", "flash"),
+    ("auto", "eager", "sdpa"),
     {
         **dict.fromkeys(("off", "0", "false", "disabled"), "eager"),
         **dict.fromkeys(("on", "1", "true", "enabled", "-1"), "auto"),
     },
+    dict.fromkeys(
+        ("flash", "flash_attention_2", "flash_attention_3"),
+        "leave attention at auto, which uses PyTorch's FlashAttention kernel where the device has one",
+    ),
 )
 _ENABLE_LORA = Choice(
     ("auto", "on", "off"),

@@ -73,11 +73,13 @@ WORKER = [
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
     "  worker.faces.fastchat  worker.faces.tokens  worker.faces.cohere",
     "worker.faces.*  worker.engine.engine",
-    "worker.native  worker.engine.conversion  worker.engine.shelf",
-    "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders"
-    "  worker.engine.generators",
+    "worker.native  worker.engine.start",
+    "worker.engine.conversion  worker.engine.shelf  worker.engine.generators  worker.engine.requests",
+    "worker.faces  worker.replies  worker.engine.generating  worker.engine.embedding  worker.engine.encoders",
     "worker.engine.lockstep",
-    "worker.engine.backends",
+    "worker.engine.backends  worker.engine.launcher",
+    "worker.engine.active",
+    "worker.engine.stream",
     "worker.engine.trial",
     "worker.engine.aligned",
     "worker.engine.vision",
@@ -85,15 +87,20 @@ WORKER = [
     "worker.engine.kept",
     "worker.engine.warmup",
     "worker.engine.graphs  worker.engine.flight",
-    "worker.engine.runner  worker.engine.loader  worker.engine.peers  worker.engine.grammar  worker.engine.sampler"
+    "worker.engine.loader",
+    "worker.engine.placement  worker.engine.model_class",
+    "worker.engine.runner  worker.engine.peers  worker.engine.grammar  worker.engine.sampler"
     "  worker.engine.steploop  worker.engine.pooling",
     "worker.engine.slices",
     "worker.engine.split",
     "worker.engine.bounds",
     "worker.engine.vocabulary",
-    "worker.engine.adapters  worker.engine.compact  worker.engine.flash",
-    "worker.engine.attention  worker.engine.linears  worker.engine.staging  worker.engine.lora_files"
-    "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot  worker.engine.aside",
+    "worker.engine.adapters  worker.engine.compact",
+    "worker.engine.attention",
+    "worker.engine.decode_plan",
+    "worker.engine.kv_pool  worker.engine.dense_attention  worker.engine.linears  worker.engine.staging"
+    "  worker.engine.lora_files"
+    "  worker.engine.pace  worker.engine.packing  worker.engine.snapshot",
     "worker.engine.scheduler  worker.engine.kernels  worker.engine.search",
     "worker.engine.kv_cache",
     "worker.engine.sequence  worker.engine.architectures  worker.engine.weights  worker.engine.memory"

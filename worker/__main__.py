@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
@@ -103,7 +104,7 @@ def _fork_ranks(words: list[str]) -> "Ranks | None":
         return None
     from worker.ranks import Ranks
 
-    return Ranks.fork(count, partial(_follow, words))
+    return Ranks.fork(count, partial(_follow, words), leash.follow)
 
 
 def _follow(words: list[str], link: "Link") -> int:
@@ -188,6 +189,9 @@ def _dispatch(words: list[str], tied: leash.Leash, ranks: "Ranks | None") -> Non
         return
     assert not isinstance(command, Nursery), "it never takes this leash"
     _prepare(command.threads)
+    if isinstance(command, Estimate):
+        # A worker that serves has the server imported. Import it before the estimate measures the process.
+        import_module("worker.server")
     if isinstance(command, Estimate) and command.tensor_parallel > 1:
         from worker import divided
 

@@ -14,9 +14,6 @@ from worker.fields import MAX_LEVELS, Fields, is_deep
 from worker.generation import Grammar
 from worker.protocol.dialects.generation_fields import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 
-WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
-"""Between the parts of JSON, and as much at a time: a model that loops must not fill its context with blanks."""
-
 
 def read(fields: Fields) -> Grammar | None:
     """The grammar that `fields` state, in OpenAI's way (`response_format`), llama-server's (`json_schema`, `grammar`),

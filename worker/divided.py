@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker import estimate
-from worker.engine import architectures, bounds, grammar, loader, lockstep, memory, slices, staging
+from worker.engine import architectures, bounds, grammar, loader, lockstep, memory, model_class, slices, staging
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
 from worker.live_bytes import peak_bytes
@@ -78,7 +78,7 @@ def divided_estimate(options: Estimate) -> Estimated:
 def trace(options: ModelOptions, config: Any, dtype: torch.dtype, ranks: int) -> tuple[int, int, int, int]:
     """Of one rank, in bytes: weights, cache, what is alive at once in the largest step beside them, and what loading
     needs in main memory for a moment. Raises StartError for what cannot be served so."""
-    cls = loader.model_class(options, config, embeds=False)
+    cls = model_class.model_class(options, config, embeds=False)
     ctx_size = bounds.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         # of the processor's kind, for the reason in `worker.estimate.trace`

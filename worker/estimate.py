@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker import images, packed, server
+from worker import images, packed
 from worker.engine import (
     architectures,
     attention,
@@ -39,7 +39,9 @@ from worker.engine import (
     linears,
     loader,
     memory,
+    model_class,
     packing,
+    placement,
     sampler,
     split,
     staging,
@@ -84,8 +86,6 @@ fit. A guess until measured on a card."""
 KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_SERVED_WITH = (server,)
-"""Imported because a worker that serves has it imported: it is part of what `runtime` measures."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
     device, stored = _device(options), stored_tensors(options)
     scores = loader.is_cross_encoder(options, config)
     embeds = not scores and loader.is_embedder(options, config)
-    cls = loader.model_class(options, config, embeds)
+    cls = model_class.model_class(options, config, embeds)
     dtype = dtype_of(options, config, stored, device)
     converts = any(each != dtype for each, _ in stored if each.is_floating_point)
     seeing = None if embeds or scores else _seeing(options, config)
@@ -265,10 +265,10 @@ def trace_split(options: ModelOptions, config: Any) -> tuple[list[Shard], int]:
     stored = stored_tensors(options)
     # of the processor's kind, for the reason in `trace`; there is no second processor, and need be none
     devices = [torch.device("cpu", index) if index else CPU for index in range(len(options.devices))]
-    parts = loader.split_of(options, config, devices)
+    parts = placement.split_of(options, config, devices)
     assert parts is not None, "several devices"
     dtype = dtype_of(options, config, stored, torch.device(options.devices[0]))
-    cls = loader.model_class(options, config, embeds=False)
+    cls = model_class.model_class(options, config, embeds=False)
     ctx_size = bounds.context_size(options, architectures.positions(config))
     with FakeTensorMode():
         model = build(cls, config, dtype, embeds=False)
@@ -334,7 +334,7 @@ def _device(options: ModelOptions) -> torch.device:
 def dtype_of(
     options: ModelOptions, config: Any, stored: list[tuple[torch.dtype, int]], device: torch.device
 ) -> torch.dtype:
-    return loader.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
+    return placement.resolve_dtype(options.dtype, getattr(config, "dtype", None) or _first_floating(stored), device)
 
 
 def repeated_bytes(config: Any, ctx_size: int, dtype: torch.dtype) -> int:
@@ -357,7 +357,7 @@ def _one_shard(
 
 def build(cls: Any, config: Any, dtype: torch.dtype, *, embeds: bool) -> Any:
     """The model as the loader makes it, its parameters never filled. Under a FakeTensorMode it takes no memory."""
-    extra = {"add_pooling_layer": False} if embeds and loader.has_pooler(cls) else {}
+    extra = {"add_pooling_layer": False} if embeds and model_class.has_pooler(cls) else {}
     with no_init_weights():
         model = cls._from_config(config, dtype=dtype, **extra)
     model.tie_weights()
@@ -375,7 +375,7 @@ def make_runner(
 ) -> tuple[PackedRunner | AlignedRunner, Capacity]:
     """The backend of the engine, with its cache."""
     attention.register()
-    implementation = backends.implementation(options.attention, config, options.devices)
+    implementation = backends.implementation(options.attention, config)
     if implementation is not None:
         model.set_attn_implementation(implementation)
     if getattr(config, "is_encoder_decoder", False) and model.get_encoder().config._attn_implementation == "sdpa":

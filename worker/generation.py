@@ -13,6 +13,9 @@ from worker.protocol.argv import AdapterSource
 
 Finish = Literal["stop", "length"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
+JSON_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
+"""The whitespace that a grammar allows between the parts of JSON. Bounded: a model that loops would otherwise fill its
+context with blanks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

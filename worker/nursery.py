@@ -161,7 +161,7 @@ class Nursery:
                 self._shelf.leave(trial.command)
                 return
             with suppress(Exception):  # it went well a moment ago; if the files have changed since, its workers say so
-                self._shelf.make(trial.command)
+                _make(self._shelf, trial.command)
             self._survey()
             self._tied.say(Warm())
         elif self._wanted:
@@ -256,11 +256,22 @@ class Trial:
         return (said or f"its trial ended with exit code {code}") if code else ""
 
 
+def _make(shelf: "Shelf", command: Serve) -> None:
+    """Build the model's parts, and compile its chat template once for this process and its children."""
+    from worker.chat import Template  # late: it imports jinja2
+    from worker.errors import StartError
+
+    shelf.make(command)
+    if (made := shelf.find(command)) is not None:
+        with suppress(StartError):  # a worker reports a damaged template itself
+            Template(made.tokenizer, text="", variables="")
+
+
 def _try(command: Serve, shelf: "Shelf", parent: int, tell: int) -> NoReturn:
     """In the child: make it, and look at what that has done to this process."""
     try:
         leash.bind(parent)
-        shelf.make(command)
+        _make(shelf, command)
         why = unfit()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the nursery must not do it
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

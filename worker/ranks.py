@@ -18,10 +18,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
-from worker import leash
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.exits import Exit
 
@@ -96,8 +96,10 @@ class Ranks:
         self._is_ending = False
 
     @classmethod
-    def fork(cls, count: int, follow: Callable[[Link], int]) -> "Ranks":
-        """Followers 1 to `count - 1`, each of which runs `follow` and ends with the exit code that it returns.
+    def fork(cls, count: int, follow: Callable[[Link], int], bind: Callable[[int], None]) -> "Ranks":
+        """Fork followers 1 to `count - 1`. Each runs `follow` and exits with the code that it returns.
+
+        `bind` ties the new process to its leader, whose process id it gets (`worker.leash.follow`).
 
         Must be called by the only thread of the process, or where no other one holds a lock. Raises OSError.
         """
@@ -113,7 +115,8 @@ class Ranks:
             if pid == 0:
                 for each in (*connections, ours):
                     each.close()
-                _become(parent, follow, Link(rank, count, store, theirs, board))
+                link = Link(rank, count, store, theirs, board)
+                _become(partial(bind, parent), partial(follow, link))
             theirs.close()
             connections.append(ours)
             pids.append(pid)
@@ -206,7 +209,7 @@ class Ranks:
             return self._codes[pid]
 
 
-def _become(parent: int, follow: Callable[[Link], int], link: Link) -> NoReturn:
+def _become(bind: Callable[[], None], follow: Callable[[], int]) -> NoReturn:
     """In the child: nothing of the leader's own business is left, and nothing that it held is ever destroyed here: a
     group of processes, say, waits at its end for threads that only the leader has."""
     gc.freeze()
@@ -214,8 +217,8 @@ def _become(parent: int, follow: Callable[[Link], int], link: Link) -> NoReturn:
     try:
         if (memory := sys.modules.get("worker.engine.memory")) is not None:
             memory.inheritance.take()  # what it shares with a nursery, it can only tell while it may look at itself
-        leash.follow(parent)
-        code = follow(link)
+        bind()
+        code = follow()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

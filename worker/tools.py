@@ -11,11 +11,10 @@ from typing import Any
 import orjson
 
 from worker.closing import closed
-from worker.constraints import WHITESPACE
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.families import Family, Written
 from worker.fields import Fields, Json
-from worker.generation import Grammar
+from worker.generation import JSON_WHITESPACE, Grammar
 
 _JSON_BEGINS = '{["-0123456789tfn \t\r\n'
 
@@ -99,7 +98,7 @@ def grammar(
     ]
     if otherwise is None:
         return Grammar("lark", "\n".join(["start: calls", *rules]), "tools")
-    compiler = {"lenient": otherwise.lenient, "whitespace_pattern": WHITESPACE}
+    compiler = {"lenient": otherwise.lenient, "whitespace_pattern": JSON_WHITESPACE}
     answer = _json({**orjson.loads(otherwise.text), "x-guidance": compiler})
     return Grammar("lark", "\n".join(["start: calls | answer", f"answer: %json {answer}", *rules]), otherwise.field)
 
@@ -166,7 +165,7 @@ def _parameters(function: Mapping[str, Any]) -> Json:
         stated = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(stated, dict):
         raise InvalidValue("a tool's parameters must be a JSON schema, an object", param="tools")
-    compiler = {"lenient": function.get("strict") is not True, "whitespace_pattern": WHITESPACE}
+    compiler = {"lenient": function.get("strict") is not True, "whitespace_pattern": JSON_WHITESPACE}
     return {"type": "object", **closed(stated), "x-guidance": compiler}
 
 

@@ -1,11 +1,10 @@
-"""What running ahead, and FlashAttention, are worth on a device: tokens per second, as JSON, for `scripts/gpu_check`.
+"""The gain of launching steps ahead on a device: tokens per second, as JSON, for `scripts/gpu_check`.
 
 python -m tests.gpu.running_ahead --device cuda:0 --hidden 2048 --layers 16 --requests 16 --tokens 256
 """
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -15,7 +14,6 @@ from typing import Any
 
 from tests import tiny
 from tests.worker.loaded import generation, load, serving, tell
-from worker.engine import flash
 from worker.generation import Sampling
 
 
@@ -61,9 +59,6 @@ def main() -> None:
             "step by step, no graphs": asyncio.run(measure(folder, asked, ahead=False, enforce_eager=True)),
             "ahead, no graphs": asyncio.run(measure(folder, asked, ahead=True, enforce_eager=True)),
         }
-        if asked.device != "cpu" and importlib.util.find_spec(flash.MODULE) is not None:
-            found["ahead, torch's attention"] = asyncio.run(measure(folder, asked, ahead=True, attention="sdpa"))
-            found["ahead, flash"] = asyncio.run(measure(folder, asked, ahead=True, attention="flash"))
     print(json.dumps(found))
 
 

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import importlib.util
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import transformers
 from tests import tiny
 from tests.worker.loaded import load, options, say, serving
 from tests.worker.stepped import Drive
-from worker.engine import attention, backends, flash, loader, memory
+from worker.engine import attention, backends, loader, memory
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Batch, Segment
@@ -177,38 +176,3 @@ async def test_ahead_or_not_a_seed_gives_one_text(family: str, tmp_path: Path) -
             assert engine._generating is not None
             assert (engine._generating.steps_ahead > 0) == ahead
     assert told[0] == told[1]
-
-
-def test_flash_attention_says_what_torch_says(tmp_path: Path) -> None:
-    """Prompts in two parts beside those who decode, then steps of decoding alone, in bfloat16."""
-    if importlib.util.find_spec(flash.MODULE) is None:
-        pytest.skip(f"{flash.MODULE} is not installed")
-    folder = tiny.make("llama", tmp_path, hidden_size=256, intermediate_size=512, dtype="bfloat16")
-    asked = options(folder, devices=(DEVICE,), parallel=3)
-    attention.register()
-    config = loader.load_config(asked)
-    loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
-    found = []
-    for name in ("sdpa", "flash"):
-        runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
-        assert isinstance(runner, PackedRunner)
-        runner.flash = flash.choose(name, runner.pool, config.num_attention_heads, loaded.device)
-        assert (runner.flash is not None) == (name == "flash")
-        rows = []
-        for id, length in enumerate((70, 3, 33)):
-            tokens = [5 + (7 * at + id) % 400 for at in range(length + 4)]
-            sequence = TokenSequence(id=id, prompt_tokens=length, tokens=tokens, limit=9, ends=frozenset())
-            rows.append((sequence, capacity.admit(sequence)[0]))
-        logits = []
-        for cuts in ((40, 2, 33), (70, 3, 34), (71, 4, 35)):
-            batch = []
-            for (sequence, row), end in zip(rows, cuts, strict=True):
-                count = end - sequence.computed
-                batch.append(Segment(sequence, row, sequence.computed, count, capacity.table(row)))
-                sequence.computed, sequence.tokens = end, sequence.tokens[: max(end, sequence.prompt_tokens)]
-            logits.append(runner.run(tuple(sorted(batch, key=lambda each: each.length))))
-            for sequence, _ in rows:
-                sequence.tokens.append(9)
-        found.append(logits)
-    for plain, flashed in zip(*found, strict=True):
-        assert float((plain - flashed).norm() / plain.norm()) < 0.05

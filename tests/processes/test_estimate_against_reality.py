@@ -130,14 +130,14 @@ def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[st
     import torch
 
     from worker import estimate as exact
-    from worker.engine import architectures, loader
+    from worker.engine import architectures, loader, placement
 
     folder, preset = snapshots[family], Preset(id="m", ctx_size=100, parallel=3)
     facts = checkpoint.read(folder)
     options = Estimate(snapshot=str(folder))
     config = loader.load_config(options)
     assert embeds(facts, preset) == loader.is_embedder(options, config)
-    stored = loader.resolve_dtype("auto", config.dtype, torch.device("cpu"))
+    stored = placement.resolve_dtype("auto", config.dtype, torch.device("cpu"))
     assert f"torch.{compute_dtype(facts, preset, on_host=True)}" == str(stored)
     if not embeds(facts, preset):
         assert facts.max_positions == architectures.positions(config)

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engine import architectures, attention, backends, loader
+from worker.engine import architectures, attention, loader
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.engine import TransformersEngine
+from worker.engine.generating import Backend
+from worker.engine.generators import Loaded
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
+from worker.engine.start import Prepared
 from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
 from worker.protocol.argv import Serve
 
@@ -31,35 +34,20 @@ def load(folder: Path, *, ahead: bool | None = None, **changes: Any) -> Transfor
 
 
 def load_with(
-    folder: Path,
-    wrap: Callable[[PackedRunner], Runner],
-    *,
-    ahead: bool = False,
-    pace: Pace | None = None,
-    **changes: Any,
+    folder: Path, wrap: Callable[[Runner], Runner], *, ahead: bool = False, **changes: Any
 ) -> TransformersEngine:
     """An engine whose runner is what `wrap` makes of the real one."""
     asked = options(folder, **changes)
     attention.register()
     config = loader.load_config(asked)
-    implementation = backends.implementation(asked.attention, config)
-    loaded = loader.load_model(asked, config, implementation, _ignore)
+    loaded = loader.load_model(asked, config, attention.SDPA, _ignore)
     ctx_size = asked.ctx_size or architectures.positions(config)
     blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device, kept_as=asked.kv_cache_dtype)
     runner = wrap(PackedRunner(loaded.model, pool, blocks, loaded.device))
     tokenizer = loader.load_tokenizer(asked)
-    return TransformersEngine(
-        asked,
-        tokenizer,
-        config=config,
-        ctx_size=ctx_size,
-        pulse=_ignore,
-        runner=runner,
-        capacity=blocks,
-        pace=pace,
-        ahead=ahead,
-    )
+    backend = Backend(runner=runner, capacity=blocks, pace=Pace(), ahead=ahead)
+    return TransformersEngine(asked, Prepared(config, tokenizer), Loaded(ctx_size, backend), _ignore)
 
 
 @asynccontextmanager

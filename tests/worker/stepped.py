@@ -6,11 +6,12 @@ from typing import Any
 
 from tests.worker.loaded import generation
 from worker.detokenize import Answer
-from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.generating import Backend, Generating
 from worker.engine.kv_cache import Capacity
 from worker.engine.pace import Pace
 from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.steploop import Outbox
+from worker.engine.stream import Choice, Stream
 from worker.generation import Delta
 
 PROMPT = (9, 41, 70, 77, 80)
@@ -19,18 +20,17 @@ PROMPT = (9, 41, 70, 77, 80)
 class Steady(Pace):
     """Sixteen tokens of prompts in a step, however busy the machine is."""
 
-    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0, *, beside: bool = False) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         return min(chunk, 16)
 
 
 class Drive:
     """Generations stepped by hand."""
 
-    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True, pace: Pace | None = None):
-        pace = pace or Steady()
-        self.work = Generating(
-            runner, Outbox(), lambda token: b"x", capacity=capacity, chunk=64, pace=pace, ahead=ahead
-        )
+    def __init__(self, runner: Any, capacity: Capacity, *, ahead: bool = True, grammars: Any = None):
+        backend = Backend(runner=runner, capacity=capacity, pace=Steady(), ahead=ahead)
+        self._outbox = Outbox()
+        self.work = Generating(backend, self._outbox, lambda token: b"x", chunk=64, grammars=grammars)
         self.streams: dict[int, Stream] = {}
 
     def ask(self, id: int, prompt: Sequence[int] = PROMPT, *, most: int = 8, **changes: Any) -> Stream:
@@ -51,7 +51,7 @@ class Drive:
 
     async def told(self, id: int) -> list[Any]:
         """All that the reader of `id` was told: tokens, and how it ended."""
-        self.work._outbox.flush()
+        self._outbox.flush()
         await asyncio.sleep(0)
         said: list[Any] = []
         queue = self.streams[id].items

@@ -39,7 +39,7 @@ from worker.engine import attention, loader, search
 from worker.engine.backends import implementation, make_pool, make_runner
 from worker.engine.engine import TransformersEngine
 from worker.engine.flight import Part, launch
-from worker.engine.generating import Choice, Generating
+from worker.engine.generating import Generating
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import BLOCK_TOKENS, Blocks, Capacity, Rows
 from worker.engine.pace import Pace
@@ -49,6 +49,7 @@ from worker.engine.sampler import Masks, Pick, draw, uniform
 from worker.engine.scheduler import Batch, Scheduler, Segment
 from worker.engine.sequence import Repeats
 from worker.engine.sequence import Sequence as TokenSequence
+from worker.engine.stream import Choice
 from worker.errors import SequenceFailed
 from worker.generation import Generation, Grammar, Sampling
 
@@ -166,7 +167,7 @@ async def test_ahead_in_a_cache_too_small_for_all_everybody_is_told_the_same(
 ) -> None:
     """Some are put back again and again, for want of room and on demand, with a step ahead of them in the air."""
     # all come in before the first have ended, however busy the machine is
-    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting, beside=False: chunk)
+    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)
     model = reference(llama)
     asked = [*prompts(), *((each * 3)[:50] for each in prompts())]
     engine = load(llama, ahead=True, ctx_size=CTX, parallel=6, prefill_chunk=16, kv_tokens=CTX, prefix_caching=False)
@@ -459,8 +460,7 @@ async def test_a_step_ahead_whose_tokens_cannot_be_chosen_is_computed_in_its_tur
     told = []
     for failing in (0, 3):
         journal, grammars = Journal(runner[0]), Masking(failing)
-        drive = Drive(journal, runner[1])
-        drive.work._grammars = grammars  # type: ignore[assignment]
+        drive = Drive(journal, runner[1], grammars=grammars)
         stream = drive.ask(0, most=6)
         matcher: Any = Anything()
         stream.choices[0].matcher = matcher

@@ -252,28 +252,10 @@ class AnyTraffic(RuleBasedStateMachine):
                 if segment.sequence.id in self.live:
                     self.advance(segment.sequence, segment.end)
 
-    @precondition(lambda self: self.scheduler.aside is None and self.scheduler.oldest_prompt is not None)
-    @rule(length=st.integers(1, 40))
-    def set_aside(self, length: int) -> None:
-        each = self.scheduler.oldest_prompt
-        assert each is not None
-        self.aside = self.scheduler.set_aside(each, min(length, each.pending))
-
-    @precondition(lambda self: self.scheduler.aside is not None)
-    @rule()
-    def come_back(self) -> None:
-        """All that steps have let happen meanwhile has left its places alone."""
-        segment, self.scheduler.aside = self.aside, None
-        assert segment.start == segment.sequence.computed
-        self.compute((segment,))
-        self.advance(segment.sequence, segment.end)
-
     def check(self, batch: Batch, budget: int) -> None:
-        aside = self.scheduler.aside
-        assert aside not in [segment.sequence for segment in batch]
         prompts = [segment for segment in batch if not segment.is_decode]
         assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
-        assert bool(batch or aside) == bool(self.live), "whoever has work gets on"
+        assert bool(batch) == bool(self.live), "whoever has work gets on"
         assert len({segment.row for segment in batch}) == len(batch)
         written: set[int] = set()
         for segment in batch:
@@ -343,8 +325,6 @@ class AnyTraffic(RuleBasedStateMachine):
         for _ in range(20_000):
             if not self.live:
                 break
-            if self.scheduler.aside is not None:
-                self.come_back()
             self.step(60)
         assert not self.live, "somebody never comes to an end"
         assert self.blocks.free == self.blocks.count, "blocks are held by nobody"

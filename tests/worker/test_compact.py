@@ -11,7 +11,7 @@ from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, reference
 from worker import demo
-from worker.engine import attention, flash, loader
+from worker.engine import attention, dense_attention, kv_pool, loader
 from worker.engine.aligned import AlignedRunner
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.cache_types import CacheType
@@ -21,7 +21,6 @@ from worker.engine.kv_cache import BLOCK_TOKENS, Table
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Segment
 from worker.engine.sequence import Sequence
-from worker.errors import StartError
 from worker.live_bytes import live_bytes
 from worker.protocol.argv import Serve
 
@@ -84,7 +83,7 @@ def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_
     assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= kv_types.UNPACKED_BYTES[True] == UNPACKED_BYTES["cpu"]
     packed = attention.Packed(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
     query = torch.randn(14, 4, 64, generator=torch.Generator().manual_seed(2))
-    for kernel in (attention._sdpa, attention._eager):
+    for kernel in (dense_attention.sdpa, dense_attention.eager):
         told = attention._decode(kernel, packed, 1, query, 0, None)
         for each, (blocks, end) in enumerate(decodes):
             slots = [place for slot, count in blocks.slots(0, end) for place in range(slot, slot + count)]
@@ -160,17 +159,10 @@ def test_nothing_that_was_unpacked_outlives_its_step(tmp_path: Path) -> None:
     assert live.now - logits[0].nbytes < unpacked
 
 
-def test_flash_attention_reads_no_records() -> None:
-    pool, _ = filled("int8", heads=2, dim=32, rows=1, blocks=2)
-    assert flash.choose("auto", pool, 4, CPU) is None
-    with pytest.raises(StartError, match="kv-cache-dtype = int8 keeps another; leave attention at auto"):
-        flash.choose("flash", pool, 4, CPU)
-
-
 def test_the_model_s_own_type_is_the_plain_pool(tmp_path: Path) -> None:
     asked = Serve(snapshot=str(tiny.make("llama", tmp_path)), listen="", ctx_size=32, parallel=1)
     config = loader.load_config(asked)
     blocks = make_blocks(asked, 32, caches=True)
     for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "auto")):
-        assert type(make_pool(config, blocks, dtype, CPU, kept_as=name)) is attention.Pool
+        assert type(make_pool(config, blocks, dtype, CPU, kept_as=name)) is kv_pool.Pool
     assert type(make_pool(config, blocks, torch.float32, CPU, kept_as="f16")) is CompactPool

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.worker.loaded import generated, load, options, say, serving
-from worker.engine import architectures, attention, loader, weights
+from worker.engine import architectures, kv_pool, loader, weights
 from worker.engine.kv_cache import BLOCK_TOKENS, pool_blocks
 from worker.engine.loader import load_config, load_model
 from worker.errors import StartError
@@ -227,7 +227,7 @@ def test_positions_are_those_that_a_sequence_can_use() -> None:
 def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
     config = transformers.Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     shape = architectures.CacheShape.of(config)
-    pool = attention.Pool(
+    pool = kv_pool.Pool(
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -318,7 +318,7 @@ def test_the_pool_is_resident_from_the_beginning() -> None:
         assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), told) == 0
         return sum(each & 1 for each in told) * mmap.PAGESIZE
 
-    pool = attention.Pool(
+    pool = kv_pool.Pool(
         layers=2,
         kv_heads=4,
         head_dim=64,
@@ -546,6 +546,10 @@ def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path)
     assert "not quantised" in str(refused(folder, quantization="awq"))
     _quantised(folder)
     assert "gptq" in str(refused(folder, quantization="none"))
+
+
+def test_an_attention_that_does_not_exist_is_refused_with_the_ones_that_do(folder: Path) -> None:
+    assert "none of auto, sdpa, eager; set attention = auto" in str(refused(folder, attention="flash"))
 
 
 def test_an_odd_offset_is_read_correctly(tmp_path: Path) -> None:

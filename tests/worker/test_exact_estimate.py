@@ -21,7 +21,18 @@ from router.presets import Preset
 from router.weights import weight_bytes
 from tests import tiny
 from worker import divided, estimate, packed
-from worker.engine import architectures, bounds, encoders, graphs, layout, linears, loader, sampler, staging
+from worker.engine import (
+    architectures,
+    bounds,
+    encoders,
+    graphs,
+    layout,
+    linears,
+    loader,
+    model_class,
+    sampler,
+    staging,
+)
 from worker.engine.graphs import shapes
 from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.errors import StartError
@@ -192,7 +203,7 @@ def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers
     for method, bits in (("bnb-8bit", 8), ("bnb-4bit", 4)):
         chosen = options(snapshot, quantization=method)
         config = loader.load_config(chosen)
-        cls = loader.model_class(chosen, config, loader.is_embedder(chosen, config))
+        cls = model_class.model_class(chosen, config, loader.is_embedder(chosen, config))
         with FakeTensorMode():
             model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
             saved = packed.saved_by_bitsandbytes(model, torch.float32, bits=bits)
@@ -254,7 +265,7 @@ def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: s
     peaks = []
     for is_short in (False, True):
         with FakeTensorMode():
-            model = estimate.build(loader.model_class(chosen, config, False), config, torch.float32, embeds=False)
+            model = estimate.build(model_class.model_class(chosen, config, False), config, torch.float32, embeds=False)
             runner, capacity = estimate.make_runner(model, config, chosen, 128)
             if is_short:
                 estimate.shorten(model)

@@ -16,10 +16,10 @@ import transformers
 from tests import tiny
 from tests.worker.loaded import generated, load_with, options, say, serving
 from worker.engine import attention, loader
-from worker.engine.attention import Pool
 from worker.engine.backends import make_pool
 from worker.engine.graphs import FixedRunner, ladder, lengths, shapes
 from worker.engine.kv_cache import BLOCK_TOKENS, Blocks
+from worker.engine.kv_pool import Pool
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import Batch, Segment
@@ -84,9 +84,7 @@ async def test_a_step_of_fixed_shape_says_what_the_dynamic_one_says(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of many lengths join and end; their lengths grow over the first rung."""
-    monkeypatch.setattr(
-        Pace, "budget", lambda self, decoding, chunk, *waiting, beside=False: chunk
-    )  # however busy the machine is
+    monkeypatch.setattr(Pace, "budget", lambda self, decoding, chunk, *waiting: chunk)  # however busy the machine is
     made: list[Both] = []
 
     def wrap(runner: Runner) -> Any:

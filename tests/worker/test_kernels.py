@@ -9,7 +9,7 @@ import torch
 from router.compute import SPREAD_SCORE_BYTES, SPREAD_SCORES, WIDENED_BYTES
 from tests import tiny
 from tests.worker.loaded import load, say
-from worker.engine import attention, kernels, kv_cache
+from worker.engine import attention, decode_plan, dense_attention, kernels, kv_cache, kv_pool
 from worker.engine.kv_cache import BLOCK_TOKENS
 from worker.live_bytes import peak_bytes
 
@@ -33,9 +33,7 @@ def formula(
 def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, window: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, stride, kv_heads, dim = 40, 3 * BLOCK_TOKENS, 2, 8
-    pool = attention.Pool(
-        layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=dtype, device=CPU
-    )
+    pool = kv_pool.Pool(layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=dtype, device=CPU)
     pool.keys[0].normal_()
     pool.values[0].fill_(float("nan"))
     ends = {0: 48, 2: 1, 3: 17, 5: 30, 6: 47}  # three rows are nobody's
@@ -51,8 +49,8 @@ def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, win
     packed = attention.Packed(pool, torch.zeros(len(ends), dtype=torch.int64), tuple(decodes), ())
     query = torch.randn(len(ends), kv_heads * group, dim).to(dtype)
     plan = packed.plan(window, kv_heads * group, dtype, can_merge=True)
-    assert [isinstance(call, attention._Padded) and call.places is not None for call in plan.calls] == [True]
-    told = attention._decode(attention._sdpa, packed, 0, query, window, None)
+    assert [isinstance(call, decode_plan.Padded) and call.places is not None for call in plan.calls] == [True]
+    told = attention._decode(dense_attention.sdpa, packed, 0, query, window, None)
     for place, (row, end) in enumerate(ends.items()):
         keys, values = (each[0][row * stride : (row + 1) * stride] for each in (pool.keys, pool.values))
         low = max(0, end - window) if window else 0
@@ -64,7 +62,7 @@ def test_rows_that_decode_together_get_what_each_would_get_alone(group: int, win
 def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() -> None:
     torch.manual_seed(0)
     rows, kv_heads, dim = 34, 2, 8
-    pool = attention.Pool(
+    pool = kv_pool.Pool(
         layers=1, kv_heads=kv_heads, head_dim=dim, rows=rows, blocks=3 * rows, dtype=torch.float32, device=CPU
     )
     pool.keys[0].normal_()
@@ -78,9 +76,9 @@ def test_rows_that_share_a_beginning_are_merged_with_what_each_has_of_its_own() 
     packed = attention.Packed(pool, torch.zeros(rows - 1, dtype=torch.int64), tuple(decodes), ())
     plan = packed.plan(0, kv_heads, torch.float32, can_merge=True)
     assert plan.merges
-    assert any(isinstance(call, attention._Padded) and call.places is not None for call in plan.calls)
+    assert any(isinstance(call, decode_plan.Padded) and call.places is not None for call in plan.calls)
     query = torch.randn(rows - 1, kv_heads, dim)
-    told = attention._decode(attention._sdpa, packed, 0, query, 0, None)
+    told = attention._decode(dense_attention.sdpa, packed, 0, query, 0, None)
     for place, (table, end) in enumerate(decodes):
         slots = [slot for first, count in table.slots(0, end) for slot in range(first, first + count)]
         answer, _ = formula(query[place], pool.keys[0][slots], pool.values[0][slots], 0, end)
@@ -100,8 +98,8 @@ def test_two_heads_at_once_answer_as_each_alone() -> None:
     assert two[0].shape == (rows, heads // 2, 2, 2 * dim)
     told: list[torch.Tensor] = []
     for answer in (
-        attention._sdpa(query, keys, values, mask, causal=False, scaling=None),
-        attention._flash(told, query, keys, values, mask, causal=False, scaling=None),
+        dense_attention.sdpa(query, keys, values, mask, causal=False, scaling=None),
+        dense_attention.flash(told, query, keys, values, mask, causal=False, scaling=None),
     ):
         for row in range(rows):
             end = 11 if row == 1 else tokens

@@ -18,7 +18,7 @@ from tests.worker.loaded import options
 from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
 from tests.worker.stepped import Drive
 from worker import estimate
-from worker.engine import attention, backends, loader, sampler
+from worker.engine import attention, backends, loader, model_class, sampler
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
 from worker.engine.kv_cache import Capacity
@@ -55,7 +55,7 @@ def made(
     config = loader.load_config(asked)
     attention.register()
     with accelerator() as watch:
-        model = estimate.build(loader.model_class(asked, config, False), config, dtype, embeds=False)
+        model = estimate.build(model_class.model_class(asked, config, False), config, dtype, embeds=False)
         if (implementation := backends.implementation("auto", config)) is not None:
             model.set_attn_implementation(implementation)
         runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)

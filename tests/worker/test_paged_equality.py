@@ -19,7 +19,7 @@ from tests.worker.loaded import (
     serving,
     tell,
 )
-from worker.engine import attention, kv_cache
+from worker.engine import attention, dense_attention, kv_cache, kv_pool
 from worker.engine.backends import make_blocks
 from worker.errors import StartError
 from worker.generation import Sampling
@@ -180,7 +180,7 @@ def runs(table: kv_cache.Table, blocks: list[int]) -> kv_cache.Table:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    pool = attention.Pool(layers=1, kv_heads=2, head_dim=8, rows=3, blocks=12, dtype=dtype, device=torch.device("cpu"))
+    pool = kv_pool.Pool(layers=1, kv_heads=2, head_dim=8, rows=3, blocks=12, dtype=dtype, device=torch.device("cpu"))
     pool.keys[0].normal_()
     pool.values[0].normal_()
     tables = [
@@ -195,8 +195,8 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
     for window in (0, 20, 5):
         plan = packed.plan(window, 4, dtype, can_merge=True)
         assert plan.merges == (window == 0)
-        told = attention._decode(attention._sdpa, packed, 0, query, window, None)
-        exact = attention._decode(attention._eager, packed, 0, query, window, None)
+        told = attention._decode(dense_attention.sdpa, packed, 0, query, window, None)
+        exact = attention._decode(dense_attention.eager, packed, 0, query, window, None)
         torch.testing.assert_close(told, exact, atol=tolerance, rtol=1e-2)
         for each, (table, end) in enumerate(decodes):
             slots = [place for slot, count in table.slots(0, end) for place in range(slot, slot + count)]
@@ -208,7 +208,7 @@ def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> Non
 
 
 def test_blocks_are_copied_as_they_were_and_erased_whole() -> None:
-    pool = attention.Pool(
+    pool = kv_pool.Pool(
         layers=2, kv_heads=2, head_dim=8, rows=2, blocks=4, dtype=torch.float32, device=torch.device("cpu")
     )
     pool.keys[1][:B] = float("nan")

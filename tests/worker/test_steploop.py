@@ -9,12 +9,13 @@ import torch
 
 from worker.detokenize import Answer
 from worker.engine import memory
-from worker.engine.generating import Choice, Generating, Stream
+from worker.engine.generating import Backend, Generating
 from worker.engine.kv_cache import Rows
 from worker.engine.pace import Pace
 from worker.engine.scheduler import Batch
 from worker.engine.sequence import Sequence
 from worker.engine.steploop import Outbox, Rate, Report, StepLoop
+from worker.engine.stream import Choice, Stream
 from worker.errors import Draining, RequestError
 from worker.generation import Generation, Sampling
 from worker.protocol.events import Pulse, decode, encode
@@ -43,12 +44,13 @@ class Flat:
 class Unhurried(Pace):
     """Never less than the whole chunk."""
 
-    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0, *, beside: bool = False) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         return chunk
 
 
 def generating() -> Generating:
-    return Generating(Flat(), Outbox(), lambda token: b"x", capacity=Rows(2, 50), chunk=8, pace=Unhurried())
+    backend = Backend(runner=Flat(), capacity=Rows(2, 50), pace=Unhurried())
+    return Generating(backend, Outbox(), lambda token: b"x", chunk=8)
 
 
 def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:

@@ -21,7 +21,7 @@ from router import divided as in_router
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
-from worker import divided, estimate
+from worker import divided, estimate, leash
 from worker.__main__ import _follow
 from worker.engine import architectures, loader, slices
 from worker.engine.engine import TransformersEngine
@@ -48,7 +48,7 @@ PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))
 def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, Ranks]]:
     """An engine that leads, and its followers; at the end of the block there are none any more."""
     asked = options(folder, **{**COMMON, **changes})
-    ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)))
+    ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), leash.follow)
     try:
         silent: Any = lambda _: None  # noqa: E731
         yield TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks), ranks
@@ -153,7 +153,7 @@ def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
     gc.disable()
     try:
         Bound()
-        ranks = Ranks.fork(2, follow)
+        ranks = Ranks.fork(2, follow, leash.follow)
         try:
             ranks.until_ready(lambda _: None)
         finally:
@@ -169,7 +169,7 @@ def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Pat
         return Exit.DEVICE_MEMORY
 
     asked = options(tiny.make("llama", tmp_path), **COMMON)
-    ranks = Ranks.fork(2, follow)
+    ranks = Ranks.fork(2, follow, leash.follow)
     silent: Any = lambda _: None  # noqa: E731
     with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\): no memory for the weights on cuda:1") as failed:
         TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks)
@@ -224,7 +224,6 @@ def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
         ("t5", {}, {}, "it has an encoder and a decoder; remove tensor-parallel$"),
         ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantised; remove tensor-parallel$"),
         ("llama", {"max_loras": 2}, {}, r"requests may name adapters \(max-loras\); remove tensor-parallel$"),
-        ("llama", {"attention": "flash"}, {}, "attention = flash has not been tried so"),
         ("llama-embed", {}, {}, "embeds or scores texts.*remove tensor-parallel"),
         ("llama", {}, {}, "the ranks were not started with this process"),
     ],

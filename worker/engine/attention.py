@@ -16,136 +16,23 @@ A model whose attention needs more than that (soft-capping, sinks, position bias
 with an error, never computed without it.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker.engine import kernels
-from worker.engine.claims import claim
-from worker.engine.kv_cache import BLOCK_TOKENS, Table, home_stride
+from worker.engine.decode_plan import DecodePlanner, Padded, Plan, Shared, additive
+from worker.engine.dense_attention import eager, flash, sdpa
+from worker.engine.kv_cache import Table
+from worker.engine.kv_pool import Pool
 from worker.engine.memory import upload
 
 SDPA, EAGER = "packed_sdpa", "packed_eager"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
-_CALL_BYTES = {"cpu": 180 << 10, "cuda": 32 << 20}
-"""Sequences that decode are computed together, padded to the longest, while the keys and values read in vain take no
-longer than a call for each would: bytes that are read while a call begins. Measured on 2 cores, with head sizes of 64
-and 128 and contexts of 70 to 500 tokens: 15 microseconds at 12 GB/s; of CUDA a guess."""
-_MASK_ALIGNMENT = 16
-"""Elements: of masks whose rows begin elsewhere CUDA's kernels have a padded copy made, in every layer."""
-_SPREAD_BYTES = 1 << 20
-"""The same where `kernels.spread` computes them, which hardly reads in vain."""
-
-Span = tuple[int, int]
-"""First slot, and how many: tokens that lie one behind another."""
-
-
-class Pool:
-    """Keys and values of every layer, allocated at once: nothing of it grows later.
-
-    `keys[layer]` and `values[layer]` are `[slots, kv_heads, head_dim]`; block `b` is the slots from
-    `b * BLOCK_TOKENS` on.
-    """
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        rows: int,
-        blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        """`rows`: sequences that may run at once; their homes divide the pool (`kv_cache.Blocks`)."""
-        self.rows, self.blocks = rows, blocks
-        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
-        """Of what is read."""
-        self.kept_as = ""
-        """The type that it is kept in, if that is another (`compact`)."""
-        self.slots = blocks * BLOCK_TOKENS
-        self.stride = home_stride(rows, blocks) * BLOCK_TOKENS
-        """Slots from one home to the next."""
-        self._store = claim(layers, 2, self.slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.keys = [layer[0] for layer in self._store]
-        self.values = [layer[1] for layer in self._store]
-
-    @property
-    def bytes(self) -> int:
-        return self._store.nbytes
-
-    def bytes_on(self, device: torch.device) -> int:
-        return self._store.nbytes if self._store.device == device else 0
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token in one layer, as they are read."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """`keys`, `values` `[tokens, kv_heads, head_dim]` into `slots` `[tokens]`."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
-
-    def read(self, layer: int, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[1, kv_heads, tokens, head_dim]`: a view of one span, a copy of several."""
-        keys, values = self.keys[layer], self.values[layer]
-        if len(spans) == 1:
-            ((slot, tokens),) = spans
-            keys, values = keys[slot : slot + tokens], values[slot : slot + tokens]
-        else:
-            keys = torch.cat([keys[slot : slot + tokens] for slot, tokens in spans])
-            values = torch.cat([values[slot : slot + tokens] for slot, tokens in spans])
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-
-    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
-        """Keys and values, views `[rows, kv_heads, tokens, head_dim]`: row `r` begins at slot `slot + r * stride`."""
-        _, heads, dim = self.keys[layer].shape
-        wide = heads * dim
-        shape, strides = (rows, heads, tokens, dim), (stride * wide, dim, wide, 1)
-        both = (self.keys[layer], self.values[layer])
-        return [each.as_strided(shape, strides, each.storage_offset() + slot * wide) for each in both]
-
-    def rows_at_once(self, rows: int, tokens: int) -> int:
-        """Of so many `rows` of `tokens` each, how many should be read in one go."""
-        return rows
-
-    def gather(self, layer: int, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies `[rows, kv_heads, tokens, head_dim]`: the `blocks` of every row, one behind another."""
-        keys, values = (self._gather(store[layer], blocks, rows) for store in (self.keys, self.values))
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
-        """`[rows, tokens, kv_heads, head_dim]`."""
-        _, kv_heads, head_dim = store.shape
-        found = store.view(self.blocks, BLOCK_TOKENS * kv_heads * head_dim).index_select(0, blocks)
-        return found.view(rows, -1, kv_heads, head_dim)
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The first block of each pair into the second, in every layer; all are read before any is written."""
-        blocks = self._by_block()
-        source, target = (upload([pair[side] for pair in pairs], torch.int64, self._store.device) for side in (0, 1))
-        blocks.index_copy_(2, target, blocks.index_select(2, source))
-
-    def lay_out(self, batch: Sequence["Piece"]) -> "Packed":
-        """The layout of a step."""
-        return Packed.of(batch, self, self._store.device)
-
-    def erase(self, blocks: Sequence[int]) -> None:
-        """Zeros in every layer."""
-        self._by_block().index_fill_(2, upload(blocks, torch.int64, self._store.device), 0.0)
-
-    def _by_block(self) -> torch.Tensor:
-        """`[layers, 2, blocks, BLOCK_TOKENS, kv_heads, head_dim]`."""
-        layers, _, _, heads, dim = self._store.shape
-        return self._store.view(layers, 2, self.blocks, BLOCK_TOKENS, heads, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,51 +43,6 @@ class _Part:
     count: int
     start: int
     table: Table
-
-
-@dataclass(frozen=True, slots=True)
-class _Padded:
-    """Decodes that attend in one call, as rows of a view; some rows may be nobody's."""
-
-    who: torch.Tensor | None
-    """`[decodes of the call]`; None: all, in order."""
-    row: torch.Tensor | None
-    """`[decodes of the call]`: the row of each; None: all rows, in order."""
-    slot: int
-    stride: int
-    rows: int
-    tokens: int
-    mask: torch.Tensor | None
-    """`[rows, 1, 1, tokens]`, added to the scores: who may look where; None if everybody may everywhere."""
-    places: kernels.Places | None
-    """Where the values lie; None where torch's kernel is as fast."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Decodes that all see the same tokens, and all of them."""
-
-    who: torch.Tensor | None
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the decodes of a step attend in a layer."""
-
-    calls: tuple[_Padded | _Shared, ...]
-    merges: bool
-    """Some decode is in several calls, whose answers are parts of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What one decode sees of the run that its newest token lies in: slots from `slot + hidden` to `slot + tokens`."""
-
-    who: int
-    slot: int
-    hidden: int
-    tokens: int
 
 
 class Piece(Protocol):
@@ -248,13 +90,11 @@ class Packed:
     """All other tokens, computed one sequence after another."""
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     """Of parts, by (part, window): built for the first layer that needs it, shared by the others."""
-    plans: dict[tuple[int, int, bool], _Plan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
     """Of decodes, by window, query heads and whether the kernel can merge; likewise."""
-    pause: Callable[[], None] | None = None
-    """Called before each layer's attention: other steps may be computed meanwhile."""
 
     @classmethod
-    def of(cls, batch: Sequence["Piece"], pool: Pool, device: torch.device) -> "Packed":
+    def of(cls, batch: Sequence["Piece"], pool: Pool) -> "Packed":
         """Layout of `batch`, whose segments have tables; those of one token should come first."""
         slots: list[int] = []
         for segment in batch:
@@ -269,7 +109,7 @@ class Packed:
             first += segment.length
         return cls(
             pool=pool,
-            slots=upload(slots, torch.int64, device),
+            slots=upload(slots, torch.int64, pool.device),
             decodes=tuple((_table(segment), segment.end) for segment in batch[:count]),
             parts=tuple(parts),
         )
@@ -285,8 +125,6 @@ class Packed:
         scaling: float | None,
     ) -> torch.Tensor:
         """See `Layout`."""
-        if self.pause is not None:
-            self.pause()
         pool = self.pool
         pool.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         tokens = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
@@ -312,93 +150,13 @@ class Packed:
         answer: torch.Tensor = kernel(query, keys, values, mask, causal=mask is None, scaling=scaling)
         return answer
 
-    def plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
+    def plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> Plan:
         """How the decodes attend in a layer with this window (0: none) and so many heads; `dtype` of masks."""
         key = window, heads, can_merge
         if key not in self.plans:
-            self.plans[key] = self._plan(window, heads, dtype, can_merge=can_merge)
+            planner = DecodePlanner(self.pool, self.decodes, self.slots.device)
+            self.plans[key] = planner.plan(window, heads, dtype, can_merge=can_merge)
         return self.plans[key]
-
-    def _plan(self, window: int, heads: int, dtype: torch.dtype, *, can_merge: bool) -> _Plan:
-        views: list[_View] = []
-        before: dict[Span, list[int]] = {}
-        gathered: list[tuple[int, tuple[Span, ...]]] = []
-        for who, (table, end) in enumerate(self.decodes):
-            low = max(0, end - window) if window else 0
-            run = next(run for run in reversed(table.runs) if run.first * BLOCK_TOKENS < end)
-            first = run.first * BLOCK_TOKENS
-            if low >= first:
-                views.append(_View(who, run.block * BLOCK_TOKENS, low - first, end - first))
-            elif can_merge and not low:
-                for span in table.slots(0, first):
-                    before.setdefault(span, []).append(who)
-                views.append(_View(who, run.block * BLOCK_TOKENS, 0, end - first))
-            else:
-                gathered.append((who, tuple(table.slots(low, end))))
-        together, alone = self._together(views, heads)
-        calls: list[_Padded | _Shared] = [self._padded(together, heads, dtype)] if together else []
-        calls += [
-            _Shared(self._who([view.who]), ((view.slot + view.hidden, view.tokens - view.hidden),)) for view in alone
-        ]
-        calls += [_Shared(self._who(who), (span,)) for span, who in before.items()]
-        calls += [_Shared(self._who([who]), spans) for who, spans in gathered]
-        return _Plan(tuple(calls), merges=bool(before))
-
-    def _together(self, views: list[_View], heads: int) -> tuple[list[_View], list[_View]]:
-        """Those that are computed as rows of one view, and the rest: all whose runs begin at homes, unless padding
-        costs too much."""
-        at_home = [view for view in views if view.slot % self.pool.stride == 0]
-        if len(at_home) < 2 or len({view.slot for view in at_home}) < len(at_home):
-            return [], views
-        low, stride, rows, tokens = _rows(at_home)
-        fits = low + (rows - 1) * stride + tokens <= self.pool.slots
-        vain = rows * tokens - sum(view.tokens - view.hidden for view in at_home)
-        call = _CALL_BYTES.get(self.slots.device.type, 0)
-        if self._can_spread(rows, heads, tokens):
-            call = _SPREAD_BYTES
-        is_cheap = vain * self.pool.token_bytes <= len(at_home) * call
-        if not fits or not is_cheap:
-            return [], views
-        return at_home, [view for view in views if view.slot % self.pool.stride]
-
-    def _can_spread(self, rows: int, heads: int, tokens: int) -> bool:
-        return tokens <= kernels.longest(rows, heads, self.pool.keys[0])  # of bytes: none
-
-    def _padded(self, views: list[_View], heads: int, dtype: torch.dtype) -> _Padded:
-        low, stride, rows, tokens = _rows(views)
-        row = [(view.slot - low) // stride for view in views]
-        begins, ends = [0] * rows, [0] * rows
-        for view, place in zip(views, row, strict=True):
-            begins[place], ends[place] = view.hidden, view.tokens
-        return _Padded(
-            who=self._who([view.who for view in views]),
-            row=None if row == list(range(rows)) else self._upload(row),
-            slot=low,
-            stride=stride,
-            rows=rows,
-            tokens=tokens,
-            mask=self._padded_mask(begins, ends, tokens, dtype),
-            places=self._places(low, stride, begins, ends, tokens) if self._can_spread(rows, heads, tokens) else None,
-        )
-
-    def _places(self, low: int, stride: int, begins: list[int], ends: list[int], tokens: int) -> kernels.Places:
-        position = torch.arange(tokens).clamp(self._upload(begins)[:, None], self._upload(ends)[:, None] - 1)
-        return kernels.Places(low, stride, position.clamp_(min=0).int())
-
-    def _padded_mask(self, begins: list[int], ends: list[int], tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
-        if not any(begins) and min(ends) == tokens:
-            return None
-        position = torch.arange(tokens, device=self.slots.device)
-        hidden = position >= self._upload(ends)[:, None]
-        if any(begins):
-            hidden |= position < self._upload(begins)[:, None]
-        return _additive(hidden[:, None, None], dtype)
-
-    def _who(self, who: list[int]) -> torch.Tensor | None:
-        return None if who == list(range(len(self.decodes))) else self._upload(who)
-
-    def _upload(self, values: list[int]) -> torch.Tensor:
-        return upload(values, torch.int64, self.slots.device)
 
     def part_mask(self, part: _Part, window: int, dtype: torch.dtype) -> tuple[int, torch.Tensor | None]:
         """First position that any token of `part` sees, and `[1, 1, tokens, positions]` from there on, added to the
@@ -414,28 +172,13 @@ class Packed:
             hidden = position > query
             if window:
                 hidden |= position <= query - window
-            self.masks[key] = _additive(hidden[None, None], dtype)
+            self.masks[key] = additive(hidden[None, None], dtype)
         return first, self.masks[key]
 
 
 def _table(segment: Piece) -> Table:
     assert segment.table is not None, "this cache has blocks"
     return segment.table
-
-
-def _rows(views: list[_View]) -> tuple[int, int, int, int]:
-    """The lowest slot, the widest stride that meets all runs, and how many rows of how many tokens those are."""
-    low, high = min(view.slot for view in views), max(view.slot for view in views)
-    stride = math.gcd(*(view.slot - low for view in views))
-    return low, stride, (high - low) // stride + 1, max(view.tokens for view in views)
-
-
-def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Minus infinity where `hidden` `[rows, 1 or heads, queries, positions]` is set, else 0."""
-    *outer, positions = hidden.shape
-    width = -(-positions // _MASK_ALIGNMENT) * _MASK_ALIGNMENT if hidden.is_cuda else positions
-    mask = torch.zeros(*outer, width, dtype=dtype, device=hidden.device)[..., :positions]
-    return mask.masked_fill_(hidden, float("-inf"))
 
 
 def register() -> None:
@@ -445,11 +188,11 @@ def register() -> None:
 
 
 def _attend_sdpa(module: Any, query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    return _attend(_sdpa, module, query, *args, **options), None
+    return _attend(sdpa, module, query, *args, **options), None
 
 
 def _attend_eager(module: Any, query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    return _attend(_eager, module, query, *args, **options), None
+    return _attend(eager, module, query, *args, **options), None
 
 
 def _attend(
@@ -466,6 +209,7 @@ def _attend(
     **options: Any,
 ) -> torch.Tensor:
     """One layer's attention: `query` `[1, heads, tokens, head_dim]` to `[1, tokens, heads, head_dim]`."""
+    # Computed without what a model needs, its text would be plausible and wrong: refuse instead of ignoring options.
     needs = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if needs or attention_mask is not None:
         raise NotImplementedError(f"attention with {', '.join(needs) or 'a mask of its own'} is not supported")
@@ -477,7 +221,7 @@ def _decode(
     kernel: Any, packed: Packed, layer: int, tokens: torch.Tensor, window: int, scaling: float | None
 ) -> torch.Tensor:
     """`tokens` `[decodes, heads, head_dim]`, each the newest of its sequence, against all that it sees."""
-    can_merge = kernel is _sdpa and tokens.device.type == "cpu"
+    can_merge = kernel is sdpa and tokens.device.type == "cpu"
     plan = packed.plan(window, tokens.shape[1], tokens.dtype, can_merge=can_merge)
     if plan.merges:
         return _merged(packed, plan, layer, tokens, scaling)
@@ -489,16 +233,17 @@ def _decode(
     return out
 
 
-def _merged(packed: Packed, plan: _Plan, layer: int, tokens: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _merged(packed: Packed, plan: Plan, layer: int, tokens: torch.Tensor, scaling: float | None) -> torch.Tensor:
     """As `_decode`, where some decode sees several runs: its answers to them, weighted by what each run's scores sum
     up to."""
     count, heads, _ = tokens.shape
     answers, sums = [], []
+    # Weights are exponentials of sums: without the highest subtracted they would overflow.
     highest = tokens.new_full((count, heads), float("-inf"), dtype=torch.float32)
     for call in plan.calls:
         who = slice(None) if call.who is None else call.who
         told: list[torch.Tensor] = []
-        answers.append(_call(partial(_flash, told), packed.pool, layer, tokens[who], call, scaling, told))
+        answers.append(_call(partial(flash, told), packed.pool, layer, tokens[who], call, scaling, told))
         sums.append(_unfolded(told[0][..., None], call, heads)[..., 0])
         highest[who] = torch.maximum(highest[who], sums[-1])
     total = torch.zeros_like(highest)
@@ -516,7 +261,7 @@ def _call(
     pool: Pool,
     layer: int,
     tokens: torch.Tensor,
-    call: _Padded | _Shared,
+    call: Padded | Shared,
     scaling: float | None,
     told: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -526,21 +271,23 @@ def _call(
     """
     _, heads, head_dim = tokens.shape
     kv_heads = pool.kv_heads
-    if isinstance(call, _Shared):
+    if isinstance(call, Shared):
         keys, values = pool.read(layer, call.spans)
         # [1, kv_heads, decodes * group, head_dim]
         query = tokens.reshape(-1, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
         query = query.reshape(1, kv_heads, -1, head_dim)
         return _unfolded(kernel(query, keys, values, None, causal=False, scaling=scaling), call, heads)
     query = tokens
+    # Rows of the view that belong to no decode of this call get zeros as query; their answers are dropped.
     if call.row is not None:
         query = tokens.new_zeros(call.rows, heads, head_dim)
         query[call.row] = tokens
     query = query.reshape(call.rows, kv_heads, heads // kv_heads, head_dim)
-    if call.places is not None and kernel is not _eager:
+    if call.places is not None and kernel is not eager:
         lying = pool.keys[layer], pool.values[layer]
         answer = kernels.spread(query, *lying, call.places, call.mask, scaling=scaling, told=told)
         return _unfolded(answer, call, heads)
+    # A quantized pool unpacks what it reads. It limits the rows of a call, so that little is unpacked at a time.
     most = pool.rows_at_once(call.rows, call.tokens)
     if most >= call.rows:
         return _unfolded(_attend_rows(kernel, pool, layer, query, call, 0, call.mask, scaling), call, heads)
@@ -559,7 +306,7 @@ def _attend_rows(
     pool: Pool,
     layer: int,
     query: torch.Tensor,
-    call: _Padded,
+    call: Padded,
     first: int,
     mask: torch.Tensor | None,
     scaling: float | None,
@@ -571,85 +318,10 @@ def _attend_rows(
     return answer
 
 
-def _unfolded(answer: torch.Tensor, call: _Padded | _Shared, heads: int) -> torch.Tensor:
+def _unfolded(answer: torch.Tensor, call: Padded | Shared, heads: int) -> torch.Tensor:
     """`[rows, kv_heads, queries, any]` as a kernel gave it, to `[decodes of the call, heads, any]`."""
     kv_heads, _, last = answer.shape[1:]
-    if isinstance(call, _Shared):
+    if isinstance(call, Shared):
         return answer.reshape(kv_heads, -1, heads // kv_heads, last).transpose(0, 1).reshape(-1, heads, last)
     answer = answer.reshape(call.rows, heads, last)
     return answer if call.row is None else answer[call.row]
-
-
-def _flash(
-    told: list[torch.Tensor],
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    causal: bool,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Torch's kernel for the CPU, as `_sdpa`; the logarithms of its sums `[rows, heads, queries]` go to `told`."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shape, pairs = query.shape[:3], kernels.paired(query, keys, values)
-    answer, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(pairs or (query, keys, values)), 0.0, causal, attn_mask=mask, scale=scaling
-    )
-    told.append(sums.reshape(shape))
-    out: torch.Tensor = kernels.unpaired(answer) if pairs else answer
-    return out
-
-
-def _sdpa(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    causal: bool,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Torch's kernels. `[rows, heads, queries, head_dim]` against `[rows, kv_heads, positions, head_dim]`."""
-    grouped = query.shape[1] != keys.shape[1]
-    if grouped and query.is_cuda and not _may_share(query, keys, values, mask, causal=causal):
-        group = query.shape[1] // keys.shape[1]
-        keys, values, grouped = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), False
-    pairs = None if causal or grouped else kernels.paired(query, keys, values)
-    if pairs is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return kernels.unpaired(F.scaled_dot_product_attention(*pairs, attn_mask=mask, scale=scaling))
-    return F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
-    )
-
-
-def _may_share(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
-) -> bool:
-    """Whether a fast kernel of CUDA's takes keys that heads share: FlashAttention alone does, without a mask, in types
-    of 16 bits and on cards that it knows. Where it cannot, torch would compute all scores at once."""
-    asked = torch.backends.cuda.SDPAParams(query, keys, values, mask, 0.0, causal, True)
-    return mask is None and torch.backends.cuda.can_use_flash_attention(asked)
-
-
-def _eager(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    causal: bool,
-    scaling: float | None,
-) -> torch.Tensor:
-    """The formula, step by step, softmax in float32."""
-    if query.shape[1] != keys.shape[1]:
-        group = query.shape[1] // keys.shape[1]
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    elif mask is not None:
-        scores = scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values

@@ -1,12 +1,11 @@
 """Which backend runs a model, made and proved."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from worker.engine import architectures, attention, flash, loader, trial
+from worker.engine import architectures, attention, kv_pool, trial
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
 from worker.engine.cache_types import CacheType
@@ -17,11 +16,11 @@ from worker.engine.split import Pools, Split, tail_of
 from worker.engine.vision import Tower
 from worker.errors import StartError, UnsupportedByModel
 from worker.protocol.argv import ModelOptions
+from worker.protocol.exits import Exit
 
 __all__ = [
     "ATTENTION",
-    "choose_flash",
-    "demand_flash",
+    "check_attention",
     "implementation",
     "make_adapters",
     "make_blocks",
@@ -30,35 +29,29 @@ __all__ = [
     "prove",
 ]
 
-ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER, "flash": attention.SDPA}
-"""transformers' name of the packed backend's attention, by the preset's. FlashAttention takes that of torch's place."""
+ATTENTION = {"auto": attention.SDPA, "sdpa": attention.SDPA, "eager": attention.EAGER}
+"""The name under which transformers finds the packed backend's attention, by the value of `attention`."""
 
 
-def implementation(asked: str, config: Any, devices: Sequence[str] = ()) -> str | None:
-    """transformers' name of the attention; None: what the model's own code prefers. Raises StartError if FlashAttention
-    is to read an aligned cache, or there is none for `devices`."""
+def implementation(asked: str, config: Any) -> str | None:
+    """Return transformers' name of the attention; None: what the model's own code prefers.
+
+    Raises StartError if `asked` is not a value of `attention`.
+    """
+    check_attention(asked)
     if architectures.backend(config) == "paged":
-        if asked == "flash" and devices:
-            flash.demand(torch.device(devices[0]))
         return ATTENTION[asked]
-    if asked == "flash":
-        raise flash.refused(f"{config.model_type} models keep no blocks that it could read")
     return None if asked == "auto" else asked
 
 
-def demand_flash(options: ModelOptions, config: Any) -> None:
-    """Raises StartError where `options` demand FlashAttention and something else that it cannot be had with: all that
-    is known before any weight is read."""
-    if options.attention != "flash" or architectures.backend(config) != "paged":
-        return
-    if len(options.devices) > 1:
-        raise flash.refused("this model is split over devices, each with blocks of its own")
-    device, shape = torch.device(options.devices[0]), architectures.CacheShape.of(config)
-    dtype = loader.dtype_of(options, config, device)
-    if CacheType.of(options.kv_cache_dtype, shape.kv_heads, shape.head_dim, dtype) is not None:
-        raise flash.refused(flash.keeps_another(options.kv_cache_dtype))
-    if why := flash.unsuited(dtype, device):
-        raise flash.refused(why)
+def check_attention(asked: str) -> None:
+    """Raise StartError unless `asked` is a value of `attention`."""
+    if asked not in ATTENTION:
+        raise StartError(
+            f"attention = {asked} is none of {', '.join(ATTENTION)}; set attention = auto, which uses PyTorch's"
+            " FlashAttention kernel where the device has one",
+            Exit.USAGE,
+        )
 
 
 def make_blocks(options: ModelOptions, ctx_size: int, *, caches: bool) -> Blocks:
@@ -80,7 +73,7 @@ def make_pool(
     layers: int | None = None,
     ranks: int = 1,
     kept_as: str = "auto",
-) -> attention.Pool:
+) -> kv_pool.Pool:
     """Memory for `blocks` of a model's keys and values; of so many of its `layers`, None: of all; of one of `ranks`
     that each have as many of its heads. `kept_as`: in which numbers (`cache_types`). Raises StartError if they cannot
     be kept so."""
@@ -89,7 +82,7 @@ def make_pool(
     kind = CacheType.of(kept_as, heads, shape.head_dim, dtype)
     if kind is not None:
         return CompactPool(kind, layers=count, rows=blocks.rows, blocks=blocks.count, device=device)
-    return attention.Pool(
+    return kv_pool.Pool(
         layers=count,
         kv_heads=heads,
         head_dim=shape.head_dim,
@@ -160,14 +153,6 @@ def make_adapters(
     except UnsupportedByModel as error:
         raise StartError(f"{error.message}; set enable-lora = off") from None
     return runner.adapters
-
-
-def choose_flash(options: ModelOptions, config: Any, runner: PackedRunner, split: Split | None) -> flash.Flash | None:
-    """FlashAttention for this runner, if `options` allow it and it works here. Raises StartError if they demand it."""
-    if split is not None:
-        return None  # where it is demanded, `demand_flash` has refused
-    heads: int = config.get_text_config().num_attention_heads
-    return flash.choose(options.attention, runner.pool, heads, runner.device)
 
 
 def prove(runner: PackedRunner | AlignedRunner, config: Any, ctx_size: int) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.engine.attention import Pool, Span
 from worker.engine.cache_types import CacheType
+from worker.engine.kv_pool import Pool, Span
 
 UNPACKED_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
 """Of keys and values that lie unpacked at once, where a single row does not take more. On the CPU so many stay in the

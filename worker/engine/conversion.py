@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from worker.engine import loader, packing, weights
+from worker.engine import loader, model_class, packing, weights
 from worker.errors import StartError
 from worker.pagecache import Pieces
 from worker.protocol.argv import Convert, Estimate, ModelOptions
@@ -226,7 +226,7 @@ def is_converted_by_loads(options: ModelOptions, config: Any) -> bool:
     """
     if packing.is_quantized(options, config) or "auto_map" in config.to_dict():
         return False
-    cls = loader.model_class(options, config, loader.is_embedder(options, config))
+    cls = model_class.model_class(options, config, loader.is_embedder(options, config))
     stored = {
         name: tuple(view.shape)
         for path in weights.files(Path(options.snapshot))
@@ -265,7 +265,7 @@ def _convert_weights(options: ModelOptions, config: Any, part: Path, say: Say) -
     Raises StartError if there is no room, or if the result would not be loaded as it lies.
     """
     embeds = loader.is_embedder(options, config)
-    cls = loader.model_class(options, config, embeds)
+    cls = model_class.model_class(options, config, embeds)
     opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
     tensors = {name: tensor for file in opened for name, tensor in file.tensors()}
     sizes = Counter[torch.dtype]()

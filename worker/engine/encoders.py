@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engine import architectures, flash, layout, loader, memory
+from worker.engine import architectures, backends, bounds, layout, loader, memory
 from worker.engine.linears import Linears
 from worker.engine.pooling import CrossEncoder, Embedder, Encoder, Head, activation
 from worker.engine.snapshot import settle
@@ -30,8 +30,8 @@ class Loaded:
     encoding: Encoding | None
     """Of an embedder."""
     device: torch.device
-    positions: int
-    """Tokens that one text may have; 0: nothing says so."""
+    ctx_size: int
+    """Tokens that one text may have."""
 
 
 def load(
@@ -59,14 +59,16 @@ def load(
     encoder, encoding = make(loaded.model, loaded.device, snapshot, found, pad=pad, is_dummy=is_dummy(options))
     settle(tokenizer, snapshot)
     limits = (architectures.positions(config), layout.max_tokens(snapshot))
-    return Loaded(encoder, encoding, loaded.device, min(filter(None, limits), default=0))
+    ctx_size = bounds.context_size(options, min(filter(None, limits), default=0))
+    return Loaded(encoder, encoding, loaded.device, ctx_size)
 
 
 def implementation(options: ModelOptions) -> str | None:
-    """transformers' name of the attention; None: what the model's own code prefers. Raises StartError for
-    FlashAttention, which is here for what a cache holds."""
-    if options.attention == "flash":
-        raise flash.refused("a model that embeds or scores texts keeps no blocks that it could read")
+    """Return transformers' name of the attention; None: what the model's own code prefers.
+
+    Raises StartError if `attention` has an unknown value.
+    """
+    backends.check_attention(options.attention)
     return None if options.attention == "auto" else options.attention
 
 

@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 
-from worker.engine import architectures, attention, backends, bounds, loader, lockstep, memory, slices
+from worker.engine import architectures, attention, backends, bounds, loader, lockstep, memory, model_class, slices
 from worker.engine.adapters import Adapters
 from worker.engine.aligned import AlignedRunner
 from worker.engine.claims import Claims, claiming
+from worker.engine.generating import Backend
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Capacity
 from worker.engine.linears import Linears
@@ -22,6 +23,7 @@ from worker.engine.vision import Eyes, Tower, see
 from worker.engine.warmup import record, warm_up
 from worker.engine.weights import Prefault
 from worker.errors import StartError
+from worker.images import TEXT_ONLY
 from worker.protocol import events
 from worker.protocol.argv import Serve, decode_adapters
 from worker.protocol.exits import Exit
@@ -31,24 +33,41 @@ log = logging.getLogger(__name__)
 Progress = Callable[[events.Progress], None]
 
 
+class LateMemory:
+    """Main memory that a loaded model uses but that is not mapped yet: weights in the page cache, and the KV cache."""
+
+    def __init__(self, prefault: Prefault | None = None, claims: Claims | None = None):
+        self._prefault, self.claims = prefault, claims or Claims()
+
+    @property
+    def left(self) -> int:
+        """Bytes that are still to be mapped."""
+        return (self._prefault.left if self._prefault is not None else 0) + self.claims.left
+
+    def start(self) -> None:
+        """Map it in the background: first the weights, which the first step reads, then the KV cache. Called once."""
+        if self._prefault is None:
+            self.claims.start()
+        else:
+            self._prefault.start()
+            self.claims.start(behind=self._prefault.finish)
+
+    def finish(self) -> None:
+        """Wait until the KV cache is mapped."""
+        self.claims.finish()
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A generator ready to run."""
 
     ctx_size: int
-    runner: Runner
-    capacity: Capacity
-    pace: Pace
-    linears: Linears | None
-    adapters: Adapters | None
-    tower: Tower | None
-    eyes: Eyes | None
-    blind: str
+    """Tokens that prompt and answer of one request may have together."""
+    backend: Backend
+    eyes: Eyes | None = None
+    blind: str = TEXT_ONLY
     """Why it takes no images, if so."""
-    ahead: bool
-    """Steps are launched before the one in front has landed (`Generating`)."""
-    prefault: Prefault | None
-    claims: Claims | None
+    late: LateMemory = field(default_factory=LateMemory)
 
 
 def load(
@@ -62,11 +81,10 @@ def load(
     ahead: bool | None = None,
 ) -> Loaded:
     """As `TransformersEngine.load`, of a model that makes text. Raises StartError."""
-    loader.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
+    model_class.model_class(options, config, embeds=False)  # refuses what makes no text, which need not have a length
     divides = slices.wanted(options, config) > 1
     attention.register()
-    backends.demand_flash(options, config)
-    implementation = backends.implementation(options.attention, config, options.devices)
+    implementation = backends.implementation(options.attention, config)
     ctx_size = bounds.context_size(options, architectures.positions(config))
     share = lockstep.begin(options, ctx_size, ranks) if divides else None
     loaded = loader.load_model(options, config, implementation, progress, over, built, share)
@@ -95,24 +113,23 @@ def load(
         adapters = _adapters(backend, loaded, options)
         arranges = not options.enforce_eager and loaded.split is None and share is None
         linears = Linears(loaded.model, let_go=loaded.let_go) if arranges else None
-        if isinstance(backend, PackedRunner) and share is None:
-            backend.flash = backends.choose_flash(options, config, backend, loaded.split)
         over("build")
         runner = _begin(backend, capacity, pace, loaded, options, ctx_size, progress, divides=divides)
     over("warmup")
     return Loaded(
         ctx_size=ctx_size,
-        runner=runner,
-        capacity=capacity,
-        pace=pace,
-        linears=linears,
-        adapters=adapters,
-        tower=tower,
+        backend=Backend(
+            runner=runner,
+            capacity=capacity,
+            pace=pace,
+            linears=linears,
+            adapters=adapters,
+            tower=tower,
+            ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
+        ),
         eyes=Eyes(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
         blind=blind,
-        ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
-        prefault=loaded.prefault,
-        claims=claims,
+        late=LateMemory(loaded.prefault, claims),
     )
 
 

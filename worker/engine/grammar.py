@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.constraints import WHITESPACE
 from worker.engine.memory import one_line
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
-from worker.generation import Grammar
+from worker.generation import JSON_WHITESPACE, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -206,7 +205,7 @@ def _source(grammar: Grammar) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(
                 grammar.text,
-                defaults={"whitespace_pattern": WHITESPACE},
+                defaults={"whitespace_pattern": JSON_WHITESPACE},
                 overrides={"lenient": True} if grammar.lenient else None,
             )
         case "regex":

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from worker.engine import memory
-from worker.engine.attention import Layout, Pool
 from worker.engine.kv_cache import BLOCK_TOKENS, Table, blocks_for
+from worker.engine.kv_pool import Pool
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Batch, Segment
 
@@ -227,15 +227,9 @@ class FixedRunner:
             numbers[:, _TOKEN].contiguous(),
             numbers[:, _POSITION].contiguous(),
             torch.arange(rows, device=numbers.device),
-            self._layout(numbers),
+            FixedLayout(self._runner.pool, numbers),
         )
         self._logits[:rows].copy_(logits)
-
-    def _layout(self, numbers: torch.Tensor) -> Layout:
-        flash = self._runner.flash
-        if flash is None:
-            return FixedLayout(self._runner.pool, numbers)
-        return flash.fixed(numbers[:, _SLOT], numbers[:, _LENGTH], numbers[:, _BLOCKS:])
 
     @torch.inference_mode()
     def record(self, report: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ in the way is a StartError that names it and the way out.
 """
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from worker.engine import architectures, memory, packing, slices, split, staging, weights
+from worker.engine import memory, packing, placement, slices, split, staging, weights
+from worker.engine.model_class import has_pooler, keeps_float32, model_class
 from worker.engine.slices import Group, Slice
 from worker.engine.snapshot import is_cross_encoder as is_cross_encoder
 from worker.engine.snapshot import is_embedder as is_embedder
 from worker.engine.snapshot import load_config as load_config
 from worker.engine.snapshot import load_tokenizer as load_tokenizer
 from worker.engine.snapshot import native_code as native_code
-from worker.engine.snapshot import own_classes, remote_generator
 from worker.engine.snapshot import own_code as own_code
 from worker.engine.split import Split
 from worker.errors import StartError
@@ -71,44 +70,6 @@ class Loaded:
         return any(file.let_go(view) for file in self.files)
 
 
-def is_own_code(options: ModelOptions, config: Any) -> bool:
-    """Whether the model is code of its snapshot, and none of transformers. Raises StartError as `model_class`."""
-    if not options.trust_remote_code:
-        return False
-    module: str = model_class(options, config, is_embedder(options, config)).__module__
-    return module.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
-
-
-def devices_of(options: ModelOptions) -> tuple[torch.device, ...]:
-    """The devices of the model, in order. Raises StartError if there are none, or one that is not here."""
-    if not options.devices:
-        raise StartError("no device is given; --devices=cpu, for one", Exit.USAGE)
-    return tuple(map(_device, options.devices))
-
-
-def _device(name: str) -> torch.device:
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise StartError(f"device {name} is not usable: this torch ({torch.__version__}) sees no CUDA device")
-    device = torch.device(name)
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise StartError(f"device {name} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", device.index or 0)
-
-
-def resolve_dtype(asked: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's; float16 becomes float32 on the CPU, which has no fast arithmetic for it."""
-    if asked != "auto":
-        dtype = getattr(torch, asked, None)
-        if asked not in ("float32", "float16", "bfloat16") or not isinstance(dtype, torch.dtype):
-            raise StartError(f"dtype {asked!r} is none of auto, float32, float16, bfloat16", Exit.USAGE)
-        return dtype
-    if stored is None or (stored == torch.float16 and device.type == "cpu"):
-        return torch.float32
-    return stored
-
-
 def load_model(
     options: ModelOptions,
     config: Any,
@@ -125,10 +86,10 @@ def load_model(
     here, and who has the others. Raises StartError; Exit.DAMAGED for files cut short, DEVICE_MEMORY and HOST_MEMORY
     where memory ran out.
     """
-    devices = devices_of(options)
-    device = devices[0] if share is None else device_of(options, share[0].rank)
+    devices = placement.devices_of(options)
+    device = devices[0] if share is None else placement.device_of(options, share[0].rank)
     embeds = is_embedder(options, config)
-    parts = split_of(options, config, devices) if share is None else None
+    parts = placement.split_of(options, config, devices) if share is None else None
     if options.load_format not in ("auto", "safetensors", "dummy"):
         raise StartError(f"load-format {options.load_format!r} is none of auto, safetensors, dummy", Exit.USAGE)
     try:
@@ -155,26 +116,6 @@ def load_model(
                 f"no memory for the weights on {', '.join(options.devices)}: {memory.one_line(error)}", where
             ) from error
         raise
-
-
-def device_of(options: ModelOptions, rank: int) -> torch.device:
-    """The device of one rank of a divided model. Raises StartError if there is none for it."""
-    devices = devices_of(options)
-    if devices[0].type == "cpu" and len(devices) == 1:
-        return devices[0]
-    if len(devices) != options.tensor_parallel:
-        raise StartError(
-            f"--tensor-parallel={options.tensor_parallel} wants as many devices, and --devices names {len(devices)}",
-            Exit.USAGE,
-        )
-    return devices[rank]
-
-
-def split_of(options: ModelOptions, config: Any, devices: Sequence[torch.device]) -> Split | None:
-    """How the model is to lie on several devices; None: it lies on one. Raises StartError for one that cannot."""
-    if len(devices) > 1 and (is_cross_encoder(options, config) or is_embedder(options, config)):
-        raise StartError("a model that embeds or scores texts cannot be split over devices; give it one device")
-    return split.wanted(options, config, devices)
 
 
 def _settled(model: Any, device: torch.device, parts: Split | None) -> Any:
@@ -215,8 +156,8 @@ def build(options: ModelOptions, config: Any, attention: str | None) -> Built | 
     embeds = is_embedder(options, config)
     cls = model_class(options, config, embeds)
     files = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
-    dtype = _dtype(options, config, files, torch.device(options.devices[0].partition(":")[0]))
-    if any(file.converts_to(dtype) for file in files) or (_keeps_float32(cls) and dtype != torch.float32):
+    dtype = placement.resolved(options, config, files, torch.device(options.devices[0].partition(":")[0]))
+    if any(file.converts_to(dtype) for file in files) or (keeps_float32(cls) and dtype != torch.float32):
         return None
     if not all(file.is_aligned for file in files):
         return None  # those of its tensors that are not have to be copied
@@ -294,67 +235,6 @@ def _let_go_of_others(files: Sequence[weights.WeightFile], model: Any) -> None:
         file.keep_only(used)
 
 
-def model_class(options: ModelOptions, config: Any, embeds: bool) -> Any:
-    if is_cross_encoder(options, config):
-        if type(config) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-        return _remote_class(options, config, "AutoModelForSequenceClassification", "that scores pairs")
-    if not embeds:
-        return _generator_class(options, config)
-    if getattr(config, "is_encoder_decoder", False):
-        raise StartError(f"architecture {config.model_type!r} has an encoder and a decoder; embedding needs only one")
-    if type(config) in transformers.MODEL_MAPPING:
-        mapped: Any = transformers.MODEL_MAPPING[type(config)]
-        return mapped[0] if isinstance(mapped, tuple) else mapped
-    return _remote_class(options, config, "AutoModel", "that gives hidden states")
-
-
-def _remote_class(options: ModelOptions, config: Any, name: str, what: str) -> Any:
-    """The class that the snapshot's own code offers under `name`; it runs that code, which `load_config` has let
-    through."""
-    reference = own_classes(config).get(name)
-    if reference is None:
-        raise StartError(f"architecture {config.model_type!r} has no model {what}")
-    return _from_snapshot(options, str(reference))
-
-
-def _generator_class(options: ModelOptions, config: Any) -> Any:
-    """The class that goes from text to text. Raises StartError if there is none."""
-    kind, crosses = config.model_type, getattr(config, "is_encoder_decoder", False)
-    mapping: Any = (
-        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if crosses else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    reference = remote_generator(config)
-    if type(config) not in mapping and reference is not None and options.trust_remote_code:
-        return _from_snapshot(options, reference)
-    seeing: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if type(config) in seeing and (kind in architectures.VISION or type(config) not in mapping):
-        mapping = seeing  # as language models, unless our tests have compared what they make of images, too
-    if type(config) not in mapping:
-        raise StartError(
-            f"architecture {kind!r} has no class in transformers {transformers.__version__} that goes from text to"
-            " text; an encoder is served with task = embed, anything else not by this engine"
-        )
-    cls: Any = mapping[type(config)]
-    cls = cls[0] if isinstance(cls, tuple) else cls
-    if cls.main_input_name != "input_ids":
-        raise StartError(f"architecture {kind!r} reads {cls.main_input_name}, and no text; this engine cannot serve it")
-    reads_all = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not crosses
-    if reads_all and not getattr(config, "is_decoder", False):
-        raise StartError(
-            f"architecture {kind!r} is an encoder: each of its tokens sees those behind it, too, so that it cannot go"
-            " on with a text; set task = embed"
-        )
-    return cls
-
-
-def _from_snapshot(options: ModelOptions, reference: str) -> Any:
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # late: only for remote code
-
-    with own_code(reference):
-        return get_class_from_dynamic_module(reference, options.snapshot, local_files_only=True)
-
-
 def _stored(
     cls: Any,
     options: ModelOptions,
@@ -369,9 +249,9 @@ def _stored(
     weight once. Returns once all is in memory, mapped or not: a step that waits for a disk would look like one that
     hangs."""
     opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
-    dtype = _dtype(options, config, opened, device)
+    dtype = placement.resolved(options, config, opened, device)
     # Of a model in another type memory holds each weight once: never all pages that it is converted from.
-    converts = {file for file in opened if not _keeps_float32(cls) and file.converts_to(dtype)}
+    converts = {file for file in opened if not keeps_float32(cls) and file.converts_to(dtype)}
     if device.type != "cpu" and not converts:
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         model = build_around(cls, config, views, dtype, embeds)
@@ -430,7 +310,7 @@ def _divided(
         model, dtype = _random(cls, options, config, torch.device("cpu"), None)
     else:
         opened = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
-        dtype = _dtype(options, config, opened, device)
+        dtype = placement.resolved(options, config, opened, device)
         stored = next((file.floating for file in opened if file.floating), dtype)
         views = {name: tensor for file in opened for name, tensor in file.tensors()}
         model = build_around(cls, config, views, stored, embeds=False)
@@ -469,26 +349,6 @@ def _owned(
     return mine
 
 
-def _dtype(
-    options: ModelOptions, config: Any, files: Iterable[weights.WeightFile], device: torch.device
-) -> torch.dtype:
-    """Of the model: as asked, else the configuration's, else the files'."""
-    stored = getattr(config, "dtype", None) or next((file.floating for file in files if file.floating), None)
-    return resolve_dtype(options.dtype, stored, device)
-
-
-def dtype_of(options: ModelOptions, config: Any, device: torch.device) -> torch.dtype:
-    """What `load_model` will make of the model; reads no weight, but a header where nothing else says."""
-    says = options.dtype != "auto" or getattr(config, "dtype", None) is not None or options.load_format == "dummy"
-    files = () if says else map(weights.WeightFile, weights.files(Path(options.snapshot)))
-    return _dtype(options, config, files, device)
-
-
-def _keeps_float32(cls: Any) -> bool:
-    """Whether transformers itself must convert, as it leaves some modules in float32."""
-    return bool(getattr(cls, "_keep_in_fp32_modules", None) or getattr(cls, "_keep_in_fp32_modules_strict", None))
-
-
 def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, embeds: bool) -> Any:
     """The model of `config` around `tensors`, by their names in the files: views stay what they are where nothing has
     to be converted. Raises StartError for tensors that do not fit or are not there."""
@@ -522,15 +382,11 @@ def build_around(cls: Any, config: Any, tensors: dict[str, torch.Tensor], dtype:
     return model
 
 
-def has_pooler(cls: Any) -> bool:
-    return "add_pooling_layer" in cls.__init__.__code__.co_varnames
-
-
 def _random(
     cls: Any, options: ModelOptions, config: Any, device: torch.device, parts: Split | None
 ) -> tuple[Any, torch.dtype]:
     """Weights drawn as for training, the same each time: for trying shapes without files."""
-    dtype = resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
+    dtype = placement.resolve_dtype(options.dtype, getattr(config, "dtype", None), device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _settled(cls._from_config(config, dtype=dtype), device, parts)
@@ -544,7 +400,7 @@ def _quantized(
     files = [weights.WeightFile(path) for path in weights.files(Path(options.snapshot))]
     total = sum(file.size for file in files)
     report(Progress(stage="weights", done=0, total=total))
-    dtype = _dtype(options, config, files, device)
+    dtype = placement.resolved(options, config, files, device)
     model = packing.load(cls, options, config, device, dtype, files)
     _let_go_of_others(files, model)
     if device.type == "cpu":

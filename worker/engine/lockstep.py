@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from worker.engine import attention, backends, loader, memory, slices
-from worker.engine.attention import Pool
+from worker.engine import attention, backends, loader, memory, placement, slices
+from worker.engine.attention import Packed
 from worker.engine.kv_cache import Blocks, Run, Table
+from worker.engine.kv_pool import Pool
 from worker.engine.memory import upload
 from worker.engine.overhead import overhead
 from worker.engine.peers import Peers
@@ -81,20 +82,12 @@ class Leader(PackedRunner):
         super().__init__(model, pool, blocks, device)
         self._ranks, self._peers = ranks, peers
 
-    @property
-    def layers(self) -> int:
-        """0: ranks compute one step after another."""
-        return 0
-
     @torch.inference_mode()
-    def run(
-        self, batch: Batch, fed: torch.Tensor | None = None, pause: Callable[[], None] | None = None
-    ) -> torch.Tensor:
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         """As `Runner.run`; returns once the device is through, as what it gives is worth nothing if a rank is lost
         meanwhile. Raises RankLost, or StartError for a follower that said with which exit code the process is to end.
         """
         assert fed is None, "steps of a divided model are not launched ahead"
-        assert pause is None, "nor put aside"
         self._ranks.tell(Step.of(batch, self.tidy(batch)))
         try:
             logits = super().run(batch)
@@ -132,7 +125,7 @@ def begin(options: Serve, ctx_size: int, ranks: Ranks | None) -> tuple[Slice, Pe
     if ranks is None:
         raise StartError(f"--tensor-parallel={options.tensor_parallel}: the ranks were not started with this process")
     ranks.tell((replace(options, ctx_size=ctx_size), os.environ.get("CUDA_VISIBLE_DEVICES")))
-    return Slice(0, ranks.count), Peers(0, ranks.count, loader.device_of(options, 0))
+    return Slice(0, ranks.count), Peers(0, ranks.count, placement.device_of(options, 0))
 
 
 def lead(
@@ -172,13 +165,13 @@ def follow(options: Serve, link: Link) -> None:
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     config = loader.load_config(options)
-    device = loader.device_of(options, link.rank)
+    device = placement.device_of(options, link.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what names no device, as pinned memory, would take a context on the leader's
     overhead.begin((), options.overhead)  # it is told, and does not measure: NCCL's channels are counted apart
     memory.cap((str(device),), options.reserved)
     share = Slice(link.rank, link.count), Peers(link.rank, link.count, device)
-    implementation = backends.implementation(options.attention, config, (str(device),))
+    implementation = backends.implementation(options.attention, config)
 
     def report(progress: Progress) -> None:
         link.note(LOADED_BYTES, progress.done)
@@ -210,7 +203,7 @@ def _compute(runner: PackedRunner, step: Step, *, helps: bool) -> None:
     tokens, places, logits = (
         upload(each, torch.int64, runner.device) for each in (step.tokens, positions, wanted if helps else ())
     )
-    runner.forward(tokens, places, logits, runner.pool.lay_out(step.stretches))
+    runner.forward(tokens, places, logits, Packed.of(step.stretches, runner.pool))
 
 
 def _note(link: Link, device: torch.device) -> None:

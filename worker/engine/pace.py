@@ -167,22 +167,12 @@ class Pace:
     those that take half as long themselves: a prompt may lose two thirds of its speed to those who stream, but no more.
     (As many as take as long made steps of 3.3 times the length 4,000 tokens back, where reading these takes as long as
     all weights and four decodes: 12 heads of 64 in float32, two cores of Zen 5.)
-
-    Where prompts can be put aside (`aside`), more of their tokens share that reading, and no step is longer for it, as
-    only one of their layers goes behind each. Then they may lengthen steps by BESIDE: half of the time is theirs, and a
-    third of three times is left for the unsteadiness of machines. (The prompt of 4,096 tokens took 19 s so, 16 s with
-    1.4, and the percentile was 2.9 and 3.8 times the median: five runs in turns, on two cores where streams that nobody
-    disturbs have one of 1.7 times.)
     """
 
     PROMPT_SECONDS = 1.0
     STRETCH = 1.4
-    BESIDE = 1.0
     LOOKING = 1.5
     """Of what it takes to read a context back, a prompt's share of a step at least."""
-    LAYER = 0.9
-    """Of what prompts may lengthen a step by, one layer of what is put aside: then one fits, if no two do, and reading
-    the context back is spread over as many tokens as can be."""
     FEWEST = 4
     """However dear they are."""
     FEWEST_APART = 64
@@ -196,9 +186,9 @@ class Pace:
         self._cost = StepCost()
         self._knows_prompts = False
 
-    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0, *, beside: bool = False) -> int:
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
         """Prompt tokens for the next step, in which `decoding` sequences decode and `prompts` wait for a first token;
-        `start` tokens of the one whose turn it is are computed. `beside`: prompts can be put aside.
+        `start` tokens of the one whose turn it is are computed.
 
         After a burst of requests small steps would make everybody late: what those who wait lose by one more step grows
         with the square of their number, as each waits for all before it; what streams lose by a long one, with theirs.
@@ -211,31 +201,9 @@ class Pace:
         allowed = max(self.PROMPT_SECONDS - fixed, self.STRETCH * fixed)
         if decoding:
             alone = self._cost.of(decoding, 0)
-            stretch = self.BESIDE if beside else self.STRETCH
-            allowed = min(allowed, stretch * alone * max(1.0, (prompts - 1) ** 2 / decoding))
+            allowed = min(allowed, self.STRETCH * alone * max(1.0, (prompts - 1) ** 2 / decoding))
             allowed = max(allowed, self.LOOKING * reading)
         return min(chunk, max(self._fewest, int((allowed - reading) / each)))
-
-    def aside(self, decoding: int, prompts: int, start: int, pending: int, layers: int, mixed: int) -> int:
-        """Prompt tokens to be computed beside the steps, at most `pending`, with a pause between any two of `layers`; 0
-        if a step had better take `mixed` of them, which share its reading of the weights. Else as in `budget`.
-
-        Beside the steps the weights are read once more, and the context once for many tokens, not for a few: that is
-        better if both together are less for each of these than the context alone is for each of those.
-        """
-        if not self._knows_prompts or not decoding or (prompts - 1) ** 2 > decoding:
-            return 0
-        fixed, _, token, back = self._cost.parts
-        reading, each = start * back, max(token + start * back / SCORES, 1e-9)
-        pass_seconds = self.LAYER * self.BESIDE * self._cost.of(decoding, 0) * layers
-        tokens = min(pending, int((pass_seconds - fixed - reading) / each))
-        return tokens if tokens > 0 and (fixed + reading) * mixed < reading * tokens else 0
-
-    def slice(self, decoding: int, took: float) -> float:
-        """Seconds for what is put aside, behind a step of so many decodes that `took` so long. Behind a long one, which
-        has other prompts' tokens, half as much as behind one without: both get on."""
-        alone = self._cost.of(decoding, 0)
-        return max((1.0 + self.BESIDE) * alone - took, self.BESIDE * alone / 2) if decoding else self.PROMPT_SECONDS
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """A step with these parts took `seconds`."""

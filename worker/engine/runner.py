@@ -3,15 +3,15 @@
 Law: it holds tensors and decides nothing; what is in a batch, and in which row, the scheduler says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from worker.engine.adapters import Adapters
-from worker.engine.attention import Layout, Packed, Pool
-from worker.engine.flash import Flash
+from worker.engine.attention import Layout, Packed
 from worker.engine.kv_cache import Blocks
+from worker.engine.kv_pool import Pool
 from worker.engine.memory import upload
 from worker.engine.scheduler import Batch
 from worker.engine.split import Pools
@@ -64,8 +64,6 @@ class PackedRunner:
         self._cache, self.device = pool, device
         self._tail = tail or device
         self.adapters: Adapters | None = None
-        self.flash: Flash | None = None
-        """Attends in place of torch's kernels."""
 
     @property
     def vocab_size(self) -> int:
@@ -92,26 +90,8 @@ class PackedRunner:
     def forget(self, row: int) -> None:
         """Nothing to do: a token sees its own row only as far as this sequence has written it."""
 
-    @property
-    def layers(self) -> int:
-        """So many layers of `run` take the time far back in a prompt, with a call of its `pause` between any two; 0: it
-        cannot be called meanwhile. Where some have a window, those that have none.
-
-        Not where the step is an accelerator's affair, to which a prompt's reading back is little, nor where modules are
-        told of a step's adapters.
-        """
-        pauses = isinstance(self._cache, Pool) and self.device.type == "cpu" and self.adapters is None
-        if not pauses or self.flash is not None:
-            return 0
-        kinds = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
-        return sum(kind == "full_attention" for kind in kinds) or len(self.pool.keys)
-
     @torch.inference_mode()
-    def run(
-        self, batch: Batch, fed: torch.Tensor | None = None, pause: Callable[[], None] | None = None
-    ) -> torch.Tensor:
-        """See `Runner`. `pause` is called between layers; whatever it calls may run other batches, without sequences of
-        this one."""
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
         self.tidy(batch)
         tokens: list[int] = []
         positions: list[int] = []
@@ -127,15 +107,8 @@ class PackedRunner:
             self._to_device(tokens) if fed is None else fed.to(self.device),
             self._to_device(positions),
             upload(wanted, torch.int64, self._tail),
-            self._layout(batch, pause),
+            Packed.of(batch, self._cache) if isinstance(self._cache, Pool) else self._cache.lay_out(batch),
         )
-
-    def _layout(self, batch: Batch, pause: Callable[[], None] | None) -> Layout:
-        layout: Layout = self._cache.lay_out(batch) if self.flash is None else self.flash.packed(batch, self.device)
-        if pause is not None:
-            assert isinstance(layout, Packed), "asked for layers first"
-            layout.pause = pause
-        return layout
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, layout: Layout

@@ -86,8 +86,6 @@ class Scheduler:
         """By follower: who leads it."""
         self._void: list[int] = []
         self._allowed = capacity.rows
-        self.aside: Sequence | None = None
-        """One that runs, and whose prompt is being computed beside the steps."""
 
     @property
     def waiting(self) -> int:
@@ -110,12 +108,8 @@ class Scheduler:
     @property
     def looks_back(self) -> int:
         """Tokens that the prompts of the next step have behind them already: the most that any of them has."""
-        return max((each.computed for each, _ in self._prompts()), default=0)
-
-    @property
-    def oldest_prompt(self) -> Sequence | None:
-        """Of those that run, whose turn it is, and that is not set aside."""
-        return next((each for each, _ in self._prompts()), None)
+        prompts = (each for each, _ in self._running.values() if not each.is_decoding)
+        return max((each.computed for each in prompts if each.id not in self._following), default=0)
 
     @property
     def has_work(self) -> bool:
@@ -170,8 +164,6 @@ class Scheduler:
         if not is_spoiled:
             self._capacity.note(self._running[sequence.id][1], sequence)
         _, row = self._running.pop(sequence.id)
-        if self.aside is sequence:
-            self.aside = None
         if sequence.adapter is not None and self._slots is not None:
             self._slots.give_back(sequence.adapter.adapter)
         self._capacity.give_back(row, is_spoiled=is_spoiled)
@@ -184,7 +176,7 @@ class Scheduler:
 
     def _put_back(self, sequence: Sequence) -> None:
         """Among those who wait: who has run before who has not, then in order of arrival."""
-        has_run = sequence.id not in self._following
+        has_run = sequence.id not in self._following  # a follower has computed nothing that could be lost
         self._take_back(sequence)
         if has_run:
             sequence.restart()
@@ -200,18 +192,15 @@ class Scheduler:
         Half of them go to the oldest prompt; the rest to the prompts with the least left, so that a short question
         is not stuck behind a long document, nor the document behind a stream of questions.
         """
+        # Blocks that are complete by now enter the prefix cache first, so that requests admitted below find them.
         for sequence, row in self._running.values():
             self._capacity.note(row, sequence)
+        # Prompts that are admitted here begin in this very step, and the budget depends on their number.
         self._admit_all()
         decodes = sorted(self._decodes(), key=_place)
         wanted = prompt_budget if isinstance(prompt_budget, int) else prompt_budget()
         budget = max(1, min(wanted, self._chunk))
         return (*decodes, *self._prefill(budget))
-
-    def set_aside(self, sequence: Sequence, length: int) -> Segment:
-        """The next `length` tokens of the prompt of one that runs; no step has any of it while it is `aside`."""
-        self.aside = sequence
-        return self._segment(sequence, self._running[sequence.id][1], length)
 
     def ahead(self, batch: Batch, going: Collection[int]) -> Batch:
         """The step behind `batch`, while that one still runs: the next token of those sequences, by id, that go `going`
@@ -220,6 +209,8 @@ class Scheduler:
         Empty if `next` would do something else: if it has a prompt to compute or somebody to let in, or if room would
         have to be made.
         """
+        # A sequence that is not in the batch, or whose prompt is not complete, has a prompt to compute: its part
+        # depends on the budget, which is learned when the step in front lands.
         if len(batch) != len(self._running) or not all(segment.completes for segment in batch):
             return ()
         if self._could_admit():
@@ -228,6 +219,8 @@ class Scheduler:
         for segment in sorted(batch, key=lambda each: each.sequence.id):  # the oldest is asked first
             sequence, row, start = segment.sequence, segment.row, segment.end
             if sequence.id in going:
+                # Room is only taken here, never made: to preempt a sequence of the step in flight would free blocks
+                # that the device still writes.
                 if not self._capacity.grow(row, start, start + 1):
                     return ()
                 found.append(Segment(sequence, row, start, 1, self._capacity.table(row), ahead=True))
@@ -240,11 +233,13 @@ class Scheduler:
         while passed < len(self._waiting) and len(self._running) < self._allowed:
             first = self._waiting[passed]
             if first.adapter is not None and (passed or not self._has_slot(first)):
+                # With an adapter, a later request may not pass an earlier one: it would take the slot that the earlier
+                # one waits for, again and again.
                 passed += 1
             elif self._admit(first):
                 del self._waiting[passed]
             else:
-                break
+                break  # no room: smaller requests behind it may not pass, or it would wait for ever
 
     def _could_admit(self) -> bool:
         """Whether `next` would let somebody in now."""
@@ -266,6 +261,7 @@ class Scheduler:
         """Let it run, if there is room."""
         group = sequence.group if not sequence.answered else None
         leader = self._leaders.get(group) if group is not None else None
+        # A leader that has answered is ahead of the prompt: to fork from it then would copy keys of its answer.
         if leader is not None and not self._running[leader][0].answered:
             if not self._capacity.has_row:
                 return False
@@ -283,29 +279,34 @@ class Scheduler:
         return True
 
     def _decodes(self) -> Iterator[Segment]:
-        """The oldest is asked first, and the youngest makes room: nobody who is in the step already is put back."""
+        """Decodes in order of arrival. Where a block is missing, the youngest sequence is preempted.
+
+        Preemption recomputes instead of swapping to main memory: the prefix cache still has most of it, where it is on,
+        and swapping would need a second pool. The oldest is never preempted, so some sequence always ends.
+        """
         decoding = [(each, row) for each, row in self._running.values() if each.is_decoding]
         for sequence, row in sorted(decoding, key=_age):
             end = len(sequence.tokens)
             while sequence.id in self._running and not self._capacity.grow(row, sequence.computed, end):
+                # Asked in order of age, a sequence that already has its part in this step is older than the youngest.
                 youngest, _ = max(self._running.values(), key=_age)
                 self._put_back(youngest)
             if sequence.id in self._running:
                 yield self._segment(sequence, row, 1)
 
-    def _prompts(self) -> Iterator[tuple[Sequence, int]]:
-        """Whose prompts the steps compute, and in which rows."""
-        for each, row in self._running.values():
-            if not each.is_decoding and each.id not in self._following and each is not self.aside:
-                yield each, row
-
     def _segment(self, sequence: Sequence, row: int, length: int) -> Segment:
         return Segment(sequence, row, sequence.computed, length, self._capacity.table(row))
 
     def _prefill(self, budget: int) -> list[Segment]:
-        prompts = list(self._prompts())
+        prompts = [
+            (each, row)
+            for each, row in self._running.values()
+            if not each.is_decoding and each.id not in self._following
+        ]
         if not prompts:
             return []
+        # Half of the budget for the oldest, the rest for the shortest. All of it for the oldest would block short
+        # questions behind a long document; all of it for the shortest would starve the document.
         wanted = _wanted([each for each, _ in prompts])
         oldest = prompts[0][0].id
         shares = {each.id: 0 for each, _ in prompts} | {oldest: min(wanted[oldest], (budget + 1) // 2)}

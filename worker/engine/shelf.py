@@ -7,15 +7,12 @@ type, experts that must be stacked, quantisation) or would run code of a snapsho
 
 import gc
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 
-from worker.chat import Template
 from worker.engine import attention, backends, encoders, linears, loader
-from worker.errors import StartError
 from worker.protocol.argv import ModelOptions
 
 MOST = 16
@@ -78,12 +75,10 @@ class Shelf:
         if loader.is_cross_encoder(options, config) or loader.is_embedder(options, config):
             implementation = encoders.implementation(options)
         else:
-            implementation = backends.implementation(options.attention, config, options.devices)
+            implementation = backends.implementation(options.attention, config)
         built = loader.build(options, config, implementation)
         if built is not None:
             linears.look_at(built.model)
-        with suppress(StartError):  # a worker whose template is damaged says so itself
-            Template(tokenizer, text="", variables="")  # compiled once in a process and its children
         self._made[_key(options)] = Made(config, tokenizer, built, stamp)
         self._tidy(gone=False)
 

@@ -61,8 +61,6 @@ def wanted(options: ModelOptions, config: Any) -> int:
         why = "its weights are quantised"
     elif options.max_loras:
         why = "requests may name adapters (max-loras)"
-    elif options.attention == "flash":
-        why = "attention = flash has not been tried so"
     if why:
         instead = ""
     elif options.layers:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from worker.engine import staging
-from worker.engine.attention import Layout, Packed, Pool
+from worker.engine.attention import Layout, Packed
+from worker.engine.kv_pool import Pool
 from worker.engine.scheduler import Batch
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
@@ -254,7 +255,7 @@ class Pools:
         return sum(pool.bytes_on(device) for pool in self.pools)
 
     def lay_out(self, batch: Batch) -> "Spread":
-        return Spread(tuple(pool.lay_out(batch) for pool in self.pools), self._homes)
+        return Spread(tuple(Packed.of(batch, pool) for pool in self.pools), self._homes)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         for pool in self.pools:

@@ -74,7 +74,7 @@ class ModelOptions:
     config_override: str = ""
     """JSON object merged into config.json."""
     attention: str = "auto"
-    """auto, eager, sdpa or flash."""
+    """auto, eager or sdpa."""
     enforce_eager: bool = False
     """No CUDA graphs; on the CPU torch's own kernels for linear layers, and weights stay as they lie."""
     ctx_size: int = 0
