@@ -1,6 +1,6 @@
-"""Who may ask what: keys, hosts, origins, limits of one client.
+"""Access rules: API keys, host names, origins, and the requests that one key may run at once.
 
-Keys are kept and compared as digests, all of them each time, so that neither a timing nor a dump tells one.
+Keys are stored and compared as digests, all of them each time, so that neither timing nor a memory dump reveals one.
 """
 
 import fnmatch
@@ -21,10 +21,10 @@ from router.settings import Key
 from worker.protocol.routes import Plane
 
 ANYBODY = Key(name="", digest=b"", admin=True, models=(), max_concurrent=0)
-"""Who asks while no key exists."""
+"""The key of every request while no key is configured."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 MOST_HOSTS = 256
-"""Host headers that are remembered: clients have few, and who sends many wants to fill memory."""
+"""Host headers whose check is cached. The cache is bounded because clients choose the header."""
 UNCOUNTED = nullcontext()
 """For a request whose key has no limit."""
 EXPOSED = "X-Request-Id, X-Router-Model, X-Ignored-Fields, X-Should-Retry, Retry-After, Server-Timing"
@@ -33,11 +33,11 @@ HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, ?[A-Za-z0-9_-]+)*")
 
 
 class Headed(Protocol):
-    """A request, as far as its headers go."""
+    """The headers of a request."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Asked for by lower-case names."""
+        """By lower-case name."""
 
 
 class Access:
@@ -115,18 +115,12 @@ class Access:
         finally:
             self._running[key.digest] -= 1
 
-    def check_host(self, request: web.Request) -> None:
+    def check_host(self, request: Headed) -> None:
         """Refuse names that a rebound DNS entry could have: without keys a Host must be an IP literal, a single
         label, *.localhost or allowed; with keys only if there is a list. Raises Forbidden, BadRequest."""
-        values = request.headers.getall("Host", [])
-        if not values and request.version < (1, 1):
+        host = request.headers.get("host")
+        if host is None:  # HTTP/1.0; the transport has rejected a missing or second Host in HTTP/1.1
             return
-        if len(values) != 1:
-            raise BadRequest("exactly one Host header is needed")
-        self.check_name(values[0])
-
-    def check_name(self, host: str) -> None:
-        """As `check_host`, of the only Host header."""
         looked_at = host, bool(self.keys)
         if looked_at in self._fine_hosts:
             return
@@ -157,16 +151,16 @@ class Access:
             return True
         return "localhost" in self._origins and origin.isascii() and _is_loopback(_hostname(origin))
 
-    def check_origin(self, request: web.Request, *, changes_state: bool) -> None:
+    def check_origin(self, request: Headed, *, changes_state: bool) -> None:
         """Refuse state-changing requests that a foreign page makes a browser send. Raises Forbidden."""
         if not changes_state:
             return
-        origin = request.headers.get("Origin")
+        origin = request.headers.get("origin")
         if origin is not None:
-            if self.allows_origin(origin) or _same_origin(origin, request.headers.get("Host", "")):
+            if self.allows_origin(origin) or _same_origin(origin, request.headers.get("host", "")):
                 return
             raise Forbidden("this origin is not allowed; see --cors-origins", reason="origin_not_allowed")
-        if request.headers.get("Sec-Fetch-Site", "").casefold() == "cross-site":
+        if request.headers.get("sec-fetch-site", "").casefold() == "cross-site":
             raise Forbidden("cross-site requests are not allowed; see --cors-origins", reason="origin_not_allowed")
 
     def cors_headers(self, request: web.Request) -> dict[str, str]:

@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from router.faces.call import ApiCall, ApiFunction, Frames, Reply, Result, Services
-from router.noted import PHASE
+from router.incoming import PHASE
 from router.settings import Key
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import Route

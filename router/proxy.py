@@ -1,8 +1,11 @@
-"""One request to a worker, its answer streamed back.
+"""Forward one request to a worker and stream its answer back.
 
-The body goes on byte for byte and so does the answer. No status line is sent until it is known to be true, or until a
-stream has waited `commit` seconds; from then on silence is filled with comments, and a failure becomes the dialect's
-error frame and an aborted connection, never a clean end that a client would take for success.
+Bodies of requests and answers are forwarded byte for byte. The status line is sent when the worker's is known, or when
+a stream has waited `commit` seconds. After that, silence is filled with comments. A failure then becomes an error frame
+of the API and an aborted connection, never a clean end, which a client would take for success.
+
+From top to bottom: `Proxy.forward` sets the time limit, `_attempts` retries once, `_attempt` leases a worker and waits
+until it is ready, `_exchange` sends the request, `_relay` returns the answer whole or `_relay_events` event by event.
 """
 
 import asyncio
@@ -13,9 +16,8 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
@@ -48,23 +50,24 @@ log = logging.getLogger("router.proxy")
 T = TypeVar("T")
 
 BUFFERED = 1 << 20
-"""Answers up to this many bytes are read whole, so that a worker's death in mid-answer still gets its status."""
+"""Answers up to this many bytes are read whole, so that the loss of a worker in mid-answer still gets a status."""
 LONGEST_TAIL = 1 << 20
-"""Bytes of an incomplete event that are held back at most."""
+"""The largest incomplete event that is held back, in bytes."""
 LAST_WORDS = 30.0
-"""Seconds that the end of a broken answer may take to leave, if writes have no limit of their own."""
+"""Seconds to flush the end of a broken answer, if writes have no limit of their own."""
 FATE_KNOWN = 2.0
-"""Seconds to wait, after a connection broke, for word of what became of its worker."""
+"""Seconds to wait, after a connection to a worker broke, for the worker's exit."""
 FAR = 10.0
-"""Seconds from which on a request's limit needs no timer of its own: one look each second at all of them will do."""
+"""Longer time limits than this, in seconds, are checked once per second by one timer for all requests, so that a
+request needs no timer of its own."""
 LOOK = 1.0
-"""Seconds between two of these."""
+"""Seconds between two of these checks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One request for a worker. `model` is its id, `body` the client's bytes. Nobody changes one: frozen it would say
-    so, and be made five times as slowly."""
+    """One request for a worker. `model` is its id, `body` the client's bytes. Not modified after it is made; it is not
+    declared frozen because that makes construction five times slower."""
 
     route: Route
     model: str
@@ -74,15 +77,15 @@ class Call:
     request_id: str
     arrived: float
     read: float
-    """When its last byte was here, by the clock of `arrived`."""
+    """When its last byte had arrived, by the clock of `arrived`."""
     timeout: float
     """Seconds in all; 0.0: no limit."""
     adapter: str = ""
-    """The adapter that it names beside its body."""
+    """The adapter that is named outside the body."""
     asked: str = ""
-    """The model's name as the client said it, where that is not in the body."""
+    """The model's name as the client wrote it, if that is not in the body."""
     speaks: Dialect | None = None
-    """In whose frames it streams, where those are not its path's."""
+    """The API whose frames the stream has, if that is not the API of the path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ class Pace:
 
 
 class Unanswered(Exception):
-    """The worker was lost before the client got the first byte of its answer."""
+    """The worker was lost before the client got the first byte of its answer; the request may be tried again."""
 
     def __init__(self, error: ApiError):
         super().__init__(error.message)
@@ -107,68 +110,78 @@ class ClientGone(Exception):
 
 
 class Outlet(Protocol):
-    """A request, and the way back to whoever sent it, for one answer.
+    """One request as its transport has read it, and the way back to the client for one answer.
 
-    What writes returns once there is room again, and raises ConnectionError if the client is gone.
+    `begin`, `write` and `end` write at once if the transport can. They return None then, and otherwise an awaitable:
+    it ends when there is room again and raises ConnectionError if the client is gone. Returning it, instead of being
+    coroutines, lets the streaming path write without a task switch. The first design had a second set of methods for
+    that, which each transport had to keep equal to the first.
     """
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The request's; asked for by lower-case names."""
+        """The request's headers, by lower-case name."""
 
     @property
     def is_old(self) -> bool:
-        """It speaks HTTP/1.0: an answer without a length ends with the connection."""
+        """True for HTTP/1.0: an answer without a length ends with the connection."""
 
     @property
     def transport(self) -> asyncio.Transport | None:
         """None once the client is gone."""
 
+    @property
+    def has_begun(self) -> bool:
+        """True once the status line is written."""
+
+    @property
+    def content_length(self) -> int | None:
+        """The stated length of the request's body; None if it is not stated."""
+
+    def check_framing(self) -> None:
+        """Reject a request that another server could frame or route differently. Raises ApiError."""
+
+    def received(self) -> bytes | None:
+        """The request's body if all of it is here, else None."""
+
+    def parts(self) -> AsyncIterator[bytes]:
+        """The request's body as it arrives. Raises BadRequest."""
+
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes can be written without waiting."""
+        """True if `size` bytes can be written now, without waiting."""
 
-    async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """All of an answer."""
+    def begin(
+        self, status: int, headers: Mapping[str, str], data: bytes = b"", *, is_whole: bool = False
+    ) -> Awaitable[None] | None:
+        """Write the head and the first `data` of the body. `is_whole`: there is no more, and the length is stated."""
 
-    async def begin(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
-        """The head of an answer, and what is known of its body; `headers` have its length if it is known at all."""
+    def write(self, data: bytes, chunk: bytes = b"") -> Awaitable[None] | None:
+        """Write more of the body. `chunk`: the same bytes in the framing of one HTTP/1.1 chunk, where that is known."""
 
-    async def write(self, data: bytes) -> None:
-        """Some more of the body."""
-
-    def put(self, data: bytes) -> bool:
-        """Likewise, if it can be written without waiting; whether it was."""
-
-    def put_chunk(self, framed: bytes) -> bool:
-        """As `put`, for one chunk of HTTP/1.1 in its framing; never if the answer is not made of such."""
-
-    def put_all(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """As `say`, if it can be written without waiting; whether it was."""
-
-    async def end(self) -> None:
-        """There is no more."""
+    def end(self) -> Awaitable[None] | None:
+        """Write the end of the body."""
 
 
 class Answer:
-    """What has been sent to one client so far."""
+    """The answer to one client, as far as it has been sent."""
 
     status: int | None = None
-    """That the client was sent; None: nothing was yet."""
+    """The status that was sent; None: nothing was sent yet."""
     first_byte: float | None = None
-    """When the client was sent the first of a worker's answer, comments not counted; until then another may answer."""
+    """When the first byte of a worker's answer was sent, without comments. Until then the request can be retried."""
     overhead: float | None = None
-    """Seconds from the request's last byte to its being handed on, waits for the worker not counted."""
+    """Seconds from the request's last byte until it is sent to the worker, without the wait for the worker."""
     events_sent = b""
-    """The last of a stream that were forwarded at once."""
+    """The last events that were forwarded."""
     failed: int | None = None
-    """The status of what went wrong after the status line had been sent."""
+    """The status of an error that came after the status line."""
     lease: Lease | None = None
-    """The hold of the attempt that runs, or ran last."""
+    """The lease of the current or last attempt."""
     profile = ""
-    """Under which its worker is to answer it; empty: under none."""
+    """The request profile that the worker applies; empty: none."""
     queued: float | None = None
     loaded: float | None = None
-    """Seconds that the last attempt waited for others, and for its own load; None: it waits, or never did."""
+    """Seconds that the last attempt waited in the queue, and for its model's load; None: not over yet."""
 
     def __init__(self, outlet: Outlet, call: Call, pace: Pace, headers: Mapping[str, str]):
         self.outlet = outlet
@@ -185,7 +198,7 @@ class Answer:
 
     @property
     def told(self) -> bool:
-        """The last event was the worker's own error frame."""
+        """True if the last event was the worker's own error frame."""
         return bool(self.events_sent) and self.form.is_error(self.events_sent)
 
     @property
@@ -199,7 +212,7 @@ class Answer:
 
     @property
     def phase(self) -> str:
-        """How far it has come, or had when its client left: queued, starting, streaming."""
+        """The phase that a disconnect is counted under: queued, starting, streaming."""
         state = self.lease.worker.state if self.lease is not None else State.QUEUED
         if state >= State.READY:
             return "streaming"
@@ -208,32 +221,29 @@ class Answer:
     async def commit(self, status: int = 200, headers: Mapping[str, str] | None = None, data: bytes = b"") -> None:
         """Send the status line, headers (without any, those of a stream) and `data`. Raises ClientGone like `write`."""
         self.status = status
-        await self._reach(
-            self.outlet.begin(status, {**self.headers, **(self.form.headers if headers is None else headers)}, data),
-            len(data),
-        )
+        of_stream = self.form.headers if headers is None else headers
+        await self._sent(self.outlet.begin(status, {**self.headers, **of_stream}, data))
 
     async def say(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """All of an answer at once. Raises ClientGone like `write`."""
+        """Send a whole answer. Raises ClientGone like `write`."""
         self.status = status
-        await self._reach(self.outlet.say(status, {**self.headers, **headers}, body), len(body))
+        await self._sent(self.outlet.begin(status, {**self.headers, **headers}, body, is_whole=True))
 
     async def write(self, data: bytes) -> None:
         """Raises ClientGone, after aborting the connection, if the client does not read."""
-        await self._reach(self.outlet.write(data), len(data))
+        await self._sent(self.outlet.write(data))
 
     async def finish(self) -> None:
         """The orderly end of the answer. Raises ClientGone like `write`."""
-        await self._reach(self.outlet.end())
+        await self._sent(self.outlet.end())
 
-    async def _reach(self, sending: Coroutine[object, object, None], size: int = 0) -> None:
-        """Send `size` bytes and what goes around them."""
+    async def _sent(self, pending: Awaitable[None] | None) -> None:
+        """Wait for a write of the outlet, at most `write_stall` seconds."""
+        if pending is None:  # the usual case: written already, so no timer is needed
+            return
         try:
-            if self.outlet.has_room(size):  # then nothing waits, and nothing needs to be timed
-                await sending
-                return
             async with asyncio.timeout(self._pace.write_stall or None):
-                await sending
+                await pending
         except TimeoutError:
             if self.outlet.transport is not None:
                 self.outlet.transport.abort()
@@ -282,11 +292,11 @@ class Answer:
         while time.monotonic() < limit and not transport.is_closing():
             if transport.get_write_buffer_size() == 0 and not (old and sock is not None and _unsent(sock)):
                 break
-            await asyncio.sleep(0.01)  # the kernel tells nobody when its send queue is empty
+            await asyncio.sleep(0.01)  # polling, as no event signals an empty kernel send queue
         if old and sock is not None:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if old or transport.get_write_buffer_size():  # closing would wait for this reader for ever
+        if old or transport.get_write_buffer_size():  # close() would wait without limit for a client that does not read
             transport.abort()
         else:
             transport.close()
@@ -305,7 +315,7 @@ def server_timing(queue: float, load: float, stages: Mapping[str, float]) -> str
 
 
 class _Limit:
-    """The time that the current task has for a request. As `asyncio.timeout`, and with one timer for many."""
+    """The time limit of the current task for one request, like `asyncio.timeout`, but without a timer for each."""
 
     __slots__ = ("_passed", "_task", "timer")
 
@@ -317,19 +327,19 @@ class _Limit:
         self.timer: asyncio.TimerHandle | None = None
 
     def passes(self) -> None:
-        """It is over: the task is cancelled."""
+        """The time is up: cancel the task."""
         self._passed = True
         self._task.cancel()
 
     def end(self) -> bool:
-        """It does not pass any more. Whether it has, and nothing else cancelled the task: to be asked once."""
+        """Stop the limit. Return True if it cancelled the task and nothing else did. Call it once."""
         if self.timer is not None:
             self.timer.cancel()
         return self._passed and self._task.uncancel() == 0
 
 
 class Proxy:
-    """Forwards calls to the workers of one fleet, and to the clerks beside it."""
+    """Forwards calls to the workers of one fleet."""
 
     def __init__(self, members: Members, pace: Pace):
         self._loop = asyncio.get_running_loop()
@@ -337,18 +347,18 @@ class Proxy:
         self._fleet = members.fleet
         self._pace = pace
         self._limits: dict[_Limit, float] = {}
-        """Those of requests whose time is up in a while, and when that is."""
+        """When each long time limit is up, by the loop's clock."""
         self._look: asyncio.TimerHandle | None = None
 
     def answer(self, outlet: Outlet, call: Call, headers: Mapping[str, str]) -> Answer:
-        """To be forwarded. `headers`: what its head has besides the worker's."""
+        """A new answer for `forward`. `headers`: those that the router adds to the worker's."""
         return Answer(outlet, call, self._pace, headers)
 
     async def forward(self, answer: Answer) -> None:
-        """Returns once the answer is complete, or broken off with an error frame.
+        """Return when the answer is complete, or broken off with an error frame.
 
-        Raises ApiError while nothing has been sent, CancelledError if the client has left. Cancelling, which is how
-        that is told otherwise, gives the lease back and closes the connection to the worker: that cancels its work.
+        Raises ApiError while nothing has been sent, CancelledError if the client is gone. Cancelling this coroutine
+        returns the lease and closes the connection to the worker, which cancels the worker's computation.
         """
         call = answer.call
         limit = _Limit(self._loop)
@@ -373,7 +383,7 @@ class Proxy:
             await _fail(answer, error if lease is None else by_name(error, lease.model.preset.id, call.model))
 
     def _watch(self, limit: "_Limit", left: float) -> None:
-        """Have `limit` pass in `left` seconds, or where that is far, up to LOOK later."""
+        """Make `limit` pass in `left` seconds; a long one passes up to LOOK later."""
         if left < FAR:
             limit.timer = self._loop.call_later(left, limit.passes)
             return
@@ -389,8 +399,10 @@ class Proxy:
         self._look = self._loop.call_later(LOOK, self._look_at_limits) if self._limits else None
 
     async def _attempts(self, answer: Answer) -> None:
-        """One resend on a new lease if a worker is lost before the client has anything of its answer, or its name came
-        to be served by another one while it waited."""
+        """Try once more on a new lease if the worker is lost before the client has a byte of its answer, or if the name
+        got another worker while the request waited.
+
+        More than one retry would turn a request that crashes workers into a loop of loads."""
         lost: ApiError
         try:
             await self._attempt(answer)
@@ -407,7 +419,7 @@ class Proxy:
         except Unanswered as unanswered:
             raise unanswered.error from None
         except ModelNotLoaded:
-            raise lost from None  # it was, and may not be loaded again without being told to
+            raise lost from None  # autoload is off: report the lost worker, which is the cause
 
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
@@ -434,7 +446,7 @@ class Proxy:
         return await self._patiently(lease.ready(), lease, answer)
 
     async def _patiently(self, work: Awaitable[T], lease: Lease, answer: Answer) -> T:
-        """The result of `work`; a stream that waits for it gets its status line in time, and comments."""
+        """The result of `work`; meanwhile a stream gets its status line after `commit` seconds, and comments."""
         waiting = asyncio.ensure_future(work)
         try:
             if not answer.call.stream:
@@ -451,7 +463,7 @@ class Proxy:
                 waiting.cancel()
                 await asyncio.wait({waiting})
             if not waiting.cancelled():
-                waiting.exception()  # whoever left does not hear it
+                waiting.exception()  # retrieved, or asyncio logs it when the client is gone
 
     async def _exchange(self, lease: Lease, process: WorkerProcess, answer: Answer) -> None:
         if lease.aborted is not None:
@@ -460,8 +472,6 @@ class Proxy:
         headers = _onward_headers(answer, process.token)
         exchange = process.wire.begin(route.method, route.upstream or route.path, headers, answer.call.body)
         lease.on_abort = exchange.close
-        if not answer.call.stream:
-            exchange.on_end = partial(_say_at_once, exchange, answer)
         try:
             await self._head(exchange, lease, answer)
             await self._relay(exchange, answer)
@@ -478,11 +488,11 @@ class Proxy:
                 raise Unanswered(fate) from None
             raise fate from None
         finally:
-            lease.on_abort = exchange.on_end = None
+            lease.on_abort = None
             exchange.close()
 
     async def _head(self, exchange: Exchange, lease: Lease, answer: Answer) -> None:
-        """Returns with the head of the worker's answer."""
+        """Return when the head of the worker's answer has arrived."""
         try:
             if answer.call.stream:
                 await self._patient_head(exchange, lease, answer)
@@ -507,21 +517,19 @@ class Proxy:
                 wait = pause
 
     async def _relay(self, exchange: Exchange, answer: Answer) -> None:
-        if answer.committed and not answer.call.stream:
-            return  # it was said at once
         headers = _passed(exchange)
         if _streams(exchange, answer):
             await self._relay_events(exchange, answer, {**headers, **answer.form.headers})
             return
         body = await _read_up_to(exchange, BUFFERED)
         answer.first_byte = time.monotonic()
-        if answer.committed:  # the worker refused what is a stream to the client by now
+        if answer.committed:  # the client has a stream's status line, so the worker's error becomes a frame
             answer.failed = exchange.status
             await answer.write(answer.refusal(body))
             await answer.break_off()
             return
         if exchange.at_end:
-            headers.pop("Content-Length", None)  # it is that of the body
+            headers.pop("Content-Length", None)  # the outlet states it
             await answer.say(exchange.status, headers, body)
             return
         await answer.commit(exchange.status, headers, body)
@@ -537,10 +545,17 @@ class Proxy:
             await answer.comment(f"ignored-fields {ignored}")
         outlet, end, longest = answer.outlet, form.end, LONGEST_TAIL
 
-        def pour(chunk: bytes) -> bool:
-            """What comes while the client keeps up, from one connection straight into the other."""
+        # The loop at the end handles every event. Two callbacks take over from it while the client keeps up: the
+        # worker's connection calls them as bytes arrive, and they write to the client's connection without waking
+        # this coroutine. A task switch for each event is most of the cost of a stream of short ones. Each callback
+        # returns False, having written nothing, where it would have to wait or decide; the bytes then go through the
+        # loop. (A whole answer has no such callback: in a run of 15
+        # rounds it saved 8 % of a request's CPU at 1 connection and 1 % at 16, by medians on a busy machine.)
+
+        def pour(data: bytes) -> bool:
+            """Forward the whole events in `data` and keep the rest."""
             nonlocal tail
-            seen = tail + chunk if tail else chunk
+            seen = tail + data if tail else data
             at = seen.rfind(end) + len(end)
             if at < len(end):
                 if len(seen) > longest:
@@ -548,8 +563,9 @@ class Proxy:
                 tail = seen
                 return True
             events = seen if at == len(seen) else seen[:at]
-            if not outlet.put(events):
+            if not outlet.has_room(len(events)):
                 return False
+            outlet.write(events)
             if answer.first_byte is None and form.says(events):
                 answer.first_byte = time.monotonic()
             answer.events_sent, tail = events, seen[at:]
@@ -557,11 +573,13 @@ class Proxy:
 
         end_of_chunk = end + b"\r\n"
 
-        def put_chunk(framed: bytes, start: int) -> bool:
-            """What comes while the worker writes whole events, one at a time, as they are to leave."""
-            if tail or not framed.endswith(end_of_chunk) or not outlet.put_chunk(framed):
+        def put_chunk(chunk: bytes, start: int) -> bool:
+            """Forward one chunk of whole events in the worker's own framing, which saves parsing and framing it."""
+            if tail or not chunk.endswith(end_of_chunk) or not outlet.has_room(len(chunk)):
                 return False
-            answer.events_sent = framed[start:-2]
+            events = chunk[start:-2]
+            outlet.write(events, chunk)
+            answer.events_sent = events
             return True
 
         while chunk := await exchange.read():
@@ -580,7 +598,7 @@ class Proxy:
                 await answer.commit(exchange.status, headers, events)
             answer.events_sent = events
             exchange.sink = pour
-            if answer.first_byte is not None:  # else somebody has to look out for it
+            if answer.first_byte is not None:  # `put_chunk` does not look for the first token
                 exchange.chunk_sink = put_chunk
         if not answer.committed:
             await answer.commit(exchange.status, headers)
@@ -594,31 +612,19 @@ _ONWARD = tuple((name, name.lower()) for name in REQUEST_HEADERS)
 
 
 def _passed(exchange: Exchange) -> dict[str, str]:
-    """What of the headers of a worker's answer is handed on."""
+    """The headers of a worker's answer that are forwarded."""
     theirs = exchange.headers
     return {name: theirs[lower] for name, lower in _PASSED if lower in theirs and _is_fit(theirs[lower])}
 
 
 def _streams(exchange: Exchange, answer: Answer) -> bool:
-    """Whether a worker's answer is a stream of events, and no refusal in the form of one."""
+    """True if a worker's answer is a stream of events and not an error."""
     type_ = exchange.headers.get("content-type", "")
     return exchange.status == 200 and type_.startswith(answer.form.headers["Content-Type"])
 
 
-def _say_at_once(exchange: Exchange, answer: Answer) -> None:
-    """Hand on an answer whose last byte has just come, before anything else happens, if the client takes it."""
-    if exchange.piled > BUFFERED or answer.committed or _streams(exchange, answer):
-        return
-    headers, body = _passed(exchange), exchange.take_all()
-    headers.pop("Content-Length", None)  # it is that of the body
-    if answer.outlet.put_all(exchange.status, {**answer.headers, **headers}, body):
-        answer.status, answer.first_byte = exchange.status, time.monotonic()
-    else:
-        exchange.take(body)  # as if it were still to be read
-
-
 def status_comment(fleet: Fleet, lease: Lease) -> str:
-    """Why a stream is still silent, for people who look at it."""
+    """The text of a comment in a stream that waits: why it waits."""
     worker = lease.worker
     progress = worker.progress
     match worker.state:
@@ -636,7 +642,7 @@ def status_comment(fleet: Fleet, lease: Lease) -> str:
 
 
 async def _fail(answer: Answer, error: ApiError) -> None:
-    """Answer with `error`: by raising it while that is possible, else in mid-stream."""
+    """Raise `error` if nothing has been sent, else report it in mid-stream."""
     if not answer.committed:
         raise error
     answer.failed = error.status
@@ -647,7 +653,7 @@ async def _fail(answer: Answer, error: ApiError) -> None:
 
 
 async def _fate(lease: Lease) -> ApiError:
-    """Why the connection broke: as soon as it is known, or as far as it is after a moment."""
+    """Why the connection broke: the worker's exit, if that is known within FATE_KNOWN seconds."""
     if lease.aborted is None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FATE_KNOWN):
@@ -686,7 +692,7 @@ def _onward_headers(answer: Answer, token: str) -> dict[str, str]:
 
 
 def _is_fit(value: str) -> bool:
-    """Whether a header's value may be handed on: no byte that two readers could take for different things."""
+    """True if a header's value may be forwarded: printable ASCII, which all HTTP parsers read the same way."""
     return value.isascii() and value.isprintable()
 
 

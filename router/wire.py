@@ -67,13 +67,11 @@ class Exchange:
         self.connecting: asyncio.Task[None] | None = None
         """Sends the request, where that takes time."""
         self.sink: Callable[[bytes], bool] | None = None
-        """Gets what comes at once, in the place of whoever awaits `read`, until it does not take it: that, and what
-        comes then, is to be read. It raises nothing."""
+        """Called with arriving bytes instead of waking the reader, until it returns False: `read` then returns those
+        bytes and the following ones. It raises nothing."""
         self.chunk_sink: Callable[[bytes, int], bool] | None = None
-        """Gets a chunk that comes alone, in its framing as it came, and where in it the content begins; it would go
-        into the sink otherwise, and does if this does not take it. It raises nothing."""
-        self.on_end: Callable[[], None] | None = None
-        """Called as soon as everything has come, before whoever awaits it goes on. It raises nothing."""
+        """Called before `sink` with a chunk that arrives alone, in its framing, and the offset of its content. If it
+        returns False, the chunk goes to `sink`. It raises nothing."""
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._piled = 0
@@ -107,22 +105,16 @@ class Exchange:
             if self._error is not None:
                 raise self._error
             await self._more()
-        data = self.take_all()
+        data = self._take_all()
         if self.connection is not None:
             self.connection.go_on()
         return data
 
-    def take_all(self) -> bytes:
-        """What has come since it was last taken; perhaps nothing."""
+    def _take_all(self) -> bytes:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._piled = 0
         return data
-
-    @property
-    def piled(self) -> int:
-        """Bytes that have come and were not taken yet."""
-        return self._piled
 
     def close(self) -> None:
         """Nobody wants more of it: whoever waits gets Broken, and the worker sees the connection end."""
@@ -170,8 +162,6 @@ class Exchange:
     def end(self) -> None:
         self._ended = True
         self.connection = None
-        if self.on_end is not None:
-            self.on_end()
         self._wake()
 
     def fail(self, error: WireError) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 SHOWN = {
-    "router/app.py": "when a request came, in the list of requests",
     "router/cli.py": "how long it is until a failed model is tried again, for ps",
     "router/events.py": "when it happened, of an event; its order is its number",
     "router/failures.py": "until when a model that failed is not tried again, of an event",
@@ -19,6 +18,7 @@ SHOWN = {
     "router/listener.py": "the header Date",
     "router/log.py": "the time of a line",
     "router/members.py": "when a preset was first listed",
+    "router/pipeline.py": "when a request came, in the list of requests",
     "router/serve.py": "the first number of events and lines: above those of an earlier router",
     "router/site.py": "when presets were reloaded",
     "worker/faces/embeddings.py": "when an answer was created",

@@ -9,10 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
-from router.bodies import Bodies
 from router.hub import Hub
+from router.incoming import ROUTE, Bodies, asked_of
 from router.metrics import Metrics
-from router.noted import ROUTE, asked_of
 from router.requests import Requests
 from router.settings import Key
 from router.site import Site

@@ -176,10 +176,9 @@ async def test_a_head_that_is_too_long_is_called_that(tmp_path: Path, head: byte
 async def test_a_head_that_comes_for_ever_is_cut_off(tmp_path: Path) -> None:
     """However often another byte of it comes."""
     async with world(tmp_path, respond) as up:
-        app = up.listener.serve.__self__  # type: ignore[attr-defined]
-        runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(up.app.build(), handler_cancellation=True, access_log=None)
         await runner.setup()
-        impatient = app.listener(runner, keep_alive=0.2)
+        impatient = up.app.listener(runner, keep_alive=0.2)
         up.listener.otherwise = impatient.otherwise
         reader, writer = await up.connect()
         writer.write(post(LENGTH)[:20])

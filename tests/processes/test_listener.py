@@ -11,7 +11,7 @@ from aiohttp.http import HttpRequestParser
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from router.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Asked, Listener, _Connection
+from router.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _Connection
 from router.proxy import Pace
 from tests.processes.upstreams import (
     BODY,
@@ -257,7 +257,7 @@ async def test_two_hundred_streams_at_once_leave_nothing_behind(tmp_path: Path) 
         await until(lambda: not up.listener.connections)
         proxy = up.listener.serve.__self__._proxy  # type: ignore[attr-defined]
         assert not proxy._limits
-        assert up.listener.serve.__self__._bodies.held == 0  # type: ignore[attr-defined]
+        assert up.listener.serve.__self__.bodies.held == 0  # type: ignore[attr-defined]
         assert up.count('router_client_disconnects_total{phase="streaming"}') == 100
 
 
@@ -372,11 +372,11 @@ def test_what_is_taken_for_plain_is_what_aiohttp_would_have_read(
 
 
 async def _compared(data: bytes, split: int) -> None:
-    taken: list[Asked] = []
+    taken: list[PlainRequest] = []
 
-    async def serve(asked: Asked) -> None:
+    async def serve(asked: PlainRequest) -> None:
         taken.append(asked)
-        asked.said_all = True
+        asked.is_complete = True
 
     routes = {route.path.encode(): route for route in ROUTES if route.worker}
     others: list[Other] = []

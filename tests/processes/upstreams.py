@@ -120,6 +120,7 @@ class World:
         self.launcher = launcher
         self.metrics = metrics
         self.socket = socket
+        self.app: App
         self.listener: Listener
         """All connections of clients, but those that aiohttp has."""
         self.requests: list[Upstream] = []
@@ -198,6 +199,7 @@ async def world(
     made = World(site, fleet, launcher, metrics, socket)
     loop.set_exception_handler(lambda _, context: made.errors.append(context))
     app = App(site, Proxy(members, pace or Pace()), metrics, **further)
+    made.app = app
     runner = web.AppRunner(app.build(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     server = await asyncio.start_unix_server(_each(made, answer), upstream_socket, limit=1 << 24, backlog=backlog)
     await runner.setup()

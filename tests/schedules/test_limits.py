@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from router.app import whole_seconds
 from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, QueueTimeout
 from router.events import Event
 from router.launchers import WorkerLost
 from router.lifecycle import State
 from router.limits import Limits
+from router.pipeline import whole_seconds
 from tests.fakes import GIB, FakeModel, virtual
 from tests.schedules.worlds import Schedule
 from worker.protocol.events import Progress, Request

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.door import EACH, KEPT, LEAST
+from router.connection_limit import LEAST, PER_CLIENT, RESERVED
 from tests.processes.routers import DEADLINE, Router, presets, router
 from tests.processes.upstreams import Upstream, request, until, world
 
@@ -42,13 +42,13 @@ async def test_who_finds_no_room_waits_until_somebody_leaves(tmp_path: Path, hea
         waiting.write(asked)
         staying.write(asked)
         assert await status(second) == 200
-        assert len(up.listener.door.inside) == 2
+        assert len(up.listener.limit.connected) == 2
         assert len(up.requests) == 3
         leaving.close()
         assert await status(third) == 200
         for writer in (staying, waiting):
             writer.close()
-        await until(lambda: not up.listener.door.inside)
+        await until(lambda: not up.listener.limit.connected)
 
 
 async def test_a_client_that_leaves_the_line_takes_nobodys_place(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_the_line_takes_nobodys_place(tmp_path: Path)
         writer.close()
         assert await status(last) == 200
         waiting.close()
-        await until(lambda: not up.listener.door.inside)
+        await until(lambda: not up.listener.limit.connected)
 
 
 async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -73,7 +73,7 @@ async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyn
 
 async def test_a_router_full_of_clients_still_starts_workers_and_says_once_that_it_is_full(tmp_path: Path) -> None:
     """With a limit so low that clients that say nothing would have taken every descriptor."""
-    limit = KEPT + EACH * LEAST
+    limit = RESERVED + PER_CLIENT * LEAST
     file = presets(tmp_path, {"a": {}, "b": {}})
     options = ("--models-preset", str(file), "--models-memory-margin", "64")
     shell = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh")
@@ -95,7 +95,7 @@ async def test_a_router_full_of_clients_still_starts_workers_and_says_once_that_
         resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE, (8, before[1]))
         for _, each in clients[2 : LEAST + 1]:
             each.close()
-        await up.says("no client can be taken in")
+        await up.says("no client can be accepted")
         resource.prlimit(up.process.pid, resource.RLIMIT_NOFILE, before)
         reader, writer = clients[-1]
         for _, each in clients[:-1]:
