@@ -52,15 +52,13 @@ def get(url: str, path: str, key: str = "") -> Any:
 
 
 def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bool = False) -> str:
-    """Lines of `router ps`: of the answer to GET /models those that are more than listed, those that failed, and
-    clerks; with `everything` all. Below them, why models failed. `now` is in seconds since 1970."""
+    """Lines of `router ps`: of the answer to GET /models those that are more than listed, and those that failed; with
+    `everything` all. Below them, why models failed. `now` is in seconds since 1970."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for model in models:
         status = model["status"]
         if everything or status["value"] != "unloaded" or "error" in status:
             rows.append(_row(model["id"], status))
-        if "clerk" in status:
-            rows.append(_counting(model["id"], status["clerk"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [_why_not(model["id"], model["status"], now) for model in models if "error" in model["status"]]
@@ -87,22 +85,6 @@ def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
         str(status.get("queued", 0)),
         f"{load:.2f} s" if spent else "-",
         " ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items() if seconds >= 0.005) or "-",
-    )
-
-
-def _counting(id: str, clerk: Mapping[str, Any]) -> tuple[str, ...]:
-    """The row of a process that counts tokens for a model which is not loaded."""
-    state = "draining" if clerk["draining"] and clerk["state"] == "ready" else clerk["state"]
-    memory: Mapping[str, Mapping[str, int | None]] = clerk["memory"]
-    return (
-        id,
-        "clerk" if state == "ready" else f"clerk ({state})",
-        ",".join(memory),
-        ",".join(f"{each['reserved_mib'] or '-'}/{_or_dash(each['measured_mib'])}" for each in memory.values()),
-        str(clerk["in_flight"]),
-        str(clerk["queued"]),
-        "-" if clerk["load_seconds"] is None else f"{clerk['load_seconds']:.2f} s",
-        "-",
     )
 
 

@@ -22,7 +22,7 @@ class Event:
     Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
     `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `removed` (one is
     listed no longer), `holding` (a sleeper's weights are held, or given back), `prepared` (what could be done once for
-    a model was, or not), `clerk` (a process that counts for a model is ready, or over), `shutdown`.
+    a model was, or not), `shutdown`.
     """
 
     id: int

@@ -99,8 +99,6 @@ def _tell(event: Event) -> None:
             total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
             parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
-        case "clerk":
-            log.log(logging.WARNING if "error" in data else logging.INFO, "%s", clerk_line(event))
         case "prepared":
             log.log(logging.WARNING if data["why"] else logging.INFO, "%s", prepared_line(event))
         case "holding":
@@ -110,13 +108,6 @@ def _tell(event: Event) -> None:
             log.error("presets not reloaded, the old ones still are: %s", "; ".join(data["errors"]))
         case "config":
             log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
-
-
-def clerk_line(event: Event) -> str:
-    """`mixtral#clerk2 ready pid=4711 load_seconds=0.3`: a process that only counts for a model that is not loaded."""
-    data = dict(event.data)
-    fields = (f"{name}={value}" for name, value in data.items() if name not in ("clerk", "state", "was"))
-    return " ".join([f"{event.model}#clerk{data['clerk']}", data["state"], *fields])
 
 
 def prepared_line(event: Event) -> str:

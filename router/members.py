@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router import sharing
-from router.clerks import Clerks
 from router.errors import ApiError, ModelNotFound
 from router.fleet import Fleet
 from router.holding import Holding
@@ -55,10 +54,9 @@ class Listed:
 class Members:
     """The presets of one router, and what they share."""
 
-    def __init__(self, fleet: Fleet, presets: Mapping[str, Preset], clerks: Clerks):
-        """`fleet` was made with the `sharing.members` of these; `clerks` are its own."""
+    def __init__(self, fleet: Fleet, presets: Mapping[str, Preset]):
+        """`fleet` was made with the `sharing.members` of these."""
         self.fleet = fleet
-        self._clerks = clerks
         self.listed: dict[str, Listed] = {}
         """By id, in their order."""
         self._profiles = Profiles()
@@ -80,13 +78,12 @@ class Members:
 
     # What is asked for by a name
 
-    def lease(self, name: str, *, autoload: bool | None = None, counts: bool = False) -> Lease:
-        """See `Fleet.lease`, and `Clerks.lease` for what only `counts`; `autoload` as the name's preset says, unless
-        told."""
-        listed, lessor = self.find(name), self._clerks if counts else self.fleet
+    def lease(self, name: str, *, autoload: bool | None = None) -> Lease:
+        """See `Fleet.lease`; `autoload` as the name's preset says, unless told."""
+        listed = self.find(name)
         id = listed.model.preset.id
         try:
-            return lessor.lease(id, autoload=listed.preset.autoload if autoload is None else autoload)
+            return self.fleet.lease(id, autoload=listed.preset.autoload if autoload is None else autoload)
         except ApiError as error:
             raise by_name(error, id, name) from None
 

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -107,9 +107,6 @@ class Metrics:
             buckets=MOMENTS,
         )
         self._reloads = Counter("router_reloads", "Presets read again.", ["result"], registry=registry)
-        self._clerks = Gauge(
-            "router_clerks", "Processes that count for a model that is not loaded.", ["model"], registry=registry
-        )
         self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
         self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
         for each in (self.requests, self.ttft, self._token_seconds, self.overhead, self._token_count, _Gauges(fleet)):
@@ -161,10 +158,6 @@ class Metrics:
             case "waited":
                 for cause, seconds in data["seconds"].items():
                     self._queued.labels(event.model, cause).observe(seconds)
-            case "clerk" if data["state"] == "ready":
-                self._clerks.labels(event.model).inc()
-            case "clerk" if data["was"] != "starting":
-                self._clerks.labels(event.model).dec()
             case "state" if data["state"] == "stopped":
                 if "settle_seconds" in data:
                     self._settling.labels(LOCAL).observe(data["settle_seconds"])

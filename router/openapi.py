@@ -147,7 +147,7 @@ def _operation(route: Route) -> dict[str, Any]:
         },
     }
     if route.worker:
-        operation["description"] = _LOADS[route.loads] + (f" {_COUNTS}" if route.counts else "")
+        operation["description"] = _LOADS[route.loads]
     parameters = [*_in_path(route), *_in_query(route), *_in_header(route, response)]
     if parameters:
         operation["parameters"] = parameters
@@ -159,7 +159,6 @@ def _operation(route: Route) -> dict[str, Any]:
     return operation
 
 
-_COUNTS = "Where it is not loaded and may not be, a process with nothing of it but the tokenizer answers."
 _LOADS: Mapping[Loads, str] = {
     Loads.FOLLOWS: "Loads the model if it is not loaded, unless its preset, the router or autoload=false says no.",
     Loads.ON_DEMAND: "Loads the model only with autoload=true.",

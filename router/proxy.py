@@ -423,7 +423,7 @@ class Proxy:
 
     async def _attempt(self, answer: Answer) -> None:
         call = answer.call
-        with self._members.lease(call.model, autoload=call.autoload, counts=call.route.counts) as lease:
+        with self._members.lease(call.model, autoload=call.autoload) as lease:
             answer.lease = lease
             before = time.monotonic()
             process = await self._ready(lease, answer)

@@ -27,7 +27,6 @@ from router.access import Access
 from router.app import App
 from router.calibration import Calibration
 from router.catalogue import NOTHING, Further
-from router.clerks import Clerks
 from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet import Fleet
@@ -238,7 +237,6 @@ async def _router(
         )
         holder.append(fleet)
         fleet.arrange()
-        clerks = Clerks(fleet)
         site = Site(
             settings=settings,
             fleet=fleet,
@@ -253,8 +251,7 @@ async def _router(
             ),
             load=load,
             keys=keys,
-            clerks=clerks,
-            members=Members(fleet, loaded.presets, clerks),
+            members=Members(fleet, loaded.presets),
             port=sockets.port(bound[0]),
             logs=logs,
             awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
@@ -325,14 +322,13 @@ async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _closing(site: Site, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
-    """At the end no worker and no clerk is left."""
+    """At the end no worker is left."""
     try:
         yield
     finally:
         site.closing = True
         site.events.append("shutdown", "*")
         await _close(site.fleet, launcher, stop)
-        await site.clerks.close()
 
 
 @asynccontextmanager

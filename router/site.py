@@ -18,7 +18,6 @@ from router.access import Access
 from router.adapters import Registered
 from router.catalogue import Further
 from router.checkpoint import meta, modalities, offered
-from router.clerks import Clerks
 from router.errors import BadRequest, ConfigError, Duplicate, ModelNotFound, PresetInvalid
 from router.events import Event, EventLog
 from router.facts import Checkpoint, EstimateError, effective_ctx
@@ -57,7 +56,6 @@ class Site:
     """Reads presets, folders and caches again; problems are part of what it returns."""
     keys: Callable[[], tuple[Key, ...]]
     """Reads key files again."""
-    clerks: Clerks
     members: Members
     names: Names = field(init=False)
     port: int = 0

@@ -28,7 +28,6 @@ ROUTER = [
     "router.launchers.watching",
     "router.connections  router.site  router.proxy  router.metrics  router.launchers.process",
     "router.members",
-    "router.clerks",
     "router.fleet  router.access  router.launchers.orphans",
     "router.queue  router.failures  router.sleepers  router.reading_ahead",
     "router.lease",
@@ -68,7 +67,7 @@ WORKER = [
     "worker.__main__",
     "worker.divided",
     "worker.estimate",
-    "worker.packed  worker.clerk",
+    "worker.packed",
     "worker.nursery  worker.download  worker.server",
     "worker.faces.anthropic  worker.faces.ollama  worker.faces.responses  worker.faces.ericllm  worker.faces.lmi"
     "  worker.faces.fastchat  worker.faces.tokens  worker.faces.cohere",

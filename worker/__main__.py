@@ -227,11 +227,6 @@ def _serve(command: "Serve", tied: leash.Leash, began: float, ranks: "Ranks | No
 
     if tied.leashed and not tied.token:
         raise StartError("the first line of stdin must be this worker's token", Exit.USAGE)
-    if command.clerk:
-        from worker import clerk
-
-        asyncio.run(clerk.serve(command, tied))
-        return
     try:
         asyncio.run(_serve_until_told(command, tied, began, ranks))
     finally:

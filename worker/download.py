@@ -29,7 +29,7 @@ from worker.protocol.argv import Download
 from worker.protocol.events import Downloaded, Event, Progress
 from worker.protocol.exits import Exit
 from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, WEIGHTS, shard_names
-from worker.transfer import LIBRARY, PROGRESS_INTERVAL, Transfer, http
+from worker.transfer import LIBRARY, PROGRESS_INTERVAL, RequestError, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _fetch_repo(command: Download, say: Say, token: str | None) -> Path:
         with contextlib.suppress(OSError):  # a cache without the right to write serves as well
             cache.name_revision(command.revision, snapshot.name)
         return snapshot
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, http.RequestError) as error:
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RequestError) as error:
         raise _hub_cause(error, command) from error
     except OSError as error:
         cause = _disk_cause(error, root, "set HF_HUB_CACHE to another folder")
@@ -108,7 +108,7 @@ def _fetch_repo(command: Download, say: Say, token: str | None) -> Path:
 def _fetch(cache: RepoCache, command: Download, say: Say, token: str | None) -> Path:
     try:
         commit, listed = _list_files(command, token)
-    except (http.RequestError, HfHubHTTPError, OfflineModeIsEnabled):
+    except (RequestError, HfHubHTTPError, OfflineModeIsEnabled):
         # A snapshot of weights without a tokenizer is usable, so it needs no hub.
         present = cache.latest_snapshot(command.revision)
         if present is None or cache.faults(present, adapter=command.adapter):

@@ -144,7 +144,7 @@ class Nursery:
         with suppress(ValueError):
             command = from_argv(argv)
             assert isinstance(command, Serve)
-            if not command.clerk and command.snapshot not in self._wanted and self._shelf.wants(command):
+            if command.snapshot not in self._wanted and self._shelf.wants(command):
                 self._wanted[command.snapshot] = (time.monotonic() + QUIET_BEFORE, command)
 
     def _keep_ready(self) -> None:

@@ -35,6 +35,7 @@ try:
 except ImportError:
     import httpx as http  # type: ignore[no-redef]
 
+RequestError = http.RequestError
 log = logging.getLogger(__name__)
 
 LIBRARY = "fleet-router"  # name in the User-Agent

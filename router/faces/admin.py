@@ -58,7 +58,6 @@ def _state(site: Site) -> dict[str, Any]:
             }
             for worker in fleet.workers()
         ],
-        "clerks": [figures(clerk) for clerk in site.clerks.alive],
         "sleeping": [
             {"model": holding.preset.id, "bytes": holding.wish.size, "held": holding.is_held}
             for holding in fleet.holdings

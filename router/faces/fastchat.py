@@ -71,9 +71,9 @@ async def _context(site: Site, id: str) -> int:
 
 
 async def _count(site: Site, id: str, prompt: str) -> int:
-    """Tokens of `prompt`, as the model's own worker says, or its clerk. Raises ApiError."""
+    """Tokens of `prompt`, as the model's own worker counts them. Raises ApiError."""
     members = site.members
-    with speaking_of(members.find(id)), members.lease(id, autoload=False, counts=True) as lease:
+    with speaking_of(members.find(id)), members.lease(id) as lease:
         process = await lease.ready()
         headers = {TOKEN_HEADER: f"Bearer {process.token}", "Content-Type": "application/json"}
         exchange = process.wire.begin("POST", "/count_token", headers, orjson.dumps({"prompt": prompt}))

@@ -9,7 +9,7 @@ from router.backoff import Failure
 from router.checkpoint import offered
 from router.facts import Checkpoint
 from router.fleet import Fleet
-from router.ledger import HOST, LOCAL, SLOTS, DeviceId, pooled
+from router.ledger import SLOTS, DeviceId, pooled
 from router.lifecycle import State
 from router.members import Listed
 from router.model import Model
@@ -58,36 +58,12 @@ def status_of(site: Site, key: Key, listed: Listed) -> dict[str, Any]:
     """The status object of one that is listed. Who share a worker each have what that does, and all that the key may
     see are named; what memory it has is told of the first of them, so that sums are right."""
     told = status(site.fleet, listed.model, admin=site.access.is_admin(key), preset=listed.preset)
-    clerk = site.clerks.of(listed.model.preset.id)
-    if clerk is not None:
-        told["clerk"] = counting(clerk)
     others = site.sharing(key, listed)
     if others:
         told["shares"] = others
         if listed.names.index(others[0]) < listed.names.index(listed.id):
             told.pop("memory", None)
-            told.pop("clerk", None)
     return told
-
-
-def counting(clerk: Worker) -> dict[str, Any]:
-    """The process that counts for a model which is not loaded: what it is at, for how many, and what it takes."""
-    is_ready = clerk.state >= State.READY
-    host = DeviceId(LOCAL, HOST)
-    measured = clerk.measured.get(host)
-    return {
-        "state": clerk.state.name.lower(),
-        "draining": clerk.retired.is_set(),
-        "in_flight": len(clerk.leases) if is_ready else 0,
-        "queued": 0 if is_ready else len(clerk.leases),
-        "memory": {
-            str(host): {
-                "measured_mib": None if measured is None else -(-measured // MIB),
-                "reserved_mib": -(-clerk.reserved.get(host, 0) // MIB),
-            }
-        },
-        "load_seconds": round(clerk.load_seconds, 3) if is_ready else None,
-    }
 
 
 def status(fleet: Fleet, model: Model, *, admin: bool, preset: Preset | None = None) -> dict[str, Any]:

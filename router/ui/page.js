@@ -82,8 +82,7 @@ function showDevices(state) {
 const LOADED = new Set(["loaded", "loading", "downloading", "sleeping"]);
 
 function memoryOf(status) {
-  const rows = [...Object.entries(status.memory ?? {}), ...Object.entries(status.clerk?.memory ?? {})];
-  return rows.map(([device, row]) => `${row.measured_mib ?? row.reserved_mib} MiB on ${device}`).join(", ");
+  return Object.entries(status.memory ?? {}).map(([device, row]) => `${row.measured_mib ?? row.reserved_mib} MiB on ${device}`).join(", ");
 }
 
 function whyOf(status) {
@@ -101,7 +100,6 @@ function showModels(models) {
     const row = made("tr");
     const share = status.progress?.value;
     const percent = share === undefined ? "" : ` ${Math.round(100 * share)} %`;
-    const clerk = status.clerk ? ", a clerk counts" : "";
     const name = made("th", id);
     name.scope = "row";
     const button = made("button", LOADED.has(status.value) ? "Unload" : "Load");
@@ -113,7 +111,7 @@ function showModels(models) {
     action.append(button);
     row.append(
       name,
-      made("td", (status.failed ? "failed" : status.value) + percent + clerk, status.failed ? "bad" : ""),
+      made("td", (status.failed ? "failed" : status.value) + percent, status.failed ? "bad" : ""),
       made("td", memoryOf(status) || (status.shares ? `with ${status.shares[0]}` : "")),
       made("td", `${status.in_flight}${queued}`),
       made("td", whyOf(status), status.failed ? "bad" : "quiet"),

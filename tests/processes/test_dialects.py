@@ -77,7 +77,7 @@ async def test_anthropics_client_knows_the_routers_own_errors(tmp_path: Path) ->
         assert body["request_id"] == caught.value.request_id
         up.fleet.files.missing.add("a")  # type: ignore[attr-defined]
         with pytest.raises(anthropic.BadRequestError, match="not loaded"):
-            await client.messages.count_tokens(model="a", messages=HI["messages"])
+            await client.messages.count_tokens(model="a", messages=HI["messages"], extra_query={"autoload": "false"})
         with pytest.raises(anthropic.APIStatusError) as wrong:
             await client.get("/v1/messages", cast_to=object)
         assert (wrong.value.status_code, json.loads(wrong.value.response.text)["type"]) == (405, "error")

@@ -105,7 +105,7 @@ async def test_the_routers_own_errors_are_fastchats(tmp_path: Path) -> None:
         assert framed.headers["Content-Type"] == "application/octet-stream", "a frame is no JSON"
         up.fleet.files.missing.add("a")  # type: ignore[attr-defined]
         for path in ("/count_token", "/worker_get_conv_template"):
-            told = await asking.post(path, json={"model": "a", "prompt": "x"})
+            told = await asking.post(path, params={"autoload": "false"}, json={"model": "a", "prompt": "x"})
             assert (told.status_code, told.json()["error_code"]) == (400, 40001)
             assert "not loaded" in told.json()["text"]
         assert up.launcher.journal == []

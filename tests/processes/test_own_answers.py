@@ -6,8 +6,6 @@ import httpx
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from router.access import ANYBODY
-from router.faces.status import status_of
 from router.openapi import document
 from tests.processes.questioner import closed
 from tests.processes.upstreams import Upstream, world
@@ -23,15 +21,11 @@ async def silent(upstream: Upstream) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_a", ["nothing", "a clerk", "a worker"])
+@pytest.mark.parametrize("of_a", ["nothing", "a worker"])
 async def test_whatever_is_looked_up_is_as_described(tmp_path: Path, of_a: str) -> None:
     async with world(tmp_path, silent) as up:
         if of_a == "a worker":
             await up.fleet.load("a")
-        elif of_a == "a clerk":
-            with up.site.clerks.lease("a", autoload=False) as lease:
-                await lease.ready()
-            assert "clerk" in status_of(up.site, ANYBODY, up.site.members.find("a"))
         transport = httpx.AsyncHTTPTransport(uds=str(up.socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for path in GETS:

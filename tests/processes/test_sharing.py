@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.client import processes
 from tests.processes.routers import Router, chat, error_of, fake_python, fake_snapshot, router
 
 pytestmark = pytest.mark.asyncio
@@ -93,23 +91,6 @@ async def test_lists_tell_the_memory_of_a_shared_worker_once(tmp_path: Path) -> 
         assert "llamacpp:tokens_predicted_total" in own
         plan = (await up.client.get("/router/plan", params={"model": "warm"})).json()
         assert (plan["model"], plan["message"]) == ("warm", "warm is ready already")
-
-
-async def test_a_clerk_stands_in_lists_with_the_first_whom_it_counts_for(tmp_path: Path) -> None:
-    file = write(tmp_path, {"cold": COLD, "warm": WARM})
-    async with router("--models-preset", str(file), "--no-models-autoload") as up:
-        counted = await up.client.post("/v1/messages/count_tokens", json=chat("warm"))
-        assert counted.status_code == 200, counted.text
-        models = (await up.client.get("/models")).json()["data"]
-        first, second = (each["status"] for each in models)
-        assert (first["value"], second["value"], "clerk" in second) == ("unloaded", "unloaded", False)
-        assert (first["clerk"]["state"], first["clerk"]["in_flight"]) == ("ready", 0)
-        assert first["clerk"]["memory"]["cpu"]["measured_mib"] > 0
-        assert [line.split()[:3] for line in processes(models, now=time.time()).splitlines()[1:]] == [
-            ["cold", "clerk", "cpu"]
-        ]
-        await up.client.post("/models/load", params={"wait": "1"}, json={"model": "warm"})
-        await up.becomes("cold", "loaded", clerk=None)
 
 
 async def test_what_is_loaded_and_unloaded_is_the_worker(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from router import sharing
 from router.access import Access
 from router.app import App
 from router.calibration import Calibration
-from router.clerks import Clerks
 from router.events import EventLog
 from router.fleet import Fleet
 from router.launchers import Listen, Program, WorkerLost, WorkerProcess
@@ -182,8 +181,7 @@ async def world(
     )
     launcher.on_reading = fleet.changed
     metrics = Metrics(fleet, events)
-    clerks = Clerks(fleet)
-    members = Members(fleet, presets, clerks)
+    members = Members(fleet, presets)
     site = Site(
         settings=Settings(write_stall=(pace or Pace()).write_stall),
         fleet=fleet,
@@ -193,7 +191,6 @@ async def world(
         access=Access(()),
         load=lambda further: Loaded(presets),
         keys=tuple,
-        clerks=clerks,
         members=members,
     )
     made = World(site, fleet, launcher, metrics, socket)
@@ -211,7 +208,6 @@ async def world(
         yield made
     finally:
         await fleet.close(force=True)
-        await site.clerks.close()
         await listener.close(1.0)
         await runner.cleanup()
         server.close()

@@ -80,28 +80,6 @@ def test_models_that_failed_are_shown_with_why_and_when_they_are_tried_again() -
     ]
 
 
-def test_clerks_have_rows_of_their_own() -> None:
-    clerk = {"state": "ready", "draining": False, "in_flight": 3, "queued": 0, "load_seconds": 0.314,
-             "memory": {"cpu": {"measured_mib": 84, "reserved_mib": 0}}}  # fmt: skip
-    begun = {"state": "starting", "draining": False, "in_flight": 0, "queued": 2, "load_seconds": None,
-             "memory": {"cpu": {"measured_mib": None, "reserved_mib": 113}}}  # fmt: skip
-    lines = processes(
-        [
-            model("one", "unloaded", clerk=clerk),
-            model("two", "loading", queued=1, clerk=clerk | {"draining": True}),
-            model("three", "unloaded", clerk=begun),
-            model("four", "unloaded"),
-        ],
-        now=0.0,
-    ).splitlines()
-    assert [line.split() for line in lines[1:]] == [
-        ["one", "clerk", "cpu", "-/84", "3", "0", "0.31", "s", "-"],
-        ["two", "loading", "-", "-", "0", "1", "-", "-"],
-        ["two", "clerk", "(draining)", "cpu", "-/84", "3", "0", "0.31", "s", "-"],
-        ["three", "clerk", "(starting)", "cpu", "113/-", "0", "2", "-", "-"],
-    ]
-
-
 def test_without_a_router_it_is_said_what_to_do() -> None:
     with pytest.raises(
         Unreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from router import sharing
-from router.clerks import Clerks
 from router.errors import LoadBackoff, ModelNotFound, ModelNotLoaded
 from router.members import Members, by_name
 from router.presets import Preset
@@ -33,7 +32,7 @@ class World:
         self.fleet = self.schedule.fleet
         for each in fleet.values():
             self.fleet.add(each)
-        self.members = Members(self.fleet, self.presets, Clerks(self.fleet))
+        self.members = Members(self.fleet, self.presets)
 
     def reload(self, **presets: Mapping[str, Any]) -> dict[str, list[str]]:
         now = {name: preset(name, **keys) for name, keys in presets.items()}

@@ -153,9 +153,6 @@ class Serve(ModelOptions):
     chat_template_kwargs: str = ""
     """JSON object handed to the template."""
     strict_fields: bool = False
-    clerk: bool = False
-    """With the tokenizer only: answer what counts, or turns chats to text and back, and nothing else. No weights are
-    read, and no device is looked at."""
     prepare: bool = False
     """Begin with whatever needs neither weights nor a device, say Prepared, and go on when told so (Go, on stdin).
     `devices` says then only which kind they will be."""

@@ -77,8 +77,6 @@ class Route:
     """And also if the body says `stream: false`: the path means a stream."""
     tells_load: bool = False
     """The response contains the seconds that the load took."""
-    counts: bool = False
-    """Takes a model's tokenizer and nothing else: one that may not be loaded has a clerk that answers."""
     requests: tuple[Body, ...] = ()
     """The body has the fields of one of these tables; empty: the body is not read."""
     response: ResponseSchema | None = None
@@ -133,14 +131,14 @@ _DECLARATIONS: tuple[Route, ...] = (
           requests=(cohere.EMBED,), response=cohere.COHERE_EMBED_RESPONSE),
     Route("POST", "/v1/chat/completions/input_tokens /chat/completions/input_tokens",
           Dialect.OPENAI, "chat_input_tokens", "openai.input_tokens",
-          summary="Tokens of the prompt that this chat makes.", worker=True, counts=True,
+          summary="Tokens of the prompt that this chat makes.", worker=True, loads=Loads.FOLLOWS,
           requests=(openai.CHAT_TOKENS,), response=openai.CHAT_INPUT_TOKENS_RESPONSE),
     Route("POST", "/v1/responses /responses", Dialect.RESPONSES, "responses", "responses.responses",
           summary="A response.", worker=True, loads=Loads.FOLLOWS, streams=True,
           requests=(responses.RESPONSES,), response=responses.RESPONSES_RESPONSE),
     Route("POST", "/v1/responses/input_tokens /responses/input_tokens",
           Dialect.RESPONSES, "responses_input_tokens", "responses.input_tokens",
-          summary="Tokens of the prompt that this input makes.", worker=True, counts=True,
+          summary="Tokens of the prompt that this input makes.", worker=True, loads=Loads.FOLLOWS,
           requests=(responses.RESPONSES_TOKENS,), response=responses.RESPONSES_INPUT_TOKENS_RESPONSE),
     Route("GET", "/ping", Dialect.LMI, "ping", "lmi.ping",
           summary="Well, or still loading.", plane=Plane.PUBLIC,
@@ -184,10 +182,10 @@ _DECLARATIONS: tuple[Route, ...] = (
           summary="One vector for each text.", worker=True, loads=Loads.FOLLOWS,
           requests=(fastchat.FASTCHAT_EMBED,), response=fastchat.FASTCHAT_EMBEDDINGS_RESPONSE),
     Route("POST", "/worker_get_conv_template", Dialect.FASTCHAT, "fastchat_conv", "fastchat.get_conv_template",
-          summary="How FastChat's own API server lays out a chat for this model.", worker=True, counts=True,
+          summary="How FastChat's own API server lays out a chat for this model.", worker=True, loads=Loads.FOLLOWS,
           requests=(fastchat.FASTCHAT_CONV,), response=fastchat.FASTCHAT_CONV_RESPONSE),
     Route("POST", "/count_token", Dialect.FASTCHAT, "fastchat_count", "fastchat.count_token",
-          summary="Tokens of a prompt.", worker=True, counts=True,
+          summary="Tokens of a prompt.", worker=True, loads=Loads.FOLLOWS,
           requests=(fastchat.FASTCHAT_COUNT,), response=fastchat.FASTCHAT_COUNT_RESPONSE),
     Route("POST", "/worker_get_status", Dialect.FASTCHAT, "fastchat_status", "fastchat.status",
           summary="What a worker of all models would tell a controller.",
@@ -202,7 +200,7 @@ _DECLARATIONS: tuple[Route, ...] = (
           summary="One message of the assistant.", worker=True, loads=Loads.FOLLOWS, streams=True,
           requests=(anthropic.ANTHROPIC,), response=anthropic.MESSAGES_RESPONSE),
     Route("POST", "/v1/messages/count_tokens", Dialect.ANTHROPIC, "count_tokens", "anthropic.count_tokens",
-          summary="Tokens of the prompt that these messages make.", worker=True, counts=True,
+          summary="Tokens of the prompt that these messages make.", worker=True, loads=Loads.FOLLOWS,
           requests=(anthropic.COUNT_TOKENS,), response=anthropic.COUNT_TOKENS_RESPONSE),
     Route("POST", "/api/chat", Dialect.OLLAMA, "ollama_chat", "ollama.chat",
           summary="One message of the assistant.", worker=True, loads=Loads.FOLLOWS, streams=True,
@@ -302,14 +300,14 @@ _DECLARATIONS: tuple[Route, ...] = (
     Route("POST", "/tokenize", Dialect.LLAMA_SERVER, "tokenize", "tokens.tokenize",
           summary="Token ids of `content`, with their pieces if asked for; of `prompt` or `messages`, with their"
           " number, as at vLLM.",
-          worker=True, loads=Loads.FOLLOWS, counts=True,
+          worker=True, loads=Loads.FOLLOWS,
           requests=(llama_server.TOKENIZE, vllm.TOKENIZE_TEXT, vllm.TOKENIZE_CHAT),
           response=llama_server.TOKENIZE_RESPONSE),
     Route("POST", "/detokenize", Dialect.LLAMA_SERVER, "detokenize", "tokens.detokenize",
-          summary="The text of the tokens, by two names.", worker=True, loads=Loads.FOLLOWS, counts=True,
+          summary="The text of the tokens, by two names.", worker=True, loads=Loads.FOLLOWS,
           requests=(llama_server.DETOKENIZE,), response=llama_server.DETOKENIZE_RESPONSE),
     Route("POST", "/apply-template", Dialect.LLAMA_SERVER, "apply_template", "llama_server.apply_template",
-          summary="The prompt that this chat makes.", worker=True, loads=Loads.FOLLOWS, counts=True,
+          summary="The prompt that this chat makes.", worker=True, loads=Loads.FOLLOWS,
           requests=(openai.TEMPLATE,), response=llama_server.APPLY_TEMPLATE_RESPONSE),
     Route("GET", "/router/state", Dialect.ADMIN, "state", "admin.state",
           summary="Devices, models, workers and the queue, in bytes and seconds.", plane=Plane.ADMIN,

@@ -119,16 +119,6 @@ _TOKENS = shape(
     {"tokens": several({"anyOf": [COUNT, shape({"id": COUNT, "piece": {"anyOf": [TEXT, several(COUNT)]}})]})}
 )
 _MEMORY = by_name(shape({"estimated_mib": COUNT, "measured_mib": maybe(COUNT), "reserved_mib": COUNT}))
-_CLERK = shape(
-    {
-        "state": enum("queued", "starting", "ready", "stopping"),
-        "draining": FLAG,
-        "in_flight": COUNT,
-        "queued": COUNT,
-        "memory": by_name(shape({"measured_mib": maybe(COUNT), "reserved_mib": COUNT})),
-        "load_seconds": maybe(NUMBER),
-    }
-)
 _PULSE = shape(
     {
         "steps": COUNT,
@@ -175,7 +165,6 @@ COMPONENTS: Mapping[str, Schema] = {
             "estimate": shape({"source": TEXT}, {"note": TEXT}),
             "memory": _MEMORY,
             "shares": several(TEXT),
-            "clerk": _CLERK,
         },
     ),
     "Model": shape(

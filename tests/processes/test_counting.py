@@ -1,0 +1,34 @@
+"""Requests that only count tokens take a worker like all others: they load the model, where it may be loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes.routers import error_of, presets, router
+from worker.protocol.routes import ROUTES, Loads
+
+COUNTING = (
+    "/tokenize", "/detokenize", "/apply-template", "/v1/chat/completions/input_tokens",
+    "/chat/completions/input_tokens", "/v1/responses/input_tokens", "/responses/input_tokens",
+    "/v1/messages/count_tokens", "/count_token", "/worker_get_conv_template",
+)  # fmt: skip
+
+
+def test_every_counting_path_follows_the_autoload_setting() -> None:
+    assert {route.path: route.loads for route in ROUTES if route.path in COUNTING} == dict.fromkeys(
+        COUNTING, Loads.FOLLOWS
+    )
+
+
+@pytest.mark.slow
+async def test_counting_loads_the_model_and_is_400_where_autoload_is_off(tmp_path: Path) -> None:
+    file = presets(tmp_path, {"a": {}, "manual": {"autoload": "off"}})
+    async with router("--models-preset", str(file)) as up:
+        assert (await up.client.post("/tokenize", json={"model": "a", "content": "x"})).status_code == 200
+        assert (await up.status("a"))["value"] == "loaded"
+        for path in COUNTING:
+            refused = await up.client.post(path, json={"model": "manual", "content": "x", "messages": []})
+            assert refused.status_code == 400, (path, refused.text)
+        refused = await up.client.post("/tokenize", json={"model": "manual", "content": "x"})
+        assert error_of(refused) == (400, "model_not_loaded")
+        assert (await up.status("manual"))["value"] == "unloaded"
