@@ -16,6 +16,7 @@ from typing import Any
 from router.facts import Checkpoint, Linears, Tally, UnknownCheckpoint
 from router.presets import Preset
 from router.weights import numbers
+from worker.protocol.architectures import EXPERT, GENERATES, OFFSET_POSITIONS, PAGED, POSITION_KEYS, SCALE, VISION
 from worker.protocol.snapshot_files import INDEX, WEIGHTS, is_below, merged, shard_names
 
 MAX_HEADER = 100 << 20
@@ -40,16 +41,6 @@ _BUFFER = re.compile(r"(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bia
 _NO_PARAMETER = re.compile(r"(final_logits_bias|e_score_correction_bias)$")
 """Stored and loaded, but never trained."""
 
-_PACKED = frozenset(
-    {"cohere", "exaone4", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "llama",
-     "mistral", "mixtral", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-     "smollm3", "starcoder2"}
-)  # fmt: skip
-"""Architectures that the worker does not run on its aligned cache (worker/engine/architectures.py)."""
-
-SEEING = frozenset({"gemma3", "idefics3", "llava"})
-"""Architectures whose images the worker serves (worker/engine/architectures.py)."""
-
 _TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 896, "patch_size": 14},
     "idefics3": {"hidden_size": 1152, "intermediate_size": 4304, "image_size": 364, "patch_size": 14},
@@ -58,13 +49,6 @@ _TOWERS: Mapping[str, Mapping[str, int]] = {
 """Where a configuration leaves its tower unstated: as large as they come."""
 
 _CAPABILITIES = ("chat", "completion", "tools", "vision", "embedding", "rerank")
-
-_SCALE = re.compile(
-    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
-    r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
-    r"|\.quant_state\.\w+|_(scales|scale_inv))$"
-)
-"""Of quantised tensors, as gptq, awq, bitsandbytes, fp8, mxfp4 and compressed-tensors say: stays as it is stored."""
 
 _NO_LINEAR = re.compile(
     r"(embed|(^|\.)wte\.|(^|\.)wpe\.|(^|\.)shared\.|relative_attention_bias|(^|\.)(lm_head|embed_out|score|classifier)\."
@@ -81,23 +65,11 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
 _BEHIND = re.compile(r"(^|\.)(lm_head|embed_out|output|norm|norm_f|ln_f|final_layernorm|final_layer_norm)\.\w+$")
 """What stands behind the layers: the head, the last norm."""
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-"""Stored one by one; models of today keep a layer's experts in one tensor."""
-
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
-"""How classes are called that have a head for text."""
-
 _BOTH = "hybrid"
 """In the name of a kind of layer: it has a state beside keys and values."""
 _STATE_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv", _BOTH)
 _HYBRIDS = frozenset({"falcon_h1"})
 """Architectures whose layers all are of that kind, whether the config says so or not."""
-_OFFSET_POSITIONS = frozenset(
-    {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
-     "xlm-roberta-xl", "xmod"}
-)  # fmt: skip
-"""Encoders that count positions from behind the padding token's id, so that the table's first rows are never used."""
-
 _Tensor = tuple[str, tuple[int, ...], int]
 """Stored dtype, shape, bytes."""
 
@@ -280,8 +252,8 @@ def _assemble(
     states = min(max(_state_layers(text, layers), 0), layers)
     method, bits = _quantization(config)
     counted = {name: each for name, each in tensors.items() if not (_BUFFER.search(name) and len(each[1]) != 2)}
-    scales = sum(size for name, (_, _, size) in counted.items() if method and _SCALE.search(name))
-    counted = {name: each for name, each in counted.items() if not (method and _SCALE.search(name))}
+    scales = sum(size for name, (_, _, size) in counted.items() if method and SCALE.search(name))
+    counted = {name: each for name, each in counted.items() if not (method and SCALE.search(name))}
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", not _has_head(tensors))))
     if tied and embedding != (0, 0):
         counted = {name: each for name, each in counted.items() if not (_HEAD.search(name) and each[1] == embedding)}
@@ -304,19 +276,15 @@ def _assemble(
         value_dim=value_dim,
         expanded=expanded,
         intermediate=width,
-        activation=str(
-            text.get("hidden_act") or text.get("hidden_activation") or text.get("activation_function") or ""
-        ),
         vocab_size=vocab,
         max_positions=_shorter(
             _positions(text, model_type), 0 if "completion" in capabilities else _longest_text(folder)
         ),
-        windows=_windows(text, model_type, layers),
         state_layers=states,
         state_elements=_state_elements(text, hidden) if states else 0,
         state_steps=_state_steps(text) if states else 1,
         hybrids=states if model_type in _HYBRIDS else min(sum(_BOTH in kind for kind in _layer_kinds(text)), states),
-        aligned=model_type not in _PACKED or bool(config.get("is_encoder_decoder")),
+        aligned=model_type not in PAGED or bool(config.get("is_encoder_decoder")),
         cross_attention=bool(config.get("is_encoder_decoder")),
         tied=tied,
         dtype=dtype,
@@ -332,7 +300,7 @@ def _assemble(
         behind=sum(math.prod(shape) for name, (_, shape, _) in counted.items() if _BEHIND.search(name)),
         file_bytes=file_bytes,
         head_elements=_head_elements(folder),
-        stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if _EXPERT.search(name)),
+        stacked=sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if EXPERT.search(name)),
         largest=max((size for _, _, size in tensors.values()), default=0),
         **_tower(folder, config),
         quantization=method,
@@ -428,14 +396,14 @@ def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
 
 def _positions(config: Mapping[str, Any], model_type: str) -> int:
     """Tokens that one sequence may have, as the worker counts them (worker/engine/architectures.py)."""
-    most = _first(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+    most = _first(config, *POSITION_KEYS)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
         original = _first(rope, "original_max_position_embeddings") or _first(
             config, "original_max_position_embeddings"
         )
         return min(most or original, original or most)
-    if most and model_type in _OFFSET_POSITIONS:
+    if most and model_type in OFFSET_POSITIONS:
         padding = config.get("pad_token_id")
         return most - 1 - (padding if isinstance(padding, int) else 1)
     return most
@@ -467,21 +435,6 @@ def _head_elements(folder: Path) -> int:
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     kinds = config.get("layer_types") or config.get("layers_block_type") or []
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
-
-
-def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int, ...]:
-    """By layer: tokens that it looks back at; 0: all."""
-    window = _first(config, "sliding_window")
-    if not window or config.get("use_sliding_window") is False:
-        return (0,) * layers
-    if kinds := _layer_kinds(config):
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    if model_type == "gemma2":
-        return tuple(0 if layer % 2 else window for layer in range(layers))
-    if pattern := _first(config, "sliding_window_pattern"):
-        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
-    first = _first(config, "max_window_layers") if config.get("use_sliding_window") else 0
-    return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
 def _state_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -577,7 +530,7 @@ def _linears(tensors: Mapping[str, _Tensor], *, transposed: bool) -> Linears:
     sizes = [math.prod(shape) for shape in shapes]
     rows = sum(shape[-1 if transposed else 0] for shape in shapes)
     blocks = sum(-(-size // 64) for size in sizes)
-    return Linears(len(shapes), sum(sizes), rows, blocks, max(sizes, default=0), sum(map(sum, shapes)))
+    return Linears(len(shapes), sum(sizes), rows, blocks, sum(map(sum, shapes)))
 
 
 def _by_layer(tensors: Mapping[str, _Tensor], layers: int) -> tuple[int, ...]:
@@ -633,7 +586,7 @@ def _template(folder: Path) -> str:
 def _sees(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the worker serves images for it: a family that is verified, and its processor beside the weights."""
     files = ("preprocessor_config.json", "processor_config.json")
-    return config.get("model_type") in SEEING and any((folder / name).is_file() for name in files)
+    return config.get("model_type") in VISION and any((folder / name).is_file() for name in files)
 
 
 def _tower(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
@@ -683,7 +636,7 @@ def _capabilities(folder: Path, config: Mapping[str, Any], template: str) -> tup
         return ("embedding", "rerank") if any(kind.endswith(".Pooling") for kind in kinds) else ("rerank",)
     mapped = config.get("auto_map") or {}
     own = isinstance(mapped, dict) and any(name in mapped for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"))
-    generates = own or any(str(each).endswith(_GENERATES) for each in classes)
+    generates = own or any(str(each).endswith(GENERATES) for each in classes)
     if (folder / "modules.json").is_file() or not generates:
         return ("embedding", "rerank")
     if not template:

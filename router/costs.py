@@ -110,10 +110,19 @@ def _cost(worker: Worker, world: World, *, stands: bool) -> Costs:
     )
     if static.source == "preset":  # holds for whatever is started
         return Costs(static, True, key, seconds)
-    known = world.calibration.learned(key) or world.calibration.exact(key)
-    if known is not None and len(known.shards) == worker.choice.shards:
-        return Costs(estimates.kept(known, static), True, key, seconds, forked)
-    return Costs(static, stands or static.sure, key, seconds, forked)
+    found = best_figure(static, [world.calibration.learned(key), world.calibration.exact(key)], worker.choice)
+    return Costs(found, stands or found.sure, key, seconds, forked)
+
+
+def best_figure(static: Estimate, known: Sequence[Estimate | None], choice: split.Choice) -> Estimate:
+    """The figure that is used for a model placed by `choice`, here and by `router estimate`: the preset's own, else the
+    first of those `known` (learned before exact) that is for as many shards, else the static one. Pure."""
+    if static.source == "preset":
+        return static
+    for each in known:
+        if each is not None and len(each.shards) == choice.shards:
+            return estimates.kept(each, static)
+    return static
 
 
 def in_order(preset: Preset, readings: Sequence[Reading], devices: frozenset[DeviceId]) -> list[DeviceId]:
@@ -230,5 +239,6 @@ def tell_estimate(worker: Worker, world: World) -> None:
 
 
 __all__ = [
-    "devices_of", "in_order", "key_of", "kinds_of", "refine", "tell_estimate", "trace_unknown", "type_of", "weigh",
+    "best_figure", "devices_of", "in_order", "key_of", "kinds_of", "refine", "tell_estimate", "trace_unknown",
+    "type_of", "weigh",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from router.compute import compute_bytes
 from router.estimate import (
-    STAGING_BYTES,
     TOKENIZER_BYTES,
     Estimate,
     beside_steps,
@@ -24,28 +23,16 @@ from router.facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx
 from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 from router.weights import is_mapped, weight_bytes
-
-MIB = 1 << 20
-
-FAMILIES = frozenset(
-    {"cohere", "exaone4", "gemma", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo", "phi", "qwen2",
-     "qwen3", "smollm3", "starcoder2"}
-)  # fmt: skip
-"""Architectures that the worker divides (worker/engine/architectures.py)."""
-
-NCCL_BYTES = 256 * MIB
-"""Of each device, for the way to the others (worker/engine/lockstep.py): a guess until measured."""
-
-GLOO_BYTES = 8 * MIB
-"""Of main memory, likewise (worker/divided.py)."""
+from worker.protocol.architectures import DIVISIBLE
+from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
 
 
 def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
     """Why the model cannot be divided among so many; empty: it can."""
     if why := kept_whole(facts, preset):
         return why
-    if facts.model_type not in FAMILIES:
-        return f"this version divides {', '.join(sorted(FAMILIES))}, and this is {facts.model_type or 'unknown'}"
+    if facts.model_type not in DIVISIBLE:
+        return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
     for number, what in (
         (facts.heads, "attention heads"),
         (facts.kv_heads, "heads of keys and values"),
@@ -122,4 +109,4 @@ def divided_elements(facts: Checkpoint, ranks: int) -> int:
     return facts.matrices + (head if facts.behind >= head else 0)
 
 
-__all__ = ["FAMILIES", "cannot", "divided_elements", "estimate"]
+__all__ = ["cannot", "divided_elements", "estimate"]

@@ -2,7 +2,7 @@
 
     weights   parameters as they will sit in memory, whatever dtype the files have
     context   the cache pool, which the engine makes at load for `parallel` sequences of `ctx_size` tokens
-    compute   the largest live set of one prefill chunk or one decode step, beyond those two
+    compute   a bound on one prefill chunk or one decode step, beyond those two (router/compute.py)
     runtime   the process itself on main memory; the device's context and libraries on an accelerator
 
 Law: PURE. A figure here is never below the truth: what is not known exactly rounds up. Where nothing but the weights
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from router import kv_types
-from router.compute import KERNELS_FROM, compute_bytes
+from router.compute import compute_bytes
 from router.facts import (
     AUTO_CTX,
     DTYPE_BYTES,
@@ -31,42 +31,29 @@ from router.overhead import UNKNOWN, Overhead
 from router.presets import Preset
 from router.weights import check_quantization, is_mapped, on_load, weight_bytes
 from worker.protocol.events import Estimated
-
-MIB = 1 << 20
+from worker.protocol.memory import (
+    ATTENTION_TILE_BYTES,
+    BLOCK_TOKENS,
+    CUBLAS_WORKSPACE_BYTES,
+    FIRST_STEPS_BYTES,
+    GRAMMAR_BYTES,
+    GRAMMAR_ENTRY_BYTES,
+    HEAP_FACTOR,
+    HELD_BYTES,
+    KERNEL_CODE_BYTES,
+    KERNEL_CODES,
+    MIB,
+    OPENING_BYTES,
+    STAGING_BYTES,
+    UNUSABLE_SHARE,
+)
 
 INHERITED_SHARE = 0.85
 """Of what a forked process shares with its nursery while it estimates, what a worker will share for good."""
 
-CUBLAS_WORKSPACE_BYTES = 3 * 33 * MIB
-"""What CUDA's libraries have of an accelerator for each thread and stream that computes (worker/estimate.py)."""
-
-UNUSABLE_SHARE = 0.25
-"""Of the bytes alive at once there, what torch's allocator has beside them in pieces that do not fit. Likewise."""
-
-STAGING_BYTES = 256 * MIB
-"""Pinned buffers through which weights go to an accelerator (worker/engine/staging.py)."""
-
-BLOCK_TOKENS = 16
-"""Tokens of one block of the pool (worker/engine/kv_cache.py)."""
-
 TOKENIZER_BYTES = 1100
 """Of each entry of the vocabulary in a loaded tokenizer; measured on byte-pair tokenizers of 32,000 and 128,000 entries
 with tokenizers 0.23: 32 and 124 MiB."""
-
-GRAMMAR_BYTES = 32 * MIB
-"""What answers that are held to a grammar need, whatever the vocabulary: 8 MiB of library, and 32 compiled grammars
-that stay (worker/engine/grammar.py), of three quarters of a MiB each. Measured with llguidance 1.9."""
-
-GRAMMAR_ENTRY_BYTES = 960
-"""Of each entry of the vocabulary, once the first grammar is compiled: 140 MB for 151,000 tokens."""
-
-KERNEL_BYTES = 40 * MIB
-"""Compiled kernels that oneDNN keeps on the CPU: 0.65 MiB for each shape of a matrix product, whatever its size, of
-which a worker keeps at most 64 (worker/__main__.py)."""
-
-RETENTION = 2
-"""Times the live bytes of steps on main memory that malloc holds on to, as blocks of ever other sizes come and go: 1.5
-to 2 measured on Llama, Qwen3 and GPT-2 shapes with prompts of random lengths."""
 
 SAFETY_FACTOR = 2
 """What the bytes of weights are multiplied with where nothing else of a model is known. A guess, and stated as such."""
@@ -76,12 +63,6 @@ LEAST_BESIDE = 512 * MIB
 
 Source = Literal["static", "weights", "exact", "learned", "preset"]
 """Where a figure comes from. `weights`: their bytes times a factor, as nothing else is known."""
-
-OPENING_BYTES = 256 * MIB
-"""Main memory in which a worker opens and prepares one image (worker/images.py)."""
-
-HELD_BYTES = 128 * MIB
-"""Of prepared images that requests may have together; one alone may have more (worker/engine/vision.py)."""
 
 LIBRARY_BYTES: Mapping[str, int] = {
     "gptq": 112 * MIB, "awq": 112 * MIB, "bnb-4bit": 44 * MIB, "bnb-8bit": 44 * MIB, "compressed-tensors": 16 * MIB,
@@ -241,6 +222,10 @@ def estimate(
             raise
         source, context = "weights", _widest_context(facts, preset, tokens, on_host=on_host)
         compute = max((SAFETY_FACTOR - 1) * weights - context, LEAST_BESIDE + context // 8)
+        if facts.hidden and facts.vocab_size:  # steps are bounded, though the cache is not known
+            widest = replace(facts, kv_heads=facts.kv_heads or facts.heads)
+            largest = compute_bytes(widest, preset, tokens, on_host=on_host)
+            compute = max(compute, kept_bytes(facts, preset, largest, context) if on_host else largest)
         note = (
             f"weights x {SAFETY_FACTOR}, or more where a cache of hidden size would need it, and"
             f" {LEAST_BESIDE // MIB} MiB beside them at least: {unknown.fact}; required-memory would replace this"
@@ -340,20 +325,18 @@ def prepared_bytes(facts: Checkpoint, found: Estimate, *, on_host: bool, forked:
 
 
 def kept_bytes(facts: Checkpoint, preset: Preset, compute: int, context: int) -> int:
-    """Bytes beside weights and pool that main memory has to hold: those that steps leave with malloc, or those that are
-    needed only while the model is loaded, before there is a pool."""
-    kept = RETENTION * compute
+    """Bytes beside weights and pool that main memory has to hold: those that steps leave with malloc, the threads'
+    workspaces and compiled kernels; or, if they are more, those of loading, which is over before there is a pool."""
+    kept = HEAP_FACTOR * compute + FIRST_STEPS_BYTES + KERNEL_CODES * KERNEL_CODE_BYTES
+    kept += max(preset.threads, 1) * ATTENTION_TILE_BYTES
     itemsize = DTYPE_BYTES[compute_dtype(facts, preset, on_host=True)]
-    kept += KERNEL_BYTES if itemsize == 2 or facts.largest >= KERNELS_FROM else 0
-    if not is_mapped(facts, preset):
-        kept = max(kept, facts.largest - context)  # while weights are converted
+    loading = 0 if is_mapped(facts, preset) else facts.largest  # tensors are converted one at a time
     if on_load(facts, preset):  # all are there until the last is packed
-        kept = max(kept, sum(tally.elements for tally in facts.tensors.values()) * itemsize - context)
-    stacking = facts.stacked * itemsize
-    if stacking and not facts.quantization:
-        # each is here twice until all are put together, and those of one layer once more
-        kept = max(kept, stacking + stacking // max(facts.layers, 1) - context)
-    return kept
+        loading = max(loading, sum(tally.elements for tally in facts.tensors.values()) * itemsize)
+    stacking = 0 if facts.quantization else facts.stacked * itemsize
+    # single experts are here twice until all of a layer are put together, and those of one layer once more
+    loading = max(loading, stacking + stacking // max(facts.layers, 1))
+    return max(kept, loading - context)
 
 
 def grammar_bytes(facts: Checkpoint, preset: Preset) -> int:

@@ -58,8 +58,6 @@ class Linears:
     """Of all of them; 8 bits have a scale for each."""
     blocks: int = 0
     """Of 64 elements; 4 bits have a scale for each."""
-    largest: int = 0
-    """Elements of one."""
     ends: int = 0
     """Inputs and outputs of all of them: a LoRA adapter of rank 1 has so many elements."""
 
@@ -85,13 +83,9 @@ class Checkpoint:
     """Elements of keys and values of one token as attention reads them, of all query heads."""
     intermediate: int = 0
     """Width of the MLP; of all experts that one token visits together."""
-    activation: str = ""
-    """Of the MLP, as transformers names it."""
     vocab_size: int = 0
     max_positions: int = 0
     """Longest sequence that the model was made for; 0: the config states none (ALiBi, state-space models)."""
-    windows: tuple[int, ...] = ()
-    """By layer: tokens that its attention looks back at; 0: all."""
     state_layers: int = 0
     """Layers that keep a state of constant size, most of them in place of keys and values (state-space, linear
     attention)."""

@@ -235,9 +235,7 @@ def cost(
         return static
     kinds = costs.kinds_of(choice, names)
     keys = [calibration.key(facts, preset, kinds, forked=way) for way in ((True, False) if forked else (False,))]
-    found = (known.learned(key) or known.exact(key) for key in keys)
-    best = next((each for each in found if each is not None and len(each.shards) == choice.shards), static)
-    return estimates.kept(best, static)
+    return costs.best_figure(static, [each for key in keys for each in (known.learned(key), known.exact(key))], choice)
 
 
 def _files(

@@ -6,7 +6,7 @@ for that type, driver and these versions counts with that. Until then constants 
 
 from dataclasses import dataclass
 
-MIB = 1 << 20
+from worker.protocol.memory import DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES, MIB
 
 RUNTIME_HOST = 420 * MIB
 """Resident bytes of a worker process on main memory beside its model: 395 MiB are imports (torch 2.13 for the CPU,
@@ -17,13 +17,6 @@ service, where 484 were expected."""
 RUNTIME_FORKED = 96 * MIB
 """Of one that was forked, without what it shares with its nursery: 67 MiB once ready and 72 in service with a model of
 half a MiB, and a tenth of the 250 MiB that it shares at first, for pages that are written to as time goes by."""
-
-RUNTIME_DEVICE = 768 * MIB
-"""Device context and libraries of one process, 100 to 600 MiB by card and driver, and handles: a guess until
-measured."""
-
-RUNTIME_DEVICE_HOST = 1536 * MIB
-"""Resident bytes of main memory of a worker on an accelerator: imports with CUDA libraries. A guess until measured."""
 
 SERVING_HOST = 64 * MIB
 """What is not there yet when a process has its imports: 15 MiB come until it is ready with a small model (395 MiB were
@@ -43,7 +36,7 @@ class Overhead:
     @property
     def on_device(self) -> int:
         """What to count with on each accelerator."""
-        return self.device or RUNTIME_DEVICE
+        return self.device or DEVICE_PROCESS_BYTES
 
     def on_host(self, *, forked: bool) -> int:
         """What to count with for a worker on main memory, its tokenizer left out."""
@@ -54,12 +47,8 @@ class Overhead:
     def beside_device(self, *, forked: bool) -> int:
         """What to count with on main memory for a worker on accelerators, likewise."""
         if not self.host:
-            return RUNTIME_DEVICE_HOST
+            return DEVICE_PROCESS_HOST_BYTES
         return self.host + (RUNTIME_FORKED if forked else SERVING_HOST)
 
 
 UNKNOWN = Overhead()
-
-__all__ = [
-    "RUNTIME_DEVICE", "RUNTIME_DEVICE_HOST", "RUNTIME_FORKED", "RUNTIME_HOST", "UNKNOWN", "Overhead",
-]  # fmt: skip

@@ -4,18 +4,13 @@ from collections.abc import Mapping
 
 from router.facts import DTYPE_BYTES, Checkpoint, WrongQuantization, compute_dtype
 from router.presets import Preset
+from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
 
 ON_LOAD: Mapping[str, int] = {"bnb-8bit": 8, "bnb-4bit": 4}
 """Bits of an element, where a checkpoint that is not quantised is packed while it is loaded."""
 
 SERVED = ("awq", "bnb-4bit", "bnb-8bit", "compressed-tensors", "fp8", "gptq", "mxfp4")
 """Methods that the worker loads (worker/engine/packing.py)."""
-
-UNPACKED = frozenset({"compressed-tensors", "mxfp4"})
-"""Methods whose weights the worker unpacks while it loads, or may have to (worker/engine/packing.py)."""
-
-UNPACKED_ON_HOST = frozenset({"fp8"})
-"""Likewise on main memory, which has no kernels for them."""
 
 ARRANGED: Mapping[str, float] = {"gptq": 3.2, "awq": 3.2}
 """Times their stored bytes that scales, zero points and orders take on main memory, whose kernel has them in 16 bits
@@ -24,12 +19,6 @@ and side by side (worker/packed.py): 8 bytes in place of 2.5."""
 WIDENED = 2.4
 """The same without that kernel, which keeps orders and zero points once more, in wider numbers: 1.7 times with a scale
 for each 128 inputs, 2.4 with one for all of them."""
-
-FUSED_GROUPS = frozenset({32, 64, 128})
-"""Inputs with a scale of their own, for which it has that kernel, of 4 bits (worker/engine/packing.py); for others each
-step unpacks matrices."""
-USUAL_GROUP = 128
-"""Where the checkpoint states none (transformers 5.23, GPTQConfig and AwqConfig)."""
 
 
 def weight_bytes(facts: Checkpoint, preset: Preset, *, on_host: bool) -> int:
@@ -89,7 +78,7 @@ def is_fused(facts: Checkpoint) -> bool:
 
 def is_unpacked(facts: Checkpoint, *, on_host: bool) -> bool:
     """Whether the weights of a quantised checkpoint become plain numbers while they are loaded."""
-    return facts.quantization in UNPACKED or (on_host and facts.quantization in UNPACKED_ON_HOST)
+    return facts.quantization in (UNPACKED_ON_CPU if on_host else UNPACKED_WITHOUT) or facts.quantization in UNPACKED
 
 
 def numbers(stored: str, bits: int) -> int:

@@ -14,15 +14,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from worker import estimate
-from worker.engine import architectures, bounds, grammar, loader, lockstep, memory, model_class, slices, staging
+from worker.engine import architectures, bounds, grammar, loader, memory, model_class, slices
 from worker.engine.runner import PackedRunner
 from worker.engine.slices import Slice
 from worker.live_bytes import peak_bytes
 from worker.protocol.argv import Estimate, ModelOptions
 from worker.protocol.events import Estimated
-
-GLOO_BYTES = 8 << 20
-"""Of main memory, for each rank: buffers and threads of what connects ranks on the CPU. A guess above what was seen."""
+from worker.protocol.memory import (
+    ATTENTION_TILE_BYTES,
+    FIRST_STEPS_BYTES,
+    GLOO_BYTES,
+    HEAP_FACTOR,
+    NCCL_BYTES,
+    STAGING_BYTES,
+)
 
 
 class Pretended:
@@ -55,22 +60,22 @@ def divided_estimate(options: Estimate) -> Estimated:
     del tokenizer  # alive until here: on the CPU its memory is part of the runtime's, of followers too, who have none
     weights, context, compute, loading = trace(options, config, dtype, ranks)
     if device.type == "cpu":
-        kept = estimate.HEAP_FACTOR * compute + options.threads * estimate.ATTENTION_TILE_BYTES
+        kept = HEAP_FACTOR * compute + options.threads * ATTENTION_TILE_BYTES
         return Estimated(
             weights=[ranks * weights],
             context=[ranks * context],
             compute=[ranks * max(kept, loading - context)],
-            runtime=[ranks * (runtime + estimate.KERNEL_BYTES + GLOO_BYTES) + grammars],
+            runtime=[ranks * (runtime + FIRST_STEPS_BYTES + GLOO_BYTES) + grammars],
             inherited=inherited,
         )
     repeated = estimate.repeated_bytes(config, bounds.context_size(options, architectures.positions(config)), dtype)
     step = compute + repeated // ranks
-    host = runtime + staging.RING_BYTES + loading
+    host = runtime + STAGING_BYTES + loading
     return Estimated(
         weights=[weights] * ranks,
         context=[context] * ranks,
         compute=[step] * ranks,
-        runtime=[estimate.device_overhead(options, step) + lockstep.NCCL_BYTES] * ranks,
+        runtime=[estimate.device_overhead(options, step) + NCCL_BYTES] * ranks,
         host=ranks * host + grown + grammars,
     )
 

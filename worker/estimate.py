@@ -9,7 +9,6 @@ with accelerators is none like it: of that it is told what another has measured.
 import importlib
 import itertools
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker import images, packed
+from worker import packed
 from worker.engine import (
     architectures,
     attention,
@@ -33,7 +32,6 @@ from worker.engine import (
     bounds,
     encoders,
     grammar,
-    graphs,
     kernels,
     layout,
     linears,
@@ -44,48 +42,44 @@ from worker.engine import (
     placement,
     sampler,
     split,
-    staging,
     weights,
 )
 from worker.engine.aligned import AlignedRunner
 from worker.engine.graphs import FixedRunner
 from worker.engine.kept import Unsupported
 from worker.engine.kv_cache import Capacity, Table
-from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.engine.pooling import Embedder, Encoder
 from worker.engine.runner import PackedRunner, Runner
-from worker.engine.scheduler import PROMPT_LOGITS, Batch, Segment
+from worker.engine.scheduler import Batch, Segment
 from worker.engine.sequence import Sequence
 from worker.engine.slots import Use
-from worker.engine.vision import HELD_BYTES, Processor, Tower, see
+from worker.engine.vision import Processor, Tower, see
 from worker.errors import StartError
 from worker.generation import Picture, Pictures, Text
 from worker.live_bytes import LiveBytes, Step, live_bytes, peak_bytes, storage_key
+from worker.protocol.architectures import EXPERT
 from worker.protocol.argv import Estimate, ModelOptions
 from worker.protocol.events import Estimated
+from worker.protocol.memory import (
+    ATTENTION_TILE_BYTES,
+    CUBLAS_WORKSPACE_BYTES,
+    DEVICE_PROCESS_BYTES,
+    DEVICE_PROCESS_HOST_BYTES,
+    FIRST_STEPS_BYTES,
+    GRAPH_BYTES,
+    HEAP_FACTOR,
+    HELD_BYTES,
+    OPENING_BYTES,
+    PROMPT_LOGITS,
+    STAGING_BYTES,
+    UNUSABLE_SHARE,
+)
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 UNMASKED = "unmasked_sdpa"
-HEAP_FACTOR = 2
-"""On the CPU, resident bytes by bytes alive at once: glibc keeps freed blocks below 32 MiB for the next step, and those
-of one step do not fit those of another. Fitted on Llama shapes of 0.5 to 200 MB, float32 and bfloat16, torch 2.13: 1.7
-to 2.3 times the live bytes where layers decide, less where large logits do."""
-KERNEL_BYTES = 20 * MIB
-"""Code of kernels and buffers of matrix products that come in with the first steps of real size. Measured likewise: 10
-to 20 MiB."""
-ATTENTION_TILE_BYTES = 2 * MIB
-"""Of each thread, in torch's attention on the CPU, which takes them from no allocator that we see. Measured."""
-CUBLAS_WORKSPACE_BYTES = 3 * 33 * MIB
-"""Of the thread that loads, of the stream on which it records graphs, and of the thread that computes. For each of them
-torch has one of 32 MiB on Hopper (cuBLAS documentation, CUBLAS_WORKSPACE_CONFIG; less on older cards), and one of a
-mebibyte for cuBLASLt."""
-UNUSABLE_SHARE = 0.25
-"""Of the bytes alive at once on an accelerator, what torch's allocator has beside them: free, but in pieces that do not
-fit. A guess until measured on a card."""
 KERNELS = 64
 """More shapes than the caches of kernels hold (`worker.__main__`)."""
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ def estimate(options: Estimate) -> Estimated:
             context=[shard.context for shard in shards],
             compute=[shard.compute + shard.on_device for shard in shards],
             runtime=[device_overhead(options, shard.compute + shard.on_device) for shard in shards],
-            host=runtime + staging.RING_BYTES + staged,
+            host=runtime + STAGING_BYTES + staged,
         )
     traced = trace(options, config)
     if traced.generates:
@@ -150,22 +144,22 @@ def estimate(options: Estimate) -> Estimated:
             weights,
             context,
             compute,
-            runtime + KERNEL_BYTES + traced.kernels + traced.images,
+            runtime + FIRST_STEPS_BYTES + traced.kernels + traced.images,
             inherited=inherited,
         )
     compute += traced.on_device
-    host = runtime + staging.RING_BYTES + traced.images + traced.staged
+    host = runtime + STAGING_BYTES + traced.images + traced.staged
     return _one_shard(weights, context, compute, device_overhead(options, compute), host=host)
 
 
 def device_overhead(options: Estimate, compute: int) -> int:
     """What a process takes on an accelerator beside weights, context and the `compute` bytes of its largest step."""
-    return (options.overhead or ASSUMED_BYTES) + CUBLAS_WORKSPACE_BYTES + int(UNUSABLE_SHARE * compute)
+    return (options.overhead or DEVICE_PROCESS_BYTES) + CUBLAS_WORKSPACE_BYTES + int(UNUSABLE_SHARE * compute)
 
 
 def host_overhead(options: Estimate) -> int:
     """Main memory that a process takes beside its accelerators, whatever its model."""
-    return options.host_overhead or ASSUMED_HOST_BYTES
+    return options.host_overhead or DEVICE_PROCESS_HOST_BYTES
 
 
 def trace(options: ModelOptions, config: Any) -> Traced:
@@ -218,7 +212,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
             if seeing is not None:
                 with unset_fake_temporarily():
                     shown = seeing.largest(dtype, ctx_size)
-                pictures = images.OPENING_BYTES + max(HELD_BYTES, shown[1] if shown else 0)
+                pictures = OPENING_BYTES + max(HELD_BYTES, shown[1] if shown else 0)
                 steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, shown))
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
@@ -429,7 +423,7 @@ def _stacked(options: ModelOptions, config: Any) -> int:
     if options.load_format == "dummy" or getattr(config, "quantization_config", None):
         return 0
     files = map(weights.WeightFile, weights.files(Path(options.snapshot)))
-    stacked = sum(count for file in files for name, _, count in file.listed() if _EXPERT.search(name))
+    stacked = sum(count for file in files for name, _, count in file.listed() if EXPERT.search(name))
     return stacked + stacked // int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -624,7 +618,7 @@ def graphs_bytes(runner: PackedRunner, rows: int, ctx_size: int) -> int:
     fixed = FixedRunner(runner, rows=rows, ctx_size=ctx_size)
     longest = {size: (size, blocks) for size, blocks in fixed.shapes}  # of each batch size
     largest = max((peak_bytes(partial(fixed.compute, *shape)) for shape in longest.values()), default=0)
-    return fixed.buffer_bytes + largest + len(fixed.shapes) * graphs.GRAPH_BYTES
+    return fixed.buffer_bytes + largest + len(fixed.shapes) * GRAPH_BYTES
 
 
 def make_encoder(model: Any, options: ModelOptions, *, embeds: bool) -> Encoder:

@@ -20,9 +20,6 @@ TEXT_ONLY = "this model takes text, not images; ask one whose input_modalities n
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 1 << 24
 """Of one image: 4096 x 4096. Each takes 4 bytes while it is opened, and 3 more as plain colours."""
-OPENING_BYTES = 256 << 20
-"""Main memory for one of them, from its file to what its model takes; measured at 224 to 233 MiB on CLIP's and
-Idefics3's processors. One is opened at a time."""
 MAX_RATIO = 50
 """Of the longer side to the shorter one: processors bring the shorter one to hundreds of pixels."""
 _DATA_URL = re.compile(r"data:(?P<media>[a-zA-Z0-9.+/-]{0,127})(?:;[a-zA-Z0-9=._-]{1,64}){0,4};base64\Z")

@@ -1,7 +1,6 @@
 """What packed weights take: in memory, in a step, and while they are loaded. Of files the headers are read, and of the
 model, which has no memory, its layers (worker/estimate.py)."""
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,21 +13,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from worker.engine import packing, weights
+from worker.protocol.architectures import SCALE
 from worker.protocol.argv import ModelOptions
+from worker.protocol.memory import PACKING_BYTES
 
 OUTLIERS = 8
 """One in so many inputs of a linear layer may stand out, so that bitsandbytes multiplies it in full. Published models
 have less than one in a hundred (Dettmers et al. 2022, section 4)."""
-PACKING_BYTES = 7
-"""Of each element of one matrix of 4 bits, while it is put into the order that the CPU's kernels want. Measured with
-bitsandbytes 0.50; gptqmodel 7.6 takes less."""
 _GPTQ = frozenset({"gptq", "awq"})
-_SCALE = re.compile(
-    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|weight_scale|weight_scale_inv|scale_inv"
-    r"|input_scale|activation_scale|weight_zero_point|weight_shape|weight_g_idx|scales|qzeros|g_idx)"
-    r"|\.quant_state\.\w+|_(scales|scale_inv))$"
-)
-"""As in router/checkpoint.py: what belongs to quantised tensors, and stays as it is stored."""
 
 
 def unpacking_bytes(bits: int) -> int:
@@ -50,7 +42,7 @@ def stored_bytes(options: ModelOptions, config: Any, dtype: torch.dtype) -> int:
     for file in map(weights.WeightFile, weights.files(Path(options.snapshot))):
         for name, stored, count in file.listed():
             is_plain = stored.is_floating_point and stored.itemsize > 1
-            if _SCALE.search(name):
+            if SCALE.search(name):
                 total += 0 if unpacks else arranged(name, stored, count)
             elif is_plain or unpacks:
                 total += count * (1 if is_plain else packing.numbers(stored, said)) * dtype.itemsize

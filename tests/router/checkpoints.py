@@ -10,7 +10,7 @@ from router.presets import Preset
 
 QWEN3_4B = Checkpoint(
     model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,
-    intermediate=9728, vocab_size=151936, max_positions=40960, windows=(0,) * 36, tied=True, dtype="bfloat16",
+    intermediate=9728, vocab_size=151936, max_positions=40960, tied=True, dtype="bfloat16",
     tensors={"bfloat16": Tally(4_022_468_096, 8_044_936_192)}, params=4_022_468_096, file_bytes=8_044_982_080,
     by_layer=(100_930_816,) * 36, behind=2560,
     largest=777_912_320, capabilities=("chat", "completion"),

@@ -34,7 +34,7 @@ def test_a_plain_decoder_is_read_whole(tmp_path: Path) -> None:
     facts = read(snapshot(tmp_path))
     assert (facts.model_type, facts.architectures, facts.dtype) == ("llama", ("LlamaForCausalLM",), "bfloat16")
     assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.head_dim) == (2, 64, 4, 2, 16)
-    assert (facts.intermediate, facts.vocab_size, facts.max_positions, facts.windows) == (128, 100, 256, (0, 0))
+    assert (facts.intermediate, facts.vocab_size, facts.max_positions) == (128, 100, 256)
     assert facts.tensors == {"bfloat16": Tally(12800, 25600)}
     assert facts.params == 12800
     assert facts.capabilities == ("completion",)
@@ -100,22 +100,6 @@ def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
 )
 def test_key_value_heads_are_found_under_every_name(tmp_path: Path, changes: dict[str, Any], kv_heads: int) -> None:
     assert read(snapshot(tmp_path, **changes)).kv_heads == kv_heads
-
-
-@pytest.mark.parametrize(
-    ("changes", "windows"),
-    [
-        ({"sliding_window": 8}, (8, 8, 8, 8)),
-        ({"sliding_window": None}, (0, 0, 0, 0)),
-        ({"sliding_window": 8, "use_sliding_window": False}, (0, 0, 0, 0)),
-        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 8)),
-        ({"sliding_window": 8, "model_type": "gemma2"}, (8, 0, 8, 0)),
-        ({"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8, 0)),
-        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 8, 0, 8)),
-    ],
-)
-def test_each_layer_has_its_window(tmp_path: Path, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert read(snapshot(tmp_path, num_hidden_layers=4, **changes)).windows == windows
 
 
 @pytest.mark.parametrize(
@@ -209,7 +193,7 @@ def test_linear_layers_are_told_from_what_no_quantiser_touches(tmp_path: Path) -
         "model.embed_positions.weight": ("BF16", [9, 64]),
     }
     facts = read(snapshot(tmp_path, tensors={**TENSORS, **linear, **others}))
-    assert facts.linears == Linears(count=2, elements=3904, rows=65, blocks=61, largest=3840, ends=189)
+    assert facts.linears == Linears(count=2, elements=3904, rows=65, blocks=61, ends=189)
 
 
 def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:

@@ -11,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import estimate as estimates
-from router.compute import GATHERED_BYTES, GRAPH_BYTES, TILE_BYTES, compute_bytes
+from router.compute import compute_bytes
 from router.estimate import (
-    GRAMMAR_BYTES,
-    GRAMMAR_ENTRY_BYTES,
     INHERITED_SHARE,
-    KERNEL_BYTES,
     LEAST_BESIDE,
     SAFETY_FACTOR,
-    STAGING_BYTES,
     TOKENIZER_BYTES,
     Estimate,
     beside_steps,
@@ -36,31 +32,36 @@ from router.facts import (
     WrongQuantization,
     effective_ctx,
 )
-from router.overhead import RUNTIME_DEVICE, RUNTIME_DEVICE_HOST, RUNTIME_FORKED, RUNTIME_HOST, Overhead
+from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, Overhead
 from router.presets import Preset
 from router.weights import weight_bytes
 from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
 from worker.protocol.events import Estimated
+from worker.protocol.memory import (
+    ATTENTION_TILE_BYTES,
+    DEVICE_PROCESS_BYTES,
+    DEVICE_PROCESS_HOST_BYTES,
+    GATHERED_BYTES,
+    GRAMMAR_BYTES,
+    GRAMMAR_ENTRY_BYTES,
+    GRAPH_BYTES,
+    KERNEL_CODE_BYTES,
+    KERNEL_CODES,
+    STAGING_BYTES,
+)
 
 MIB = 1 << 20
 
-LARGE_LAYERS = replace(QWEN3_4B, linears=Linears(252, 3_600_000_000, 1_400_000, 56_250_000, 2560 * 9728))
+LARGE_LAYERS = replace(QWEN3_4B, linears=Linears(252, 3_600_000_000, 1_400_000, 56_250_000))
 
 GRAMMARS = GRAMMAR_BYTES + 151936 * GRAMMAR_ENTRY_BYTES
 TOKENIZER = 151936 * TOKENIZER_BYTES
-BESIDE = RUNTIME_DEVICE_HOST + TOKENIZER + GRAMMARS + STAGING_BYTES
+BESIDE = DEVICE_PROCESS_HOST_BYTES + TOKENIZER + GRAMMARS + STAGING_BYTES
 
 
 def test_keys_and_values_count_by_their_own_heads_and_the_stated_head_size() -> None:
     assert context_bytes(QWEN3_4B, preset(), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 2
     assert context_bytes(QWEN3_4B, preset(dtype="float32"), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 4
-
-
-def test_a_window_caps_nothing_as_the_engine_caps_nothing() -> None:
-    windowed = replace(QWEN3_4B, windows=(512,) * 36)
-    assert context_bytes(windowed, preset(), 4096, on_host=False) == context_bytes(
-        QWEN3_4B, preset(), 4096, on_host=False
-    )
 
 
 def test_latent_attention_counts_one_compressed_row_for_all_heads() -> None:
@@ -156,7 +157,7 @@ def test_scales_are_arranged_on_main_memory_for_the_kernel_that_it_has_else_wide
     assert weight_bytes(facts, preset(), on_host=False) == 4050
 
 
-LINEARS = Linears(count=252, elements=3_600_000_000, rows=1_000_000, blocks=56_250_000, largest=24_903_680)
+LINEARS = Linears(count=252, elements=3_600_000_000, rows=1_000_000, blocks=56_250_000)
 
 
 def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
@@ -166,7 +167,7 @@ def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
     four = weight_bytes(facts, preset(quantization="bnb-4bit"), on_host=False)
     assert four == rest + 1_800_000_000 + 4 * 56_250_000 + 252 * 64
     unpacked = compute_bytes(facts, preset(quantization="bnb-4bit", parallel=1), 4096, on_host=False)
-    assert unpacked > LINEARS.largest * 2, "a prompt's step unpacks one matrix"
+    assert unpacked > 24_903_680 * 2, "a prompt's step unpacks one matrix"
     assert estimate(facts, preset(quantization="bnb-4bit"), on_host=False).host > QWEN3_4B.file_bytes, "read from there"
 
 
@@ -255,7 +256,7 @@ def test_segments_and_source_are_stated_by_shard() -> None:
 
 def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_engine_need() -> None:
     compute = estimate(QWEN3_4B, preset(), on_host=False).compute[0]
-    assert 4 * 151936 * 4 < 30 * MIB < compute < 300 * MIB
+    assert 4 * 151936 * 4 < 30 * MIB < compute < 1024 * MIB
 
 
 def test_layers_behind_an_embedder_take_float32_whatever_it_computes_in() -> None:
@@ -281,7 +282,7 @@ def test_an_embedder_computes_its_longest_prompt_in_one_piece() -> None:
 def test_each_thread_needs_a_workspace() -> None:
     long = preset(prefill_chunk=2048)
     one, many = (estimate(QWEN3_4B, long, on_host=True, threads=threads) for threads in (0, 32))
-    assert many.total - one.total >= 31 * TILE_BYTES
+    assert many.total - one.total >= 31 * ATTENTION_TILE_BYTES
     assert estimate(QWEN3_4B, replace(long, threads=32), on_host=True, threads=1) == many
 
 
@@ -291,14 +292,6 @@ def test_converting_holds_the_largest_tensor_twice_before_there_is_a_pool() -> N
     assert found.compute[0] + found.context[0] == 1 << 30
 
 
-def test_an_activation_in_steps_holds_more_than_a_single_kernel() -> None:
-    wide = replace(QWEN3_4B, intermediate=40000)
-    stepwise = replace(wide, activation="gelu_new")
-    eager = preset(enforce_eager=True)
-    plain = estimate(wide, eager, on_host=False).compute[0]
-    assert estimate(stepwise, eager, on_host=False).compute[0] - plain == (512 + 4) * 40000 * 2
-
-
 def test_recorded_steps_take_room_on_an_accelerator_unless_they_are_turned_off() -> None:
     def compute(**changes: Any) -> int:
         return estimate(QWEN3_4B, preset(**changes), on_host=False).compute[0]
@@ -306,43 +299,15 @@ def test_recorded_steps_take_room_on_an_accelerator_unless_they_are_turned_off()
     assert compute(parallel=1) - compute(parallel=1, enforce_eager=True) >= 10 * GRAPH_BYTES
     most = compute(ctx_size=32768, parallel=64) - compute(ctx_size=32768, parallel=64, enforce_eager=True)
     assert GATHERED_BYTES < most < 4 * GATHERED_BYTES, "what is gathered is bounded, however long the context"
-    assert estimate(QWEN3_4B, preset(), on_host=True) == estimate(QWEN3_4B, preset(enforce_eager=True), on_host=True)
 
 
-def test_kernels_for_16_bits_are_kept_on_main_memory_alone() -> None:
-    small = replace(
-        QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512, largest=0
+def test_kernels_are_kept_on_main_memory_alone() -> None:
+    small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512)
+    host, device = (
+        estimate(small, preset(ctx_size=64, parallel=1, enforce_eager=True), on_host=way).compute[0]
+        for way in (True, False)
     )
-    found = {
-        (dtype, on_host): estimate(small, preset(dtype=dtype, ctx_size=64, parallel=1), on_host=on_host).compute[0]
-        for dtype in ("float32", "bfloat16")
-        for on_host in (True, False)
-    }
-    assert found["bfloat16", True] > KERNEL_BYTES > max(found["float32", True], found["bfloat16", False])
-
-
-@pytest.mark.parametrize(
-    ("family", "heads", "dtype", "per_pair"),
-    [
-        ("bart", 64, "float32", 0),
-        ("nobody-measured", 64, "float32", 12 * 64),
-        ("t5", 64, "float32", 2 * 64 * 4),
-        ("t5", 64, "bfloat16", 2 * 64 * 2),
-        ("t5", 4, "float32", 49),
-        ("t5", 8, "bfloat16", 49),
-    ],
-)
-def test_an_encoder_keeps_the_scores_of_a_whole_prompt_where_no_kernel_does_without(
-    family: str, heads: int, dtype: str, per_pair: int
-) -> None:
-    facts = replace(QWEN3_4B, model_type=family, cross_attention=True, aligned=True, heads=heads, dtype=dtype)
-
-    def needed(tokens: int) -> int:
-        return compute_bytes(facts, Preset(id="m", parallel=1, prefill_chunk=16), tokens, on_host=True)
-
-    steps = [needed(tokens) for tokens in (8192, 16384, 24576)]
-    curve = (steps[2] - steps[1]) - (steps[1] - steps[0])
-    assert curve == 2 * per_pair * 8192**2
+    assert host > KERNEL_CODE_BYTES * KERNEL_CODES > device
 
 
 def test_eager_attention_needs_the_whole_table_of_scores() -> None:
@@ -420,7 +385,7 @@ def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
 
 def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
     found = estimate(QWEN3_4B, preset(), on_host=False)
-    assert found.runtime == (RUNTIME_DEVICE + beside_steps(found.compute[0]),)
+    assert found.runtime == (DEVICE_PROCESS_BYTES + beside_steps(found.compute[0]),)
     assert found.total == found.shards[0] + BESIDE
 
 
@@ -464,10 +429,7 @@ def test_quantizing_never_enlarges(
     small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()) + scales,
                     quantization=method, scale_bytes=scales, largest=1 << 20)  # fmt: skip
     packed_one, plain_one = (estimate(each, said, on_host=on_host) for each in (small, whole))
-    if method != "fp8":
-        assert at_rest(packed_one) <= at_rest(plain_one)
-    else:
-        assert packed_one.total <= plain_one.total
+    assert at_rest(packed_one) <= at_rest(plain_one)
 
 
 def at_rest(found: Estimate) -> int:
@@ -497,7 +459,7 @@ def test_packing_on_load_never_enlarges_what_a_device_holds(
     facts: Checkpoint, said: Preset, on_host: bool, count: int, rows: int, columns: int, method: str
 ) -> None:
     each = rows * columns
-    linears = Linears(count, count * each, count * rows, count * -(-each // 64), each)
+    linears = Linears(count, count * each, count * rows, count * -(-each // 64))
     elements = linears.elements + 100_000
     size = DTYPE_BYTES[facts.dtype]
     whole = replace(facts, tensors={facts.dtype: Tally(elements, elements * size)}, file_bytes=elements * size,
@@ -541,7 +503,7 @@ def shaped(
         model_type="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=size, value_dim=size,
         expanded=2 * heads * size, intermediate=width, vocab_size=vocab, max_positions=positions, dtype="bfloat16",
         tensors={"bfloat16": Tally(count, 2 * count)}, params=count, file_bytes=2 * count, named_layers=layers,
-        largest=2 * vocab * hidden, linears=Linears(7 * layers, count, 0, 0, hidden * width, 0),
+        largest=2 * vocab * hidden, linears=Linears(7 * layers, count, 0, 0, 0),
         capabilities=("completion",),
     )  # fmt: skip
 

@@ -5,21 +5,13 @@ from pathlib import Path
 
 from router import divided, estimate
 from router.calibration import Calibration
-from router.overhead import (
-    RUNTIME_DEVICE,
-    RUNTIME_DEVICE_HOST,
-    RUNTIME_FORKED,
-    RUNTIME_HOST,
-    SERVING_HOST,
-    UNKNOWN,
-    Overhead,
-)
+from router.overhead import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
 from router.presets import Preset
 from tests.schedules.worlds import LLAMA
 from worker import estimate as worked_out
-from worker.engine.overhead import ASSUMED_BYTES, ASSUMED_HOST_BYTES
 from worker.protocol.argv import Estimate
 from worker.protocol.events import Estimated
+from worker.protocol.memory import CUBLAS_WORKSPACE_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES, NCCL_BYTES
 
 MIB = 1 << 20
 CARD = "NVIDIA Fake A"
@@ -28,16 +20,13 @@ PRESET = Preset(id="a")
 
 
 def test_until_somebody_has_measured_constants_stand_for_it_and_both_sides_have_the_same() -> None:
-    assert RUNTIME_DEVICE == ASSUMED_BYTES
-    assert UNKNOWN.on_device == RUNTIME_DEVICE
+    assert UNKNOWN.on_device == DEVICE_PROCESS_BYTES
     assert (UNKNOWN.on_host(forked=False), UNKNOWN.on_host(forked=True)) == (RUNTIME_HOST, RUNTIME_FORKED)
-    assert UNKNOWN.beside_device(forked=False) == RUNTIME_DEVICE_HOST == ASSUMED_HOST_BYTES
+    assert UNKNOWN.beside_device(forked=False) == DEVICE_PROCESS_HOST_BYTES
 
 
 def test_an_accelerator_has_workspaces_and_pieces_that_fit_nobody_by_both_sides() -> None:
-    assert estimate.CUBLAS_WORKSPACE_BYTES == worked_out.CUBLAS_WORKSPACE_BYTES
-    assert estimate.UNUSABLE_SHARE == worked_out.UNUSABLE_SHARE
-    assert estimate.beside_steps(400 * MIB) == estimate.CUBLAS_WORKSPACE_BYTES + 100 * MIB
+    assert estimate.beside_steps(400 * MIB) == CUBLAS_WORKSPACE_BYTES + 100 * MIB
     asked = Estimate(snapshot="", overhead=7 * MIB)
     assert worked_out.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
 
@@ -46,8 +35,8 @@ def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
     guessed = estimate.estimate(LLAMA, PRESET, on_host=False)
     known = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     beside = estimate.beside_steps(guessed.compute[0])
-    assert (guessed.runtime, known.runtime) == ((RUNTIME_DEVICE + beside,), (300 * MIB + beside,))
-    assert guessed.host - known.host == RUNTIME_DEVICE_HOST - (900 * MIB + SERVING_HOST)
+    assert (guessed.runtime, known.runtime) == ((DEVICE_PROCESS_BYTES + beside,), (300 * MIB + beside,))
+    assert guessed.host - known.host == DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST)
     assert known.overhead == MEASURED
     assert (known.weights, known.context, known.compute) == (guessed.weights, guessed.context, guessed.compute)
     split = estimate.estimate(LLAMA, PRESET, layers=(1, 1), on_host=False, overhead=MEASURED)
@@ -59,14 +48,16 @@ def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
 def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
     found = divided.estimate(LLAMA, PRESET, 2, on_host=False, overhead=MEASURED)
     beside = estimate.beside_steps(found.compute[0])
-    assert found.runtime == (300 * MIB + divided.NCCL_BYTES + beside,) * 2
+    assert found.runtime == (300 * MIB + NCCL_BYTES + beside,) * 2
     guessed = divided.estimate(LLAMA, PRESET, 2, on_host=False)
-    assert guessed.host - found.host == 2 * (RUNTIME_DEVICE_HOST - (900 * MIB + SERVING_HOST))
+    assert guessed.host - found.host == 2 * (DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST))
 
 
 def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
     own = 5 * MIB
-    said = Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=ASSUMED_HOST_BYTES + own)
+    said = Estimated(
+        weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=DEVICE_PROCESS_HOST_BYTES + own
+    )
     exact = estimate.exact(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
     first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
     assert estimate.kept(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
@@ -81,7 +72,7 @@ def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
 def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path) -> None:
     file = tmp_path / "estimates.json"
     guessed, first = (estimate.estimate(LLAMA, PRESET, on_host=False, overhead=each) for each in (UNKNOWN, MEASURED))
-    said = Estimated(weights=[9], context=[8], compute=[7], runtime=[ASSUMED_BYTES], host=guessed.process + 5)
+    said = Estimated(weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=guessed.process + 5)
     Calibration(file).store_exact("a", estimate.exact(said, PRESET, first=guessed))
     again = Calibration(file).exact("a")
     assert again is not None

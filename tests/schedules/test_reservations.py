@@ -12,13 +12,14 @@ from router.estimate import SAFETY_FACTOR, beside_steps, estimate
 from router.faces.status import status
 from router.launchers import WorkerLost
 from router.ledger import LOCAL, DeviceId
-from router.overhead import RUNTIME_DEVICE, RUNTIME_DEVICE_HOST, SERVING_HOST
+from router.overhead import SERVING_HOST
 from router.presets import Preset
 from router.worker import Worker
 from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
 from tests.schedules.worlds import LLAMA, Schedule
 from worker.protocol.argv import Serve
 from worker.protocol.events import Pulse
+from worker.protocol.memory import DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
 
 MIB = 1 << 20
 TOTALS = {CPU: 8 * GIB}
@@ -191,7 +192,7 @@ async def test_a_model_that_sees_has_been_at_its_peak_once_it_has_seen_its_large
         "tower": 40 * MIB,
         "picture_tokens": 1000,
     }
-    world.files.facts = replace(LLAMA, **sight, hidden=1024)
+    world.files.facts = replace(LLAMA, **sight, hidden=4096)
     to_come = []
     for seen in ([], [500, 1], [1000, 1], [999, 4]):
         await world.ask("a")
@@ -222,13 +223,13 @@ async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_
     first = only(world, "a").costs
     assert first is not None
     beside = beside_steps(first.estimate.compute[0])
-    assert (first.estimate.runtime, first.estimate.overhead.device) == ((RUNTIME_DEVICE + beside,), 0)
+    assert (first.estimate.runtime, first.estimate.overhead.device) == ((DEVICE_PROCESS_BYTES + beside,), 0)
     await world.ask("b")
     worker = only(world, "b")
     assert worker.costs is not None
     found = worker.costs.estimate
     assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
-    assert found.host == first.estimate.host - RUNTIME_DEVICE_HOST + 700 * MIB + SERVING_HOST
+    assert found.host == first.estimate.host - DEVICE_PROCESS_HOST_BYTES + 700 * MIB + SERVING_HOST
     asked = question(worker)
     assert asked.overhead == options(worker, Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
     assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"

@@ -41,7 +41,7 @@ from worker.engine.engine import TransformersEngine
 from worker.engine.flight import Part, launch
 from worker.engine.generating import Generating
 from worker.engine.graphs import FixedRunner
-from worker.engine.kv_cache import BLOCK_TOKENS, Blocks, Capacity, Rows
+from worker.engine.kv_cache import Blocks, Capacity, Rows
 from worker.engine.pace import Pace
 from worker.engine.readout import Readout
 from worker.engine.runner import PackedRunner, Runner
@@ -52,6 +52,7 @@ from worker.engine.sequence import Sequence as TokenSequence
 from worker.engine.stream import Choice
 from worker.errors import SequenceFailed
 from worker.generation import Generation, Grammar, Sampling
+from worker.protocol.memory import BLOCK_TOKENS
 
 torch.set_num_threads(1)
 CTX, NEW = 128, 30

@@ -11,9 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from worker.engine.kv_cache import BLOCK_TOKENS, Blocks, block_key, blocks_for, pool_blocks
+from worker.engine.kv_cache import Blocks, block_key, blocks_for, pool_blocks
 from worker.engine.scheduler import Batch, Scheduler
 from worker.engine.sequence import Sequence
+from worker.protocol.memory import BLOCK_TOKENS
 
 B = BLOCK_TOKENS
 

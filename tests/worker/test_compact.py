@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from router import kv_types
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import options, reference
@@ -15,14 +14,15 @@ from worker.engine import attention, dense_attention, kv_pool, loader
 from worker.engine.aligned import AlignedRunner
 from worker.engine.backends import make_blocks, make_pool
 from worker.engine.cache_types import CacheType
-from worker.engine.compact import UNPACKED_BYTES, CompactPool
+from worker.engine.compact import CompactPool
 from worker.engine.graphs import FixedRunner
-from worker.engine.kv_cache import BLOCK_TOKENS, Table
+from worker.engine.kv_cache import Table
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Segment
 from worker.engine.sequence import Sequence
 from worker.live_bytes import live_bytes
 from worker.protocol.argv import Serve
+from worker.protocol.memory import BLOCK_TOKENS, UNPACKED_BYTES
 
 torch.set_num_threads(1)
 B, CPU = BLOCK_TOKENS, torch.device("cpu")
@@ -80,7 +80,7 @@ def test_attention_is_the_formula_over_what_was_kept_however_many_rows_are_read_
     tables.append(table(*range(4), *range(13 * 32, 13 * 32 + 27)))
     decodes = tuple((each, 490 - 3 * row) for row, each in enumerate(tables))
     assert pool.rows_at_once(14, 490) < 13
-    assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= kv_types.UNPACKED_BYTES[True] == UNPACKED_BYTES["cpu"]
+    assert pool.rows_at_once(14, 490) * 490 * pool.token_bytes <= UNPACKED_BYTES["cpu"]
     packed = attention.Packed(pool, torch.zeros(14, dtype=torch.int64), decodes, ())
     query = torch.randn(14, 4, 64, generator=torch.Generator().manual_seed(2))
     for kernel in (dense_attention.sdpa, dense_attention.eager):

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.worker.loaded import generated, load, options, say, serving
 from worker.engine import architectures, kv_pool, loader, weights
-from worker.engine.kv_cache import BLOCK_TOKENS, pool_blocks
+from worker.engine.kv_cache import pool_blocks
 from worker.engine.loader import load_config, load_model
 from worker.errors import StartError
 from worker.generation import Text
 from worker.protocol.exits import Exit
+from worker.protocol.memory import BLOCK_TOKENS
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)

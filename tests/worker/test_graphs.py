@@ -18,12 +18,13 @@ from tests.worker.loaded import generated, load_with, options, say, serving
 from worker.engine import attention, loader
 from worker.engine.backends import make_pool
 from worker.engine.graphs import FixedRunner, ladder, lengths, shapes
-from worker.engine.kv_cache import BLOCK_TOKENS, Blocks
+from worker.engine.kv_cache import Blocks
 from worker.engine.kv_pool import Pool
 from worker.engine.pace import Pace
 from worker.engine.runner import PackedRunner, Runner
 from worker.engine.scheduler import Batch, Segment
 from worker.engine.sequence import Sequence
+from worker.protocol.memory import BLOCK_TOKENS
 
 torch.set_num_threads(1)
 CTX, ROWS = 600, 6

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from router.compute import SPREAD_SCORE_BYTES, SPREAD_SCORES, WIDENED_BYTES
 from tests import tiny
 from tests.worker.loaded import load, say
 from worker.engine import attention, decode_plan, dense_attention, kernels, kv_cache, kv_pool
-from worker.engine.kv_cache import BLOCK_TOKENS
 from worker.live_bytes import peak_bytes
+from worker.protocol.memory import BLOCK_TOKENS, SPREAD_SCORES, SPREAD_TENSORS, WIDENED_BYTES
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -124,7 +123,7 @@ def test_keys_of_many_rows_are_widened_a_few_rows_at_a_time() -> None:
     torch.manual_seed(0)
     rows, tokens, heads, dim = 20, 3000, 1, 64
     slots = torch.arange(tokens).expand(rows, tokens).int()
-    assert 1 < kernels.WIDENED_BYTES // (4 * tokens * heads * dim) < rows
+    assert 1 < WIDENED_BYTES // (4 * tokens * heads * dim) < rows
     keys, values = torch.randn(2, rows * tokens, heads, dim).bfloat16()
     query = torch.randn(rows, heads, 1, dim).bfloat16()
     told: list[torch.Tensor] = []
@@ -139,12 +138,10 @@ def test_keys_of_many_rows_are_widened_a_few_rows_at_a_time() -> None:
 
 def test_no_more_scores_are_computed_at_once_than_a_step_has_memory_for() -> None:
     keys = torch.zeros(16, 12, 64)
-    assert kernels.longest(64, 12, keys) == kernels.MOST_SCORES // (64 * 12)
+    assert kernels.longest(64, 12, keys) == SPREAD_SCORES // (64 * 12)
     assert kernels.longest(2, 12, keys) == kernels.longest(64, 12, keys.half()) == 0, "torch's kernel is no slower"
     assert kernels.longest(64, 12, keys.bfloat16()) == kernels.longest(64, 12, keys)
-    assert 4 * kernels.longest(4, 12, keys.bfloat16()) * 12 * 64 <= kernels.WIDENED_BYTES
-    assert (SPREAD_SCORES, SPREAD_SCORE_BYTES) == (kernels.MOST_SCORES, 4 * kernels.SCORES_ALIVE), "as estimated"
-    assert WIDENED_BYTES == kernels.WIDENED_BYTES, "as estimated"
+    assert 4 * kernels.longest(4, 12, keys.bfloat16()) * 12 * 64 <= WIDENED_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,7 +156,7 @@ def test_what_is_alive_at_once_is_as_estimated(dtype: torch.dtype) -> None:
         lambda: [kernels.spread(query, keys, values, places, mask, scaling=None, told=[]) for _ in range(2)]
     )
     scores, widened = rows * heads * tokens, 4 * keys.numel() if dtype == torch.bfloat16 else 0
-    assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * kernels.SCORES_ALIVE * scores + widened
+    assert (2 if widened else 3) * 4 * scores + widened < peak <= 4 * SPREAD_TENSORS * scores + widened
 
 
 async def test_many_rows_at_once_say_what_each_says_alone(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.kv_cache import BLOCK_TOKENS, Rows, pool_blocks
+from worker.engine.kv_cache import Rows, pool_blocks
 from worker.engine.sequence import Sequence
+from worker.protocol.memory import BLOCK_TOKENS
 
 
 def sequence(id: int) -> Sequence:

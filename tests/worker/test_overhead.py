@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from worker.engine.memory import allocator_share
-from worker.engine.overhead import ASSUMED_BYTES, Overhead
+from worker.engine.overhead import Overhead
+from worker.protocol.memory import DEVICE_PROCESS_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -61,7 +62,7 @@ def test_a_difference_that_can_only_be_another_process_is_nobodys_overhead(other
     card.load(9 * GIB, 300 * MIB, listed=False, others=others)
     overhead.look()
     assert overhead.said == {}
-    assert overhead.bytes("cuda:0") == ASSUMED_BYTES
+    assert overhead.bytes("cuda:0") == DEVICE_PROCESS_BYTES
 
 
 def test_what_graphs_take_is_counted_for_this_model_and_not_told_of_others() -> None:
@@ -77,7 +78,7 @@ def test_what_graphs_take_is_counted_for_this_model_and_not_told_of_others() -> 
 
 def test_before_it_has_measured_it_goes_by_what_it_was_told_and_else_by_the_constant() -> None:
     assert begun(Card(), told=200 * MIB).bytes("cuda:0") == 200 * MIB
-    assert begun(Card()).bytes("cuda:0") == ASSUMED_BYTES
+    assert begun(Card()).bytes("cuda:0") == DEVICE_PROCESS_BYTES
 
 
 def test_without_a_driver_or_an_accelerator_nothing_is_said() -> None:

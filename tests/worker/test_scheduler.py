@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from worker.engine.kv_cache import Rows
-from worker.engine.scheduler import PROMPT_LOGITS, Batch, Scheduler
+from worker.engine.scheduler import Batch, Scheduler
 from worker.engine.sequence import Sequence
 from worker.generation import Picture, Pictures
+from worker.protocol.memory import PROMPT_LOGITS
 
 
 def sequence(id: int, prompt: int, limit: int = 3, *, prompt_logprobs: bool = False) -> Sequence:

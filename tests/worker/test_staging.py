@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from router.estimate import STAGING_BYTES
 from tests import tiny
 from tests.worker.loaded import options
-from worker.engine import loader, staging
+from worker.engine import loader
 from worker.engine.staging import Direct, move
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
@@ -202,7 +201,3 @@ def test_a_model_that_was_sent_says_the_same(tmp_path: Path) -> None:
     assert torch.equal(model(ids).logits, usual(ids).logits)
     assert told == sorted(told)
     assert told[-1] == sum(file.size for file in built.files)
-
-
-def test_estimates_count_the_ring() -> None:
-    assert STAGING_BYTES == staging.RING_BYTES

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from router import divided as in_router
 from tests import tiny
 from tests.worker import kept
 from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
 from worker import divided, estimate, leash
 from worker.__main__ import _follow
-from worker.engine import architectures, loader, slices
+from worker.engine import loader, slices
 from worker.engine.engine import TransformersEngine
 from worker.engine.slices import Slice
 from worker.errors import Draining, RankLost, StartError
+from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import Estimate, to_argv
 from worker.protocol.exits import Exit
 from worker.ranks import Ranks
@@ -58,7 +58,7 @@ def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(architectures.DIVIDED))
+@pytest.mark.parametrize("family", sorted(DIVISIBLE))
 async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> None:
     folder = tiny.make(family, tmp_path)
     model = reference(folder)
@@ -180,11 +180,7 @@ def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Pat
 # What can be told without any rank
 
 
-def test_the_router_divides_what_the_worker_does() -> None:
-    assert in_router.FAMILIES == architectures.DIVIDED
-
-
-@pytest.mark.parametrize("family", sorted(architectures.DIVIDED))
+@pytest.mark.parametrize("family", sorted(DIVISIBLE))
 def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
     """Of each parameter the ranks have equal parts that make it up, or all the same one."""
     count = 2

@@ -16,10 +16,10 @@ import transformers
 
 from tests import tiny_vision
 from tests.worker.loaded import DEADLINE, GREEDY, generated, load, say, tell
-from worker.engine.architectures import VISION
 from worker.engine.engine import TransformersEngine
 from worker.generation import Generation
 from worker.images import Image
+from worker.protocol.architectures import VISION
 
 torch.set_num_threads(1)
 NEW = 24

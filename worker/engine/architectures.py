@@ -1,47 +1,15 @@
 """Which backend serves an architecture, and the shape of the cache that the packed one needs.
 
-The table lists the families whose greedy text our tests have compared with transformers' own `generate`, token for
-token, alone and in a changing batch, on that backend. Whatever is not in it runs on the aligned backend, if a trial
-with its own weights finds that right (`trial`): an architecture with attention of its own, packed, would run and be
-silently wrong.
+A family that is not in the table of the paged backend runs on the aligned one, if a trial with its own weights finds
+that right (`trial`): attention of its own, computed by the paged backend, would run and be silently wrong.
 Law: PURE; a configuration comes in as an object with the attributes of config.json.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from worker.images import TEXT_ONLY
-
-PAGED = frozenset(
-    {
-        "cohere",
-        "exaone4",
-        "gemma",
-        "gemma3_text",
-        "glm4",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "granite",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-        "starcoder2",
-    }
-)
-"""`model_type` of decoders with plain attention, which the packed backend serves."""
+from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS, VISION
 
 ALIGNED = frozenset(
     {
@@ -79,56 +47,11 @@ ALIGNED = frozenset(
 )
 """`model_type` of the rest that is verified."""
 
-DIVIDED = frozenset(
-    {
-        "cohere",
-        "exaone4",
-        "gemma",
-        "gemma3_text",
-        "gpt_neox",
-        "granite",
-        "llama",
-        "mistral",
-        "olmo",
-        "phi",
-        "qwen2",
-        "qwen3",
-        "smollm3",
-        "starcoder2",
-    }
-)
-"""`model_type` of those whose matrices may be divided among ranks (`slices`): tests/worker/test_tensor_parallel.py has
-compared the text of each."""
-
 VERIFIED = PAGED | ALIGNED
 """tests/worker/test_engine_equality.py has one of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """What a family with a vision tower needs beside the features of its images in the place of their tokens."""
-
-    is_whole: bool = False
-    """Tokens of one image see each other: they are computed in one step."""
-
-
-VISION: Mapping[str, Sight] = {
-    "gemma3": Sight(is_whole=True),
-    "idefics3": Sight(),
-    "llava": Sight(),
-}
-"""By `model_type`: families whose images tests/worker/test_vision_equality.py has verified. Others of their kind are
-served as the language models that they contain."""
-
 Backend = Literal["paged", "aligned"]
-
-_OFFSET_POSITIONS = frozenset(
-    {"camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
-     "xlm-roberta-xl", "xmod"}
-)  # fmt: skip
-"""Encoders that count positions from behind the padding token's id, so that the table's first rows are never used."""
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +85,13 @@ def positions(config: Any) -> int:
     context; we stay within it. (`dynamic` does so beyond max_position_embeddings, which is the limit anyway.)
     """
     config = config.get_text_config()
-    stated = (getattr(config, name, None) for name in _POSITIONS)
+    stated = (getattr(config, name, None) for name in POSITION_KEYS)
     limit = next((int(each) for each in stated if isinstance(each, int) and each > 0), 0)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return min(limit or int(original), int(original))
-    if limit and config.model_type in _OFFSET_POSITIONS:
+    if limit and config.model_type in OFFSET_POSITIONS:
         return limit - int(config.pad_token_id or 0) - 1
     return limit
 

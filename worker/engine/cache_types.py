@@ -23,19 +23,19 @@ from dataclasses import dataclass
 import torch
 
 from worker.errors import StartError
+from worker.protocol.memory import LEAST_GROUPED, MOST_GROUPED
 
 NAMES = ("auto", "f32", "f16", "bf16", "int8", "int4")
 """What a preset may ask for; auto: the model's own type."""
 _CASTS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SCALE = torch.bfloat16
-_MOST_GROUPED, _LEAST_GROUPED = 32, 8
 _TINY = 1e-37
 """A group of zeros has no scale, and is divided by this."""
 
 
 def group_size(head_dim: int) -> int:
     """Elements of a group: as many up to 32 as divide a head, else the whole head."""
-    sizes = range(min(_MOST_GROUPED, head_dim), _LEAST_GROUPED - 1, -1)
+    sizes = range(min(MOST_GROUPED, head_dim), LEAST_GROUPED - 1, -1)
     return next((size for size in sizes if head_dim % size == 0), head_dim)
 
 

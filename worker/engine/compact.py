@@ -10,10 +10,7 @@ import torch
 
 from worker.engine.cache_types import CacheType
 from worker.engine.kv_pool import Pool, Span
-
-UNPACKED_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
-"""Of keys and values that lie unpacked at once, where a single row does not take more. On the CPU so many stay in the
-caches until they are read; on an accelerator each call costs more than it."""
+from worker.protocol.memory import UNPACKED_BYTES
 
 
 class CompactPool(Pool):

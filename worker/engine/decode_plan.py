@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from worker.engine import kernels
-from worker.engine.kv_cache import BLOCK_TOKENS, Table
+from worker.engine.kv_cache import Table
 from worker.engine.kv_pool import Pool, Span
 from worker.engine.memory import upload
+from worker.protocol.memory import BLOCK_TOKENS
 
 _CALL_BYTES = {"cpu": 180 << 10, "cuda": 32 << 20}
 """Sequences that decode are computed together, padded to the longest, while the keys and values read in vain take no

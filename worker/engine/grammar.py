@@ -20,17 +20,13 @@ from numpy.typing import NDArray
 from worker.engine.memory import one_line
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
 from worker.generation import JSON_WHITESPACE, Grammar
+from worker.protocol.memory import GRAMMAR_BYTES, GRAMMAR_ENTRY_BYTES
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Bits = NDArray[np.uint8]
 """A bit for each token, packed: bit `i % 8` of byte `i // 8` is that of token i."""
-LIBRARY_BYTES = 32 << 20
-"""Of main memory, with the first grammar: the library, and COMPILED grammars of a usual size. Measured: 8 MiB, and less
-than a mebibyte for each."""
-ENTRY_BYTES = 960
-"""Of each entry of the vocabulary: 140 MB for 151,000 tokens."""
 COMPILED = 32
 """Grammars that stay compiled, those used last; that of a usual schema takes about a megabyte."""
 MAX_TEXT = 1 << 18
@@ -39,7 +35,7 @@ MAX_TEXT = 1 << 18
 
 def vocabulary_bytes(tokenizer: Any, vocab_size: int) -> int:
     """What answers held to a grammar will take of main memory, once somebody asks for the first one."""
-    return LIBRARY_BYTES + ENTRY_BYTES * vocab_size if getattr(tokenizer, "is_fast", False) else 0
+    return GRAMMAR_BYTES + GRAMMAR_ENTRY_BYTES * vocab_size if getattr(tokenizer, "is_fast", False) else 0
 
 
 class Matcher:
@@ -111,7 +107,7 @@ class Grammars:
     def bytes_to_come(self) -> int:
         """What grammars that nobody has sent yet will take of main memory."""
         if self._environment is not None:
-            return LIBRARY_BYTES * (COMPILED - len(self._compiled)) // COMPILED
+            return GRAMMAR_BYTES * (COMPILED - len(self._compiled)) // COMPILED
         return vocabulary_bytes(self._tokenizer, self._vocab_size)
 
     def begin(self, grammar: Grammar) -> "Future[Matcher]":

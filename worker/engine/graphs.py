@@ -17,18 +17,14 @@ from typing import Any
 import torch
 
 from worker.engine import memory
-from worker.engine.kv_cache import BLOCK_TOKENS, Table, blocks_for
+from worker.engine.kv_cache import Table, blocks_for
 from worker.engine.kv_pool import Pool
 from worker.engine.runner import PackedRunner
 from worker.engine.scheduler import Batch, Segment
+from worker.protocol.memory import BLOCK_TOKENS, GATHERED_BYTES
 
-GRAPH_BYTES = 4 << 20
-"""Of one recorded graph, beside what it computes in. A guess: not measured on any card yet."""
 _SHORTEST = 16
 """Blocks of the lowest rung of lengths: reading more than there is costs nothing noticeable below."""
-_MOST_GATHERED = 256 << 20
-"""Bytes of one layer's keys and values that a step gathers at most. Larger steps take so long that starting kernels
-does not matter, and are computed as they come."""
 _TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)
 """Columns of the buffer; the blocks take all from theirs on."""
 
@@ -57,7 +53,7 @@ def shapes(rows: int, ctx_size: int, token_bytes: int) -> tuple[tuple[int, int],
         (size, blocks)
         for size in ladder(rows)
         for blocks in lengths(ctx_size)
-        if size * blocks * BLOCK_TOKENS * token_bytes <= _MOST_GATHERED
+        if size * blocks * BLOCK_TOKENS * token_bytes <= GATHERED_BYTES
     )
 
 

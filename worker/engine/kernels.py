@@ -21,12 +21,8 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding_bag
 
-MOST_SCORES = 1 << 18
-"""That `spread` computes at once, of all rows and heads. More, and they are no small part of a step's memory."""
-SCORES_ALIVE = 4
-"""Tensors of that size, of 4 bytes each: indices of keys, the same of values, scores, weights."""
-WIDENED_BYTES = 8 << 20
-"""Of bfloat16 keys that are float32 at a time: few enough to stay in the processor's cache."""
+from worker.protocol.memory import SPREAD_SCORES, WIDENED_BYTES
+
 _LEAST_ROWS = {torch.float32: 12, torch.bfloat16: 4}
 """Fewer are left to torch's kernel, which is no slower then. Types that are not here are, too."""
 
@@ -97,8 +93,8 @@ def longest(rows: int, heads: int, keys: torch.Tensor) -> int:
     slots, kv_heads, head_dim = keys.shape
     if keys.device.type != "cpu" or rows < _LEAST_ROWS.get(keys.dtype, rows + 1) or slots * kv_heads >= 1 << 31:
         return 0
-    widened = WIDENED_BYTES // (4 * kv_heads * head_dim) if keys.dtype == torch.bfloat16 else MOST_SCORES
-    return min(widened, MOST_SCORES // (rows * heads))
+    widened = WIDENED_BYTES // (4 * kv_heads * head_dim) if keys.dtype == torch.bfloat16 else SPREAD_SCORES
+    return min(widened, SPREAD_SCORES // (rows * heads))
 
 
 def spread(

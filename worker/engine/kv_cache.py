@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from worker.engine.sequence import Sequence
-
-BLOCK_TOKENS = 16
-"""Small, so that little is computed again behind a prefix that was found; runs make the size irrelevant for speed."""
+from worker.protocol.memory import BLOCK_TOKENS
 
 
 def pool_blocks(rows: int, ctx_size: int, kv_tokens: int = 0) -> int:

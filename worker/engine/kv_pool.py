@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from worker.engine.claims import claim
-from worker.engine.kv_cache import BLOCK_TOKENS, home_stride
+from worker.engine.kv_cache import home_stride
 from worker.engine.memory import upload
+from worker.protocol.memory import BLOCK_TOKENS
 
 Span = tuple[int, int]
 """First slot, and how many: tokens that lie one behind another."""

@@ -36,21 +36,14 @@ from torch import nn
 from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
+from worker.protocol.memory import KERNEL_CODE_BYTES, KERNEL_CODES, REORDERED_FROM_BYTES, SLICE_BYTES
+
 _SIZES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 REORDERED = {size: max(147.0, 80.0 + 13.6 * size) for size in _SIZES if size >= 4}
 """Rows that are computed at once, and the microseconds that it takes where the weights come from memory: fitted to
 float32, 768 x 2048, 2 threads; only ratios matter. Fewer than 4 are measured (`Few`)."""
 PLAIN = {size: 176.0 if size == 1 else 260.0 + 14.0 * size for size in _SIZES}
 """The same of weights as they lie."""
-SLICE_BYTES = 64 << 20
-"""Of a matrix reordered at once: so much more than its weights a model occupies meanwhile."""
-_LEAST_BYTES = 1 << 20
-"""Smaller matrices of float32 stay in the processor's cache, and torch's own kernels do as well. In bfloat16 those are
-oneDNN's anyway, so that it had better meet few sizes there, too."""
-_CODE_BYTES = 600 << 10
-"""Of the code for one number of rows and one shape of weights: 0.4 to 0.7 MiB measured (oneDNN 3.12)."""
-_CODES_KEPT = 64
-"""worker/__main__.py tells oneDNN so."""
 _ROWS_TO_EXPECT = 16
 _FEW = 4
 """So many rows, and less, take about as long: what counts is how fast the weights are read."""
@@ -256,7 +249,7 @@ class Linears:
         model: nn.Module,
         *,
         let_go: Callable[[torch.Tensor], bool] = lambda weights: False,
-        least_bytes: int = _LEAST_BYTES,
+        least_bytes: int = REORDERED_FROM_BYTES,
         slice_bytes: int = SLICE_BYTES,
     ):
         """Takes over the modules' forward; nothing else of them is changed yet.
@@ -322,12 +315,12 @@ def look_at(model: nn.Module) -> None:
 
 def extra_bytes(model: nn.Module) -> tuple[int, int]:
     """What oneDNN's code for the model's shapes will take, and what reordering takes meanwhile: both in bytes."""
-    taken = list(_candidates(model, _LEAST_BYTES))
+    taken = list(_candidates(model, REORDERED_FROM_BYTES))
     kinds = {(weight.shape, weight.dtype) for _, weight in taken}
     users = Counter(id(own) for module in model.modules() for own in module.parameters(recurse=False))
     most = max((weight.nbytes for module, weight in taken if users[id(module.weight)] == 1), default=0)
-    codes = min(len(kinds) * (len(REORDERED) + len(PLAIN)), _CODES_KEPT)
-    return codes * _CODE_BYTES, min(most, SLICE_BYTES)
+    codes = min(len(kinds) * (len(REORDERED) + len(PLAIN)), KERNEL_CODES)
+    return codes * KERNEL_CODE_BYTES, min(most, SLICE_BYTES)
 
 
 def _candidates(model: nn.Module, least_bytes: int) -> Iterator[tuple[nn.Module, torch.Tensor]]:

@@ -29,12 +29,10 @@ from worker.engine.slices import Slice
 from worker.errors import RankLost, StartError, WorkerError
 from worker.protocol.argv import Serve
 from worker.protocol.events import Progress
+from worker.protocol.memory import NCCL_BYTES
 from worker.ranks import DEVICE_BYTES, HOST_BYTES, LOADED_BYTES, Link, Ranks
 
 log = logging.getLogger(__name__)
-
-NCCL_BYTES = 256 << 20
-"""Of each device, which NCCL takes for its channels, from no allocator that torch sees. A guess until measured."""
 
 
 class Stretch(NamedTuple):

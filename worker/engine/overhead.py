@@ -10,12 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from worker.engine.driver import Driver, Nvml
+from worker.protocol.memory import DEVICE_PROCESS_BYTES
 
-ASSUMED_BYTES = 768 << 20
-"""Of an accelerator, where nobody has measured yet: published figures are 100 to 600 MiB by card and driver, and each
-thread's handles come to that."""
-ASSUMED_HOST_BYTES = 1536 << 20
-"""Of main memory beside accelerators, likewise: imports with CUDA's libraries. A guess, not measured on any card."""
 LEAST_BYTES, MOST_BYTES = 16 << 20, 4 << 30
 """What is less or more is not this process's overhead, but somebody else's coming or going."""
 
@@ -56,7 +52,7 @@ class Overhead:
 
     def bytes(self, device: str) -> int:
         """Of an accelerator: as measured, else as it was told, else assumed."""
-        return self._found.get(device) or self._told or ASSUMED_BYTES
+        return self._found.get(device) or self._told or DEVICE_PROCESS_BYTES
 
 
 overhead = Overhead(Nvml(), lambda name: torch.cuda.memory_reserved(torch.device(name)))

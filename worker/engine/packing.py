@@ -16,6 +16,7 @@ import transformers
 
 from worker.engine import memory, weights
 from worker.errors import StartError
+from worker.protocol.architectures import FUSED_GROUPS, UNPACKED, UNPACKED_ON_CPU, UNPACKED_WITHOUT, USUAL_GROUP
 from worker.protocol.argv import ModelOptions
 
 LIBRARIES = {
@@ -28,15 +29,6 @@ LIBRARIES = {
 }
 """The methods that are served, which are those that our tests load, with what each needs beside transformers: module,
 and how to get it. transformers knows more, whose memory nobody has measured here. As in router/estimate.py."""
-_UNPACKED = frozenset({"compressed-tensors"})
-_UNPACKED_ON_CPU = frozenset({"fp8", "mxfp4"})
-"""Methods without kernels there: transformers unpacks them while it loads."""
-_UNPACKED_WITHOUT = {"mxfp4": ("kernels", "triton")}
-"""Likewise on accelerators where these libraries are not installed (transformers 5.23, quantizer_mxfp4.py)."""
-_FUSED_GROUPS = frozenset({32, 64, 128})
-"""Inputs that share a scale, for which torch multiplies by 4 bits on main memory (_weight_int4pack_mm_for_cpu)."""
-_USUAL_GROUP = 128
-"""Where config.json states none (transformers 5.23, GPTQConfig and AwqConfig)."""
 _WORD_BITS = {torch.int32: 32, torch.uint8: 8, torch.int8: 8}
 
 
@@ -75,7 +67,7 @@ def method(options: ModelOptions, config: Any) -> str:
         raise StartError(
             f"the checkpoint is quantised with awq in {said.get('bits', 4)} bits and groups of {said.get('group_size')}"
             " inputs, which this version computes on an accelerator only; on main memory it takes 4 bits and groups of"
-            f" {', '.join(map(str, sorted(_FUSED_GROUPS)))}"
+            f" {', '.join(map(str, sorted(FUSED_GROUPS)))}"
         )
     module, command = LIBRARIES[family(found)]
     if module and not _is_installed(module):
@@ -113,15 +105,15 @@ def _is_installed(module: str) -> bool:
 
 def unpacks(method: str, device: torch.device) -> bool:
     """Whether the weights are plain numbers, of the model's type, once they are loaded."""
-    if method in _UNPACKED or (device.type == "cpu" and method in _UNPACKED_ON_CPU):
+    if method in UNPACKED or (device.type == "cpu" and method in UNPACKED_ON_CPU):
         return True
-    return not all(map(_is_installed, _UNPACKED_WITHOUT.get(method, ())))
+    return not all(map(_is_installed, UNPACKED_WITHOUT.get(method, ())))
 
 
 def is_fused(said: dict[str, Any]) -> bool:
     """Whether gptqmodel has a kernel of main memory's own for a checkpoint of gptq or awq; others it unpacks."""
-    group = said.get("group_size") or said.get("q_group_size") or _USUAL_GROUP
-    return (said.get("bits") or 4) == 4 and group in _FUSED_GROUPS
+    group = said.get("group_size") or said.get("q_group_size") or USUAL_GROUP
+    return (said.get("bits") or 4) == 4 and group in FUSED_GROUPS
 
 
 def numbers(stored: torch.dtype, said: dict[str, Any]) -> int:

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 from worker.engine.kv_cache import Capacity, Table
 from worker.engine.sequence import Sequence
 from worker.engine.slots import Slots
-
-PROMPT_LOGITS = 16
-"""Positions of prompts whose logits are computed in one step, where requests want them all: logits of a large
-vocabulary are the largest tensor of a step, and this bounds it."""
+from worker.protocol.memory import PROMPT_LOGITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

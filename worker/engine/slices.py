@@ -18,6 +18,7 @@ from torch import nn
 
 from worker.engine import architectures, split
 from worker.errors import StartError
+from worker.protocol.architectures import DIVISIBLE
 from worker.protocol.argv import ModelOptions
 
 BY_OUTPUTS, BY_INPUTS, HEAD = "colwise", "rowwise", "colwise_gather_output"
@@ -78,12 +79,12 @@ def wanted(options: ModelOptions, config: Any) -> int:
 def cannot(config: Any, count: int) -> str:
     """Why a model of this configuration cannot be divided among so many; empty: it can, as far as that tells."""
     plan = getattr(config, "base_model_tp_plan", None) or {}
-    if config.model_type not in architectures.DIVIDED:
+    if config.model_type not in DIVISIBLE:
         if not plan:
             return "transformers has no plan for this family"
         unknown = sorted(set(plan.values()) - {BY_OUTPUTS, BY_INPUTS, _WHOLE})
         known = f" (its plan has {unknown[0]})" if unknown else ""
-        return f"this version divides {', '.join(sorted(architectures.DIVIDED))} only{known}"
+        return f"this version divides {', '.join(sorted(DIVISIBLE))} only{known}"
     heads: int = config.num_attention_heads
     shape = architectures.CacheShape.of(config)
     for number, what in ((heads, "attention heads"), (shape.kv_heads, "heads of keys and values")):

@@ -16,11 +16,9 @@ from tokenizers import normalizers
 from worker.engine import architectures, faults, layout
 from worker.errors import StartError
 from worker.protocol import snapshot_files
+from worker.protocol.architectures import GENERATES
 from worker.protocol.argv import ModelOptions
 from worker.protocol.exits import Exit
-
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")
-"""How classes are called that have a head for text."""
 
 
 def load_tokenizer(options: ModelOptions) -> transformers.PreTrainedTokenizerBase:
@@ -172,7 +170,7 @@ def is_embedder(options: ModelOptions, config: Any) -> bool:
     if is_cross_encoder(options, config):
         return False
     names = getattr(config, "architectures", None)
-    generates = any(name.endswith(_GENERATES) for name in names or ()) or remote_generator(config) is not None
+    generates = any(name.endswith(GENERATES) for name in names or ()) or remote_generator(config) is not None
     if not names:
         generates = generates or config.model_type in architectures.VERIFIED
     return layout.is_layout(Path(options.snapshot)) or not generates

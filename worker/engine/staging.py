@@ -28,13 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from worker.engine.weights import WeightFile
 from worker.errors import StartError
 from worker.protocol.exits import Exit
+from worker.protocol.memory import STAGING_BUFFER_BYTES, STAGING_BUFFERS
 
 log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 16 << 20
-BUFFERS = 16
-RING_BYTES = BUFFERS * BUFFER_BYTES
-"""Main memory that is pinned while weights go to a device (worker/estimate.py; router/estimate.py, STAGING_BYTES)."""
 READERS = 8
 """Threads at most. One copies about 10 GB/s out of the page cache, a bus takes 50 (memory.md, section 8): a guess until
 measured on such a machine."""
@@ -113,8 +110,8 @@ def move(
     *,
     read: Callable[[], None] = lambda: None,
     lane: Lane | None = None,
-    buffers: int = BUFFERS,
-    buffer_bytes: int = BUFFER_BYTES,
+    buffers: int = STAGING_BUFFERS,
+    buffer_bytes: int = STAGING_BUFFER_BYTES,
     readers: int = READERS,
 ) -> None:
     """Have all parameters and buffers of `model` on `device`, as `bring` does; where that raises, `model` is as it
@@ -142,8 +139,8 @@ def bring(
     *,
     read: Callable[[], None] = lambda: None,
     lane: Lane | None = None,
-    buffers: int = BUFFERS,
-    buffer_bytes: int = BUFFER_BYTES,
+    buffers: int = STAGING_BUFFERS,
+    buffer_bytes: int = STAGING_BUFFER_BYTES,
     readers: int = READERS,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What each of `tensors` is on `device`, once all are there: those that are views of `files` are read from there.
@@ -171,7 +168,7 @@ def bring_each(
     files: Sequence[WeightFile],
     report: Callable[[int], None],
     *,
-    buffer_bytes: int = BUFFER_BYTES,
+    buffer_bytes: int = STAGING_BUFFER_BYTES,
 ) -> dict[torch.device, Callable[[torch.Tensor], torch.Tensor]]:
     """As `bring`, of each device's tensors, to all at once. Raises what one of them raises, once all are over."""
     done, lock = dict.fromkeys(shares, 0), threading.Lock()
@@ -189,7 +186,7 @@ def bring_each(
                 files,
                 device,
                 partial(told, device),
-                buffers=max(1, BUFFERS // len(shares)),
+                buffers=max(1, STAGING_BUFFERS // len(shares)),
                 buffer_bytes=buffer_bytes,
                 readers=max(1, READERS // len(shares)),
             )
@@ -412,4 +409,4 @@ def _nothing() -> None:
     pass
 
 
-__all__ = ["RING_BYTES", "Direct", "Lane", "bring", "bring_each", "move"]
+__all__ = ["Direct", "Lane", "bring", "bring_each", "move"]

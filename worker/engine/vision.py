@@ -23,17 +23,16 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from worker import images
 from worker.engine import architectures, memory
-from worker.engine.architectures import Sight
 from worker.engine.forward import Seen
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
 from worker.generation import Picture, Pictures
 from worker.images import Image
+from worker.protocol.architectures import VISION, Sight
 from worker.protocol.argv import ModelOptions
+from worker.protocol.memory import HELD_BYTES
 
 log = logging.getLogger(__name__)
 
-HELD_BYTES = 128 << 20
-"""Of prepared images that requests may have here together. One request may have more, if it is the only one."""
 _SIZES = (336, 1024, 4096)
 """Sides of images, one of which makes a processor's most."""
 _NOT_FOR_TOWERS = frozenset(
@@ -85,7 +84,7 @@ class Processor:
 
     def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
         """Raises Blind if images cannot be served, with the reason for people."""
-        sight = architectures.VISION.get(config.model_type)
+        sight = VISION.get(config.model_type)
         if sight is None:
             raise Blind(architectures.why_blind(config))
         if not options.limit_images:
