@@ -24,9 +24,10 @@ from worker.engine.backends import make_blocks
 from worker.errors import StartError
 from worker.generation import Sampling
 from worker.protocol.argv import Serve
+from worker.protocol.memory import BLOCK_TOKENS
 
 torch.set_num_threads(1)
-B = kv_cache.BLOCK_TOKENS
+B = BLOCK_TOKENS
 CTX, NEW = 128, 32
 FAMILIES = ("llama", "mistral", "gpt2")
 """Grouped heads; a window that is narrower than the prompts; a head of its own for each query."""

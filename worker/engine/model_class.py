@@ -5,9 +5,9 @@ from typing import Any
 import transformers
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from worker.engine import architectures
 from worker.engine.snapshot import is_cross_encoder, is_embedder, own_classes, own_code, remote_generator
 from worker.errors import StartError
+from worker.protocol.architectures import VISION
 from worker.protocol.argv import ModelOptions
 
 
@@ -53,7 +53,7 @@ def _generator_class(options: ModelOptions, config: Any) -> Any:
     if type(config) not in mapping and reference is not None and options.trust_remote_code:
         return _from_snapshot(options, reference)
     seeing: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if type(config) in seeing and (kind in architectures.VISION or type(config) not in mapping):
+    if type(config) in seeing and (kind in VISION or type(config) not in mapping):
         mapping = seeing  # as language models, unless our tests have compared what they make of images, too
     if type(config) not in mapping:
         raise StartError(
