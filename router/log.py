@@ -25,7 +25,7 @@ from typing import TextIO
 
 from router.events import Event, EventLog
 
-log = logging.getLogger("router.fleet")
+log = logging.getLogger("router.fleet.fleet")
 
 KEPT = 2000
 """Lines in the ring behind /router/logs."""

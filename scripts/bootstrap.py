@@ -324,13 +324,13 @@ def check(python: str, extras: list[str], build: str) -> None:
     elsewhere = Path(python).parent  # a folder that holds neither `router` nor `worker`
     code = (
         "import pathlib, sys\n"
-        "import router.cli, worker\n"
+        "import router.cli.main, worker\n"
         "for package in (sys.modules['router'], worker):\n"
         "    home = pathlib.Path(package.__file__).resolve().parent.parent\n"
         "    if home != pathlib.Path(sys.argv[1]):\n"
         "        sys.exit(f'{package.__name__} comes from {home}, not from this checkout; use --venv DIR')\n"
         "if 'torch' in sys.modules:\n"
-        "    sys.exit('router.cli imports torch, which only workers may')\n"
+        "    sys.exit('router.cli.main imports torch, which only workers may')\n"
     )
     command = [python, "-P", "-c", code, str(ROOT)]
     done = subprocess.run(command, cwd=elsewhere, env=environment(), capture_output=True, text=True, check=False)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # -P keeps the script's own surroundings out
 
-from worker import leash, nursery
+from worker.program import fork_server, supervision
 from worker.protocol.argv import Command, Convert, Download, Estimate, Nursery, Profile, Serve, from_argv
 from worker.protocol.events import (
     MAX_EVENT_BYTES,
@@ -218,7 +218,7 @@ def _json(value: Any) -> bytes:
 class FakeWorker:
     """One run of this program."""
 
-    def __init__(self, command: Command, tied: leash.Leash, wrong: Behaviour, raw: int):
+    def __init__(self, command: Command, tied: supervision.Leash, wrong: Behaviour, raw: int):
         """`raw`: descriptor of the event pipe, for noise."""
         self.command = command
         self.tied = tied
@@ -539,9 +539,9 @@ def forked(argv: list[str]) -> NoReturn:
 def main(argv: list[str]) -> None:
     command = from_argv(argv)
     if isinstance(command, Nursery):
-        os._exit(nursery.serve(command, forked, modules=()))
+        os._exit(fork_server.serve(command, forked, modules=()))
     raw = os.dup(1)
-    tied = leash.take(leashed=command.leashed, spawner=command.spawner)
+    tied = supervision.take(leashed=command.leashed, spawner=command.spawner)
     worker = FakeWorker(command, tied, behaviour(command, os.environ), raw)
     worker.begin()
     if isinstance(command, Download):

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-from router.launchers import Listen, NotForked, NotHeld, Program, WorkerLost
-from router.launchers.process import uncancelled
-from router.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
-from router.wire import Wire
+from router.launch.interface import Listen, NotForked, NotHeld, Program, WorkerLost
+from router.launch.process import uncancelled
+from router.launch.worker_client import Wire
+from router.planner.ledger import HOST, LOCAL, Bytes, DeviceId, Reading, pooled
 from worker.protocol.argv import Convert, Download, Estimate, Serve
 from worker.protocol.events import Converted, Estimated, Event, Progress, Pulse, Ready
 from worker.protocol.exits import Exit

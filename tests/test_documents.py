@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.settings import OPTIONS
+from router.config.settings import OPTIONS
 from worker.protocol.routes import ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ def test_every_link_in_the_documents_leads_somewhere() -> None:
 
 @pytest.mark.parametrize("text", re.findall(r"```ini\n(.+?)```", README, re.DOTALL))
 def test_a_preset_in_the_readme_has_no_fault(tmp_path: Path, text: str) -> None:
-    from router.cli import main
+    from router.cli.main import main
 
     folder = tmp_path / "models" / "bge-m3"
     folder.mkdir(parents=True)

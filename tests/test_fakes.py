@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.launchers import Launcher, Program, WorkerLost, WorkerProcess
+from router.launch.interface import Launcher, Program, WorkerLost, WorkerProcess
 from tests.fakes import CPU, GIB, GPU0, GPU1, Deadlock, FakeLauncher, FakeModel, run_virtual, virtual
 from worker.protocol.argv import Download, Serve
 from worker.protocol.events import Event

@@ -91,9 +91,9 @@ def test_the_wheel_runs_far_from_the_checkout(wheel: Path, tmp_path: Path) -> No
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
     code = (
-        "import pathlib, router.cli, worker.demo\n"
+        "import pathlib, router.cli.main, worker.fetch.demo\n"
         "print(pathlib.Path(router.__file__).parent.parent)\n"
-        "print(worker.demo.make('chat', pathlib.Path('/nowhere'), print))\n"
+        "print(worker.fetch.demo.make('chat', pathlib.Path('/nowhere'), print))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-P", "-c", code]

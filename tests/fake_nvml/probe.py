@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from router.launchers.devices import Devices
+from router.launch.devices import Devices
 from tests import fake_nvml
-from worker.engine.driver import Nvml
+from worker.engines.transformers.device.nvml import Nvml
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests import tiny
 from tests.worker.loaded import generation, load, serving, tell
-from worker.generation import Sampling
+from worker.interface import Sampling
 
 
 async def measure(folder: Path, asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:

@@ -16,13 +16,16 @@ import transformers
 from tests import tiny
 from tests.worker.loaded import load, options, say, serving
 from tests.worker.stepped import Drive
-from worker.engine import attention, backends, loader, memory
-from worker.engine.pace import Pace
-from worker.engine.runner import PackedRunner
-from worker.engine.scheduler import Batch, Segment
-from worker.engine.sequence import Sequence as TokenSequence
-from worker.engine.warmup import record
-from worker.generation import Sampling
+from worker.engines.transformers.attention import paged
+from worker.engines.transformers.device import memory
+from worker.engines.transformers.load import loader
+from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.runner import PackedRunner
+from worker.engines.transformers.run.warmup import record
+from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.interface import Sampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +79,7 @@ async def test_text_is_the_same_on_several_devices(family: str, tmp_path: Path) 
 
 def test_a_recorded_step_says_what_the_dynamic_one_says_at_every_rung(tmp_path: Path) -> None:
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=5)
-    attention.register()
+    paged.register()
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=False)
@@ -137,7 +140,7 @@ def test_weights_arrive_on_the_device_as_they_lie(tmp_path: Path) -> None:
 async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhere_else(tmp_path: Path) -> None:
     """Torch raises at every other wait; an event's, of which there is one for each step, it lets pass."""
     asked = options(tiny.make("llama", tmp_path), devices=(DEVICE,), dtype="float32", parallel=4)
-    attention.register()
+    paged.register()
     config = loader.load_config(asked)
     loaded = loader.load_model(asked, config, backends.implementation("auto", config), lambda _: None)
     runner, capacity = backends.make_runner(loaded.model, config, asked, 200, loaded.device, caches=True)

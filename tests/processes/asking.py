@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.launchers import WorkerProcess
-from router.wire import Exchange
+from router.launch.interface import WorkerProcess
+from router.launch.worker_client import Exchange
 
 
 @asynccontextmanager

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from router.launchers import Listen, Program
-from router.launchers.local import LocalLauncher
-from router.launchers.nursery import Nursery
-from router.launchers.serving import LocalStandby, LocalWorker
-from router.ledger import Bytes
+from router.launch.fork_server import Nursery
+from router.launch.interface import Listen, Program
+from router.launch.local import LocalLauncher
+from router.launch.worker_process import LocalStandby, LocalWorker
+from router.planner.ledger import Bytes
 from tests.fakes import DEADLINE
 from worker.protocol.argv import Estimate, Serve
 from worker.protocol.events import Estimated

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy.random  # it draws its seed when it is imported
 
-from worker import leash, nursery
+from worker.program import fork_server, supervision
 from worker.protocol.argv import Download, Estimate, Nursery, from_argv
 from worker.protocol.events import Estimated, Progress
 
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> NoReturn:
     command = from_argv(argv)
     assert not isinstance(command, Download | Nursery)
     found = facts()
-    tied = leash.take(leashed=command.leashed, spawner=command.spawner)
+    tied = supervision.take(leashed=command.leashed, spawner=command.spawner)
     found["oom after"] = int(Path("/proc/self/oom_score_adj").read_text())
     found["cmdline"] = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     found["luck"] = luck()
@@ -83,5 +83,5 @@ if __name__ == "__main__":
             driver = ctypes.CDLL(os.environ["NURSERY_CUDA"])
             if os.environ["NURSERY_HAS"] == "started":
                 driver.cuInit(0)
-        os._exit(nursery.serve(order, run, modules=("json", "worker.no_such_module")))
+        os._exit(fork_server.serve(order, run, modules=("json", "worker.no_such_module")))
     run(words)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from router.openapi import COMPONENTS
+from router.api.openapi import COMPONENTS
 from tests import tiny
 from tests.processes.routers import ROOT
 

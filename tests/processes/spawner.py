@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from router.launchers.local import LocalLauncher
+from router.launch.local import LocalLauncher
 from tests.fakes import CPU, FAKE_ARGV, GIB, FixedDevices, fake_program
 from tests.processes.asking import asked
 from tests.processes.forking import ForkingLauncher

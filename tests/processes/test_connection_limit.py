@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.connection_limit import LEAST, PER_CLIENT, RESERVED
+from router.http.connection_limit import LEAST, PER_CLIENT, RESERVED
 from tests.processes.routers import DEADLINE, Router, presets, router
 from tests.processes.upstreams import Upstream, request, until, world
 

@@ -15,8 +15,8 @@ import ollama
 import openai
 import pytest
 
-from router.launchers import WorkerLost
-from router.proxy import Pace
+from router.http.proxy import Pace
+from router.launch.interface import WorkerLost
 from tests.processes.upstreams import STREAM, Upstream, World, chunk, world
 from worker.protocol.events import Request
 

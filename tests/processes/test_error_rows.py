@@ -15,10 +15,10 @@ import ollama
 import openai
 import pytest
 
-from router.access import Access
-from router.limits import Limits
-from router.proxy import Pace
-from router.settings import Key, digest
+from router.config.settings import Key, digest
+from router.fleet.limits import Limits
+from router.http.proxy import Pace
+from router.registry.auth import Access
 from tests.processes.upstreams import END, STREAM, Upstream, World, chunk, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.errors import ERRORS, ErrorRow, error_body

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from router import checkpoint
-from router.estimate import context_bytes, estimate
-from router.facts import Checkpoint, compute_dtype, effective_ctx, embeds
-from router.presets import Preset
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory.checkpoint_facts import Checkpoint, compute_dtype, effective_ctx, embeds
+from router.memory.estimate import context_bytes, estimate
 from tests import tiny
 from tests.children import Child, python
 from worker.protocol.argv import Estimate, Serve, to_argv
@@ -129,8 +129,8 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_router_and_worker_read_a_snapshot_alike(family: str, snapshots: dict[str, Path]) -> None:
     import torch
 
-    from worker import estimate as exact
-    from worker.engine import architectures, loader, placement
+    from worker.engines.transformers.load import architectures, loader, placement
+    from worker.estimate import estimate as exact
 
     folder, preset = snapshots[family], Preset(id="m", ctx_size=100, parallel=3)
     facts = checkpoint.read(folder)

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.access import Access
-from router.settings import Key, digest
+from router.config.settings import Key, digest
+from router.registry.auth import Access
 from tests.processes.upstreams import BODY, PATH, World, request, respond, world
 from worker.protocol.routes import ROUTES, Route
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router import checkpoint
-from router.estimate import estimate
-from router.presets import Preset
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory.estimate import estimate
 from tests import tiny
 from tests.processes.routers import Router, router
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from router.listener import SWEEP
+from router.http.listener import SWEEP
 from tests.processes.upstreams import BODY, PATH, World, respond, until, world
 
 SENT = b'{"model":"a","messages":[]}'

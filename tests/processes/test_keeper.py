@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launchers.keeper import Keeper, KeeperFailed, lockable
+from router.launch.page_lock import Keeper, KeeperFailed, lockable
 from tests.children import await_end
 from tests.fakes import DEADLINE
 
@@ -130,7 +130,7 @@ async def test_orders_for_which_there_is_no_room_yet_are_heard_in_the_end(keeper
 
 def test_a_keeper_ends_with_its_router(file: str) -> None:
     code = (
-        "import asyncio, os, sys; from router.launchers.keeper import Keeper\n"
+        "import asyncio, os, sys; from router.launch.page_lock import Keeper\n"
         "async def main():\n"
         "    keeper = Keeper(lambda pid: print(pid, flush=True), print)\n"
         "    await keeper.read([sys.argv[1]])\n"

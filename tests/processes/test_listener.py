@@ -11,8 +11,8 @@ from aiohttp.http import HttpRequestParser
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from router.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _Connection
-from router.proxy import Pace
+from router.http.listener import KEEP_ALIVE, LONGEST_BODY, LONGEST_HEAD, SWEEP, Listener, PlainRequest, _Connection
+from router.http.proxy import Pace
 from tests.processes.upstreams import (
     BODY,
     DONE,

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from router.launchers import Launcher, Listen, Program, WorkerLost, orphans
-from router.launchers.environment import Verb
-from router.launchers.local import LocalLauncher
-from router.launchers.losses import lost_by_exit
-from router.launchers.record import RunFolderError
-from router.launchers.serving import DYING, LocalStandby, LocalWorker, device_names
-from router.ledger import Bytes
-from router.wire import Exchange, Unreachable, WireError
+from router.launch import reaper
+from router.launch.environment import Verb
+from router.launch.exit_causes import lost_by_exit
+from router.launch.interface import Launcher, Listen, Program, WorkerLost
+from router.launch.local import LocalLauncher
+from router.launch.pidfile import RunFolderError
+from router.launch.worker_client import Exchange, Unreachable, WireError
+from router.launch.worker_process import DYING, LocalStandby, LocalWorker, device_names
+from router.planner.ledger import Bytes
 from tests.fakes import (
     CPU,
     DEADLINE,
@@ -70,8 +71,8 @@ async def launcher(request: pytest.FixtureRequest, folder: Path, devices: FixedD
             await found.warmed()
         yield found
     assert traces(folder) == []
-    assert orphans.find() == []
-    assert orphans.known == set()
+    assert reaper.find() == []
+    assert reaper.known == set()
 
 
 EXECUTED = pytest.mark.parametrize("launcher", [LocalLauncher], indirect=True, ids=["exec"])
@@ -657,10 +658,10 @@ async def test_a_router_that_dies_as_its_worker_is_born_leaves_nothing(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    before = orphans.adopt(whether=False)
-    orphans.adopt(whether=before)
+    before = reaper.adopt(whether=False)
+    reaper.adopt(whether=before)
     yield
-    after = orphans.adopt(whether=before)
+    after = reaper.adopt(whether=before)
     assert after == before, "a launcher gives back what it changed of this process"
 
 

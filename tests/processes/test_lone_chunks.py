@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from router.wire import Exchange, NotHttp, Wire, WireError, _Connection, start_of_lone_chunk
+from router.launch.worker_client import Exchange, NotHttp, Wire, WireError, _Connection, start_of_lone_chunk
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, chunk, request, world
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

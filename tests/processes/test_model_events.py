@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router.faces.llama_server import NEUTRAL
+from router.api.llama_server import NEUTRAL
 from tests.processes.listening import Events, events_of
 from tests.processes.routers import chat, error_of, presets, router
-from worker.generation import Sampling
+from worker.interface import Sampling
 
 pytestmark = pytest.mark.slow
 

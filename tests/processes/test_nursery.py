@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from router.launchers import Program, WorkerLost, orphans
-from router.launchers.local import LocalLauncher, may_fork
-from router.launchers.nursery import ANSWER_TIMEOUT, CALL_INTERVAL, Nursery, NurseryRefused
-from router.launchers.process import Child, Log, uncancelled
-from router.launchers.serving import LocalWorker
-from router.wire import Broken
+from router.launch import reaper
+from router.launch.fork_server import ANSWER_TIMEOUT, CALL_INTERVAL, Nursery, NurseryRefused
+from router.launch.interface import Program, WorkerLost
+from router.launch.local import LocalLauncher, may_fork
+from router.launch.process import Child, Log, uncancelled
+from router.launch.worker_client import Broken
+from router.launch.worker_process import LocalWorker
 from tests.fakes import CPU, DEADLINE, FAKE_ARGV, GIB, FixedDevices, Journal, ended, fake_program, fake_snapshot
 from tests.processes.asking import asked, everything
 from tests.processes.forking import ForkingLauncher, parent
@@ -36,12 +37,12 @@ WITHIN = 60.0
 async def _nothing_is_left() -> AsyncIterator[None]:
     """Adopts, as a router does; whoever ends has closed what he opened, and left no child."""
     before = set(os.listdir("/proc/self/fd"))
-    had = orphans.adopt()
+    had = reaper.adopt()
     yield
-    orphans.adopt(whether=had)
+    reaper.adopt(whether=had)
     assert set(os.listdir("/proc/self/fd")) == before
-    assert orphans.known == set()
-    assert orphans.find() == []
+    assert reaper.known == set()
+    assert reaper.find() == []
     assert _children(os.getpid()) == ""
 
 
@@ -442,7 +443,7 @@ async def test_whoever_is_killed_at_any_moment_leaves_nothing(launcher: ForkingL
                     await worker.lost()
         timer.cancel()
         await ended(victim, within=WITHIN)
-        assert orphans.find() == []
+        assert reaper.find() == []
 
 
 async def test_an_answer_breaks_with_the_nursery(launcher: ForkingLauncher) -> None:

@@ -6,7 +6,7 @@ import httpx
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from router.openapi import document
+from router.api.openapi import document
 from tests.processes.questioner import closed
 from tests.processes.upstreams import Upstream, world
 from worker.protocol.routes import ROUTES, query

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from router.access import Access
-from router.settings import Key, digest
+from router.config.settings import Key, digest
+from router.registry.auth import Access
 from tests.processes.upstreams import Upstream, world
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

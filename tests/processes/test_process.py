@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.launchers import orphans
-from router.launchers.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
+from router.launch import reaper
+from router.launch.process import LOG_BURST, ROUND, Child, Lines, Log, Pipes, uncancelled
 from tests.fakes import DEADLINE
 from worker.protocol.events import MAX_EVENT_BYTES, Event, Failed, Progress, Pulse, Request, encode
 
@@ -45,7 +45,7 @@ async def running(
             yield child, said
     finally:
         await uncancelled(child.end())
-        assert await orphans.end(child.pid, tag) == []
+        assert await reaper.end(child.pid, tag) == []
 
 
 def is_there(pid: int) -> bool:
@@ -303,9 +303,9 @@ DAEMON = (
 
 @pytest.fixture
 def _adopting() -> Iterator[None]:
-    had = orphans.adopt()
+    had = reaper.adopt()
     yield
-    orphans.adopt(whether=had)
+    reaper.adopt(whether=had)
 
 
 @pytest.mark.usefixtures("_adopting")
@@ -318,7 +318,7 @@ async def test_whom_it_started_ends_with_it(how: str, end: str) -> None:
         if end == "stop":
             await child.stop(DEADLINE)
         await child.exited
-        await orphans.end(child.pid, TAG)
+        await reaper.end(child.pid, TAG)
         assert not is_there(grandchild)
 
 
@@ -327,7 +327,7 @@ async def test_a_daemon_that_left_its_parent_is_found() -> None:
     async with running(LEASHED + DAEMON + WAIT) as (child, said):
         daemons = [await number(said), await number(said)]
         await child.stop(DEADLINE)
-        await orphans.end(child.pid, TAG)
+        await reaper.end(child.pid, TAG)
         assert not any(is_there(pid) for pid in daemons)
 
 
@@ -360,7 +360,7 @@ async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
     for _ in range(10):
         await asyncio.gather(*(one() for _ in range(5)))
     assert set(os.listdir("/proc/self/fd")) == before
-    assert orphans.find() == []
+    assert reaper.find() == []
     assert not has_children()
 
 

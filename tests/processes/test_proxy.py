@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, UnixConnector
 
-from router.lifecycle import State
-from router.limits import Limits
-from router.proxy import Pace
+from router.fleet.limits import Limits
+from router.fleet.state import State
+from router.http.proxy import Pace
 from tests.processes.upstreams import DONE, END, STREAM, Upstream, World, chunk, request, until, world
 from worker.protocol.dialects import Dialect
 from worker.protocol.events import Pulse

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launchers.record import RunFolder, RunFolderError, start_time
+from router.launch.pidfile import RunFolder, RunFolderError, start_time
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def test_the_refused_router_kills_nobody(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_router_and_is_not_inherited(tmp_path: Path) -> None:
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from router.launchers.record import RunFolder\n"
+        "import os, subprocess, sys; from pathlib import Path; from router.launch.pidfile import RunFolder\n"
         "RunFolder(Path(sys.argv[1])).open()\n"
         "child = subprocess.Popen(['sleep', '1000'], stdout=subprocess.DEVNULL, close_fds=False)\n"
         "print(child.pid, flush=True); os.kill(os.getpid(), 9)"

@@ -13,7 +13,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from router.launchers.keeper import lockable
+from router.launch.page_lock import lockable
 from tests.processes.routers import Router, chat, error_of, fake_snapshot, is_alive, presets, refused, router
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import ROUTES

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.model import SECONDS
-from router.proxy import Pace
+from router.fleet.model import SECONDS
+from router.http.proxy import Pace
 from tests.fakes import CPU, GIB
 from tests.processes.routers import Router, chat, error_of, presets, router
 from tests.processes.upstreams import Upstream, until, world

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.wire import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, Unreachable, Wire
+from router.launch.worker_client import LONGEST_HEAD, MOST_INTERIM, Broken, Exchange, NotHttp, Unreachable, Wire
 from tests.processes.asking import everything
 from tests.processes.upstreams import until
 

@@ -13,8 +13,8 @@ import torch
 
 from tests import tiny
 from tests.children import TOKEN, Child, await_end, environment, python
-from worker.__main__ import CRASHED, diagnose
 from worker.errors import StartError
+from worker.program.main import CRASHED, diagnose
 from worker.protocol.argv import VERBS, Convert, Download, Estimate, Nursery, Serve
 from worker.protocol.events import Estimated, Failed, Prepared, Progress, Pulse, Ready, Request
 from worker.protocol.exits import Exit

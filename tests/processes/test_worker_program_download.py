@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.catalogue import find_snapshot
+from router.store.catalogue import find_snapshot
 from tests.children import ROOT, TOKEN, Child, environment, python
 from worker.protocol.events import Downloaded, Event, Failed, Progress
 from worker.protocol.exits import Exit
@@ -403,7 +403,7 @@ def test_a_leashed_download_says_why_it_failed_and_dies_with_its_router(hub: Hub
 def test_a_download_never_imports_torch(hub: Hub, tmp_path: Path) -> None:
     repo = hub.repo("light")
     code = (
-        "import sys; from worker.__main__ import run\n"
+        "import sys; from worker.program.main import run\n"
         "print(run(sys.argv[1:]), *{'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
     )
     argv = python("-c", code, "download", f"--repo={repo}", f"--cache={tmp_path}")

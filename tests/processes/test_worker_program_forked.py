@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from router import checkpoint, divided
-from router.estimate import Estimate, estimate, exact
-from router.launchers import NotForked, Program, WorkerLost
-from router.launchers.serving import LocalWorker
-from router.overhead import Overhead
-from router.presets import Preset
+from router.config.presets import Preset
+from router.launch.interface import NotForked, Program, WorkerLost
+from router.launch.worker_process import LocalWorker
+from router.memory import checkpoint, tensor_parallel
+from router.memory.estimate import Estimate, estimate, exact
+from router.memory.process import Overhead
 from tests import tiny
 from tests.children import await_end
 from tests.fakes import CPU, DEADLINE, GIB, FixedDevices
@@ -224,7 +224,7 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
     said = Preset(id="m", ctx_size=CTX, parallel=ROWS, threads=1, tensor_parallel=2)
     shared: dict[str, Any] = {"snapshot": str(snapshot), "ctx_size": CTX, "parallel": ROWS, "tensor_parallel": 2}
     traced = await launcher.estimate(FORKED, argv.Estimate(**shared))
-    static = divided.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=True)
+    static = tensor_parallel.estimate(checkpoint.read(snapshot), said, 2, on_host=True, forked=True)
     async with launcher.serve(FORKED, Serve(**shared, listen="", name="m"), {CPU: GIB}, listen) as worker:
         (follower,) = children(worker.pid)
         assert os.getpgid(follower) == os.getpgid(worker.pid)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.children import TOKEN, Child, await_end, python
-from worker import leash
+from worker.program import supervision
 from worker.protocol.events import Failed, Progress, Pulse
 from worker.protocol.exits import Exit
 
@@ -120,7 +120,7 @@ def test_a_leashed_process_volunteers_for_the_oom_killer_and_leaves_no_core() ->
     before = int(Path("/proc/self/oom_score_adj").read_text())
     with leashed(code) as child:
         said = child.event(Progress)
-        assert said.done == min(1000, before + leash.OOM_SCORE)
+        assert said.done == min(1000, before + supervision.OOM_SCORE)
         assert said.stage == "0 1", "PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS"
 
 
@@ -213,4 +213,4 @@ def test_the_leash_is_taken_before_the_contract_is_imported() -> None:
     with leashed(code) as child:
         assert child.exit() == 0
         assert child.log == "[]"
-    assert leash.ORPHANED == Exit.ORPHANED
+    assert supervision.ORPHANED == Exit.ORPHANED

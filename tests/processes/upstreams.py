@@ -11,26 +11,26 @@ from typing import Any
 
 from aiohttp import web
 
-from router import sharing
-from router.access import Access
-from router.app import App
-from router.calibration import Calibration
+from router.config.presets import Preset
+from router.config.resolve import Loaded
+from router.config.settings import Settings
 from router.events import EventLog
-from router.fleet import Fleet
-from router.launchers import Listen, Program, WorkerLost, WorkerProcess
-from router.ledger import Bytes, Ledger
-from router.limits import Limits
-from router.listener import Listener
-from router.members import Members
-from router.metrics import Metrics
-from router.presets import Preset
-from router.proxy import Pace, Proxy
-from router.sections import Loaded
-from router.settings import Settings
-from router.site import Site
-from router.wire import Wire
+from router.fleet.fleet import Fleet
+from router.fleet.limits import Limits
+from router.http.app import App
+from router.http.listener import Listener
+from router.http.metrics import Metrics
+from router.http.proxy import Pace, Proxy
+from router.launch.interface import Listen, Program, WorkerLost, WorkerProcess
+from router.launch.worker_client import Wire
+from router.memory.learned import Calibration
+from router.planner.ledger import Bytes, Ledger
+from router.registry import sharing
+from router.registry.auth import Access
+from router.registry.registry import Site
+from router.registry.shared_workers import Members
 from tests.fakes import GIB, FakeLauncher, FakeModel, FakeWorker
-from tests.schedules.worlds import FakeFiles
+from tests.router.fleet.worlds import FakeFiles
 from worker.protocol.argv import Serve
 
 PATH = "/v1/chat/completions"

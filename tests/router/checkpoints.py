@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.facts import Checkpoint, Tally
-from router.presets import Preset
+from router.config.presets import Preset
+from router.memory.checkpoint_facts import Checkpoint, Tally
 
 QWEN3_4B = Checkpoint(
     model_type="qwen3", layers=36, hidden=2560, heads=32, kv_heads=8, head_dim=128, value_dim=128, expanded=8192,

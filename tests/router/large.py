@@ -1,7 +1,7 @@
 """A model that no single device holds, and the devices."""
 
-from router.facts import Checkpoint, Tally
-from router.ledger import HOST, LOCAL, DeviceId
+from router.memory.checkpoint_facts import Checkpoint, Tally
+from router.planner.ledger import HOST, LOCAL, DeviceId
 
 GIB = 1 << 30
 GPU = [DeviceId(LOCAL, index) for index in range(4)]

@@ -2,8 +2,8 @@
 
 from typing import Any, Literal
 
-from router.presets import Preset
-from router.sections import Loaded, load
+from router.config.presets import Preset
+from router.config.resolve import Loaded, load
 
 
 class Disk:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from worker.live_bytes import Step
+from worker.estimate.memory_tracer import Step
 
 
 def allocated(step: Step) -> int:

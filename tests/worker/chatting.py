@@ -6,8 +6,9 @@ from typing import Any
 
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from worker.faces import Call, Model, openai
-from worker.generation import Generation
+from worker.api import openai
+from worker.api.call import Call, Model
+from worker.interface import Generation
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

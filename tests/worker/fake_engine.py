@@ -21,9 +21,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from worker import detokenize
+from worker import detokenizer
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
-from worker.generation import (
+from worker.images import TEXT_ONLY
+from worker.interface import (
     Delta,
     Encoding,
     Finish,
@@ -35,7 +36,6 @@ from worker.generation import (
     TokenLogprob,
     Vision,
 )
-from worker.images import TEXT_ONLY
 from worker.protocol.argv import AdapterSource
 
 SCRIPT = "Grüße, 世界! 🦊 The quick brown fox jumps over the lazy dog."
@@ -77,7 +77,7 @@ class FakeEngine:
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
         decoder = tokenizer.backend_tokenizer.decoder.__getstate__().decode()
         spell: Any = tokenizer.convert_ids_to_tokens
-        self._bytes = detokenize.TokenBytes(decoder, spell, added)
+        self._bytes = detokenizer.TokenBytes(decoder, spell, added)
 
     @property
     def occupancy(self) -> Occupancy:
@@ -208,7 +208,7 @@ class _Choice:
         self._script = engine.tokenizer.encode(engine.script(request, index), add_special_tokens=False)
         room = engine.ctx_size - len(request.prompt)
         self._limit = min(room, request.max_tokens or room)
-        self._answer = detokenize.Answer(
+        self._answer = detokenizer.Answer(
             lambda ids: str(engine.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
             request.stop,
             shows_stop=request.shows_end,

@@ -11,7 +11,7 @@ GROUPS = {8: 8, 16: 16, 32: 32, 64: 32, 80: 20, 96: 32}
 
 
 def kept(given: torch.Tensor, name: str) -> torch.Tensor:
-    """`given` `[..., head_dim]` as it would be read again, in plain torch: see worker/engine/cache_types.py."""
+    """`given` `[..., head_dim]` as it would be read again, in plain torch: see worker/engines/transformers/attention/quantized_kv_types.py."""
     casts = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     if name in casts:
         return given.to(casts[name]).to(given.dtype)

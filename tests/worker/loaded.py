@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import transformers
 
-from worker.engine import architectures, attention, loader
-from worker.engine.backends import make_blocks, make_pool
-from worker.engine.engine import TransformersEngine
-from worker.engine.generating import Backend
-from worker.engine.generators import Loaded
-from worker.engine.pace import Pace
-from worker.engine.runner import PackedRunner, Runner
-from worker.engine.start import Prepared
-from worker.generation import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
+from worker.engines.transformers.attention import paged
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.generation_loop import Backend
+from worker.engines.transformers.load import architectures, loader
+from worker.engines.transformers.load_generator import Loaded
+from worker.engines.transformers.run.backends import make_blocks, make_pool
+from worker.engines.transformers.run.runner import PackedRunner, Runner
+from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.start import Prepared
+from worker.interface import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
 from worker.protocol.argv import Serve
 
 DEADLINE = 60.0
@@ -38,9 +39,9 @@ def load_with(
 ) -> TransformersEngine:
     """An engine whose runner is what `wrap` makes of the real one."""
     asked = options(folder, **changes)
-    attention.register()
+    paged.register()
     config = loader.load_config(asked)
-    loaded = loader.load_model(asked, config, attention.SDPA, _ignore)
+    loaded = loader.load_model(asked, config, paged.SDPA, _ignore)
     ctx_size = asked.ctx_size or architectures.positions(config)
     blocks = make_blocks(asked, ctx_size, caches=asked.prefix_caching)
     pool = make_pool(config, blocks, loaded.dtype, loaded.device, kept_as=asked.kv_cache_dtype)

@@ -1,7 +1,7 @@
 """An accelerator that nobody has: fake tensors on `cuda:0`, and what a step does that such a device is waited for.
 
 Fake tensors have devices, so that an operator which is given some of two is an error here as it is there. They have no
-numbers: where code asks for one, it gets the answer of `worker.live_bytes`, and `Watch.waits` notes that it asked. What
+numbers: where code asks for one, it gets the answer of `worker.estimate.memory_tracer`, and `Watch.waits` notes that it asked. What
 of torch's own wants a real device, subscripts above all, is put into operators that do not.
 """
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from worker.live_bytes import LiveBytes
+from worker.estimate.memory_tracer import LiveBytes
 
 CUDA = torch.device("cuda:0")
 TOLD = 3

@@ -15,7 +15,7 @@ from tests import tiny
 from tests.worker.fake_engine import FakeEngine
 from worker.protocol.argv import Serve
 from worker.protocol.events import Event, Request
-from worker.server import Server
+from worker.server.server import Server
 
 TOKEN = "the-token-of-this-worker"
 LOOPBACK = "tcp:127.0.0.1:0"

@@ -2,7 +2,7 @@
 
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import tokenizer
-from worker.generation import Generation
+from worker.interface import Generation
 
 TOOLS = (
     "{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.worker.loaded import generation
-from worker.detokenize import Answer
-from worker.engine.generating import Backend, Generating
-from worker.engine.kv_cache import Capacity
-from worker.engine.pace import Pace
-from worker.engine.sequence import Sequence as TokenSequence
-from worker.engine.steploop import Outbox
-from worker.engine.stream import Choice, Stream
-from worker.generation import Delta
+from worker.detokenizer import Answer
+from worker.engines.transformers.generation_loop import Backend, Generating
+from worker.engines.transformers.schedule.kv_cache import Capacity
+from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.engines.transformers.step_loop import Outbox
+from worker.engines.transformers.stream import Choice, Stream
+from worker.interface import Delta
 
 PROMPT = (9, 41, 70, 77, 80)
 

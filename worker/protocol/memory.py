@@ -30,7 +30,7 @@ KERNEL_CODE_BYTES = 600 << 10
 """Code that oneDNN compiles for one number of rows and one shape of weights. Measured: 0.4 to 0.7 MiB (oneDNN 3.12)."""
 
 KERNEL_CODES = 64
-"""Compiled kernels that a worker keeps at most; worker/__main__.py sets oneDNN's cache to it."""
+"""Compiled kernels that a worker keeps at most; worker/program/main.py sets oneDNN's cache to it."""
 
 HEAP_FACTOR = 2
 """On the CPU, resident bytes by bytes alive at once: glibc keeps freed blocks below 32 MiB for the next step, and the

@@ -1,0 +1,449 @@
+"""The command line: `router` serves, `router check` reads what serving would read, `router estimate` weighs a model.
+
+Options come from the tables of `settings` and `keys`, so that none is written here a second time. Nothing heavy is
+imported before it is needed: `--help` stays quick.
+"""
+
+import gc
+import io
+import json
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from router import __version__
+from router.cli import client
+from router.config import effective as written
+from router.config import preset_keys, settings, xdg
+from router.config.ini import Problem
+from router.config.option_types import Choice, Flag, Integer, Names, Seconds
+from router.config.preset_keys import Meaningless
+from router.config.presets import DEFAULTS, KEYS, Key
+from router.config.resolve import Loaded
+from router.config.settings import Option, Settings
+from router.errors import ConfigError, RouterError
+from router.registry import sharing
+from router.store.catalogue import Further, load_catalogue, read_keys
+
+OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+SCHEMA = 1
+"""Of JSON documents on stdout."""
+_ABOUT = """\
+Serve many language models from one address, each in a process of its own, and swap them by memory.
+
+Every option has a variable, ROUTER_ and its name in capitals (--models-max: ROUTER_MODELS_MAX). Where llama-server has
+the same option, the variable named below is read next. A flag wins over both.
+"""
+_MODEL_KEYS = """\
+Any key of a preset is a flag as well and wins for every model, as in --ctx-size 4096. --help-model-keys lists them.
+"""
+_KEYS_ABOUT = """\
+Keys of a model: in a section [id] of a preset file, in [*] for all models, as a flag (--ctx-size 4096) or as a variable
+(ROUTER_CTX_SIZE). Flags win over [id], that over [*], that over variables. In brackets: other spellings; default.
+"""
+
+
+READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets", "swap-patience"})
+"""Options that decide which presets there are, or whether they can stand."""
+CHECKED = READ | {"default-model"}
+WEIGHED = READ | {"offline", "hf-token", "state-dir", "nursery", "prepare", "models-memory-margin", "device-limit"}
+"""Those that decide what a model takes, and what it finds."""
+NARROW = 70
+"""Columns from which on names and texts of options stand side by side in full."""
+
+
+def _as_option(option: Option, *, hidden: bool = False) -> click.Option:
+    names = [f"--{option.flag}/--no-{option.flag}"] if option.is_flag else [f"--{option.flag}", *option.also]
+    repeats = option.flag in {"api-key", "admin-key", "device-limit", "models-memory-margin", "allowed-hosts"}
+    return click.Option([*names, f"s_{option.field}"], default=None, multiple=repeats, hidden=hidden)
+
+
+def _model_options() -> Iterable[tuple[str, str, click.Option]]:
+    """(parameter, spelling, option) of every word that a preset knows; hidden, as there are hundreds."""
+    for number, (name, word) in enumerate(preset_keys.WORDS.items()):
+        if name in settings.BY_FLAG:
+            continue
+        parameter = f"m_{number}"
+        dashes = ["-"] if len(name) == 1 else ["--", "-"] if len(name) <= 5 else ["--"]  # llama-server: -np, -ngl
+        is_flag = isinstance(word, Meaningless) and word.is_flag
+        is_flag = is_flag or (preset_keys.find(name) or preset_keys.Spelling(word, name)).is_flag
+        names = [f"{dash}{name}" for dash in dashes]
+        if is_flag and len(name) > 1:
+            names[0] += f"/--no-{name}"
+        yield parameter, name, click.Option([*names, parameter], is_flag=is_flag, default=None, hidden=True,
+                                            multiple=name == "env")  # fmt: skip
+
+
+_SETTINGS: Mapping[str, tuple[Option, click.Option]] = {
+    f"s_{option.field}": (option, _as_option(option)) for option in settings.OPTIONS
+}
+_MODELS: Mapping[str, tuple[str, click.Option]] = {
+    parameter: (name, option) for parameter, name, option in _model_options()
+}
+
+
+class _Command(click.Command):
+    """A command whose help shows the router's options by group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        mine = [_SETTINGS[param.name][0] for param in options if param.name in _SETTINGS and not param.hidden]
+        most = 34 if formatter.width > NARROW else formatter.width // 3
+        for group in settings.GROUPS:
+            rows = [_row(option) for option in mine if option.group == group]
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl(rows, col_max=most)
+        with formatter.section("Keys of models"):
+            formatter.write_text(" ".join(_MODEL_KEYS.split()))
+        others = [param.get_help_record(ctx) for param in options if param.name not in _SETTINGS]
+        with formatter.section("Other options"):
+            formatter.write_dl([record for record in others if record], col_max=most)
+
+
+class _Router(_Command, click.Group):
+    """The group itself: serves unless a command is named."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def _row(option: Option) -> tuple[str, str]:
+    name = f"--[no-]{option.flag}" if option.is_flag else f"--{option.flag} {_metavar(option)}"
+    default = option.unset or option.kind.write(getattr(Settings(), option.field))
+    facts = "; ".join([default, *option.env])
+    return ", ".join([name, *option.also]), f"{option.help}  [{facts}]"
+
+
+def _metavar(option: Option) -> str:
+    kind = option.kind
+    if isinstance(kind, Choice):
+        return "|".join(kind.values)
+    return {Integer: "N", Seconds: "SECONDS", Names: "LIST"}.get(type(kind), kind.hint)
+
+
+def _show_model_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(model_keys())
+        ctx.exit()
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--help-model-keys", is_flag=True, is_eager=True, expose_value=False, callback=_show_model_keys,
+        help="Show the keys of models and exit.",
+    )(command)  # fmt: skip
+
+
+def _params(*, only: Container[str] = settings.BY_FLAG) -> list[click.Parameter]:
+    mine = (param for option, param in _SETTINGS.values() if option.flag in only)
+    return [*mine, *(param for _, param in _MODELS.values())]
+
+
+def _params_of_check() -> list[click.Parameter]:
+    """All that serving takes, so that its very command line can be checked; help shows what decides on presets."""
+    others = (_as_option(option, hidden=True) for option in settings.OPTIONS if option.flag not in CHECKED)
+    return [*_params(only=CHECKED), *others]
+
+
+def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said on the command line, before the command's name or after it."""
+    said = {name: value for name, value in params.items() if value is not None and value != ()}
+    before: dict[str, Any] = ctx.obj or {}
+    unknown = [name for name in before if name not in {param.name for param in ctx.command.params}]
+    if unknown:
+        name = _SETTINGS[unknown[0]][0].flag if unknown[0] in _SETTINGS else _MODELS[unknown[0]][0]
+        raise _misplaced(f"--{name}", ctx)
+    return {**before, **said}
+
+
+def _misplaced(option: str, ctx: click.Context) -> click.UsageError:
+    return click.UsageError(f"{option} does not belong to `{ctx.info_name}`.", ctx)
+
+
+def _split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Texts of router options by flag, and of model keys by spelling."""
+    options = {_SETTINGS[name][0].flag: _text(value) for name, value in given.items() if name in _SETTINGS}
+    models: dict[str, str] = {}
+    for parameter, value in given.items():
+        if parameter in _MODELS:
+            name = _MODELS[parameter][0]
+            models[f"no-{name}" if value is False else name] = "on" if value is False else _text(value)
+    return options, models
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return Flag().write(value) if isinstance(value, bool) else str(value)
+
+
+@click.group(
+    cls=_Router, invoke_without_command=True, params=_params(), help=_ABOUT,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)  # fmt: skip
+@click.version_option(__version__, prog_name="router")
+@_common
+@click.pass_context
+def cli(ctx: click.Context, /, **params: Any) -> int | None:
+    given = {name: value for name, value in params.items() if value is not None and value != ()}
+    if ctx.invoked_subcommand is not None:
+        ctx.obj = given
+        return None
+    return _serve(given)
+
+
+@cli.command(
+    cls=_Command, params=_params(), help="Serve: what `router` alone does as well.",
+    short_help="Serve: what `router` alone does as well.",
+)  # fmt: skip
+@_common
+@click.pass_context
+def serve(ctx: click.Context, /, **params: Any) -> int:
+    return _serve(_given(ctx, params))
+
+
+@cli.command(
+    help="Show what a running router has loaded, what it needs, and where the time of each load went. Exits with 3 if"
+    " none answers.",
+    short_help="Show what a running router has loaded.",
+)
+@click.option(
+    "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
+    help="Where the router listens; or ROUTER_URL.",
+)  # fmt: skip
+@click.option(
+    "--api-key", default="", envvar="ROUTER_API_KEY", metavar="KEY", help="A key that it knows; or ROUTER_API_KEY."
+)
+@click.option("--all", "everything", is_flag=True, help="Show models that are not loaded, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the router answered.")
+def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
+    try:
+        models = client.models(url, api_key.partition(",")[0])
+    except client.Unreachable as failed:
+        click.echo(f"router ps: {failed}", err=True)
+        return UNREACHABLE
+    table = client.processes(models, now=time.time(), everything=everything)
+    click.echo(json.dumps(models, indent=1) if as_json else table)
+    return OK
+
+
+@cli.command(
+    cls=_Command,
+    params=[click.Argument(["file"], required=False), *_params_of_check()],
+    help="Read presets as serving would, start nothing, and report every fault with file and line. Exits with 1 if"
+    " there is one. FILE stands for --models-preset. All options of `router serve` may be given, and are checked.",
+    short_help="Read presets as serving would, and report every fault.",
+)
+@click.option("--effective", is_flag=True, help="Show every setting of every model, and where it comes from.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_common
+@click.pass_context
+def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: bool, **params: Any) -> int:
+    options, models = _split(_given(ctx, params))
+    if file is not None:
+        options["models-preset"] = file
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems, as_json=as_json)
+    loaded = load_catalogue(parsed, models, os.environ)
+    if as_json:
+        click.echo(json.dumps(_document(loaded, effective=effective), ensure_ascii=False, indent=1))
+    else:
+        click.echo(_report(loaded, effective=effective))
+    return FAULTS if loaded.problems else OK
+
+
+@cli.command(
+    cls=_Command,
+    params=[click.Argument(["model"]), *_params(only=WEIGHED)],
+    help="Say what a model would take, by segment and device, with no server running. MODEL is a name from the presets,"
+    " a folder, or a repository of the hub, of which only headers are read. Keys of models are what-ifs, as in"
+    " --ctx-size 32768. Exits with 4 if not even an empty device holds it.",
+    short_help="Say what a model would take, with no server running.",
+)
+@click.option(
+    "--exact", is_flag=True,
+    help="Have the worker trace it, whatever was learned: some seconds, exact. The files must be here.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_common
+@click.pass_context
+def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **params: Any) -> int:
+    from router.cli import estimate as forecast  # late: it reads devices, which no other command needs
+
+    options, models = _split(_given(ctx, params))
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems, as_json=as_json)
+    loaded = load_catalogue(parsed, models, os.environ)
+    if loaded.problems:
+        return _refuse(loaded.problems, as_json=as_json)
+    try:
+        state = xdg.state(parsed.state_dir)
+        found = forecast.forecast(model, parsed, loaded, models, os.environ, state=state, exact=exact)
+    except ConfigError as error:
+        return _refuse(error.problems, as_json=as_json)
+    except RouterError as error:
+        return _fail("estimate_failed", str(error), as_json=as_json)
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, **forecast.document(found)}, ensure_ascii=False, indent=1))
+    else:
+        click.echo(forecast.text(found))
+    return OK if found.fits else TOO_LARGE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 faults or failure, 2 usage or configuration, 4 the model does not
+    fit, 130 interrupted."""
+    try:
+        code = cli.main(args=None if argv is None else list(argv), prog_name="router", standalone_mode=False)
+    except click.ClickException as error:
+        (_better(error) if isinstance(error, click.NoSuchOption) else error).show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("router: interrupted", err=True)
+        return INTERRUPTED
+    except OSError as failed:  # of what it was told to write or read, a full disk for example
+        click.echo(f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", err=True)
+        sys.stdout = io.StringIO()  # what could not be written is not tried once more at the end
+        return FAULTS
+    return code if isinstance(code, int) else OK
+
+
+def _better(error: click.NoSuchOption) -> click.UsageError:
+    """The same complaint with the reason, or with the one spelling that was probably meant."""
+    name = error.option_name
+    if name.lstrip("-") in settings.LATER:
+        return click.NoSuchOption(name, f"{name} is not offered by this version; remove it.", ctx=error.ctx)
+    if name.lstrip("-").removeprefix("no-") in settings.BY_FLAG and error.ctx is not None:
+        return _misplaced(name, error.ctx)
+    near = preset_keys.nearest(name, settings.BY_FLAG)
+    return click.NoSuchOption(name, possibilities=[f"--{near}"] if near else [], ctx=error.ctx)
+
+
+def _serve(given: Mapping[str, Any]) -> int:
+    gc.disable()  # until it serves: what is made for that is nearly all there to stay, and searched for nothing
+    try:
+        return _load_and_serve(given)
+    finally:
+        gc.enable()
+
+
+def _load_and_serve(given: Mapping[str, Any]) -> int:
+    options, models = _split(given)
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems)
+    try:
+        read_keys(parsed)
+    except ConfigError as error:
+        return _refuse(error.problems)
+    first = [load_catalogue(parsed, models, os.environ)]
+    for warning in first[0].warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if first[0].problems:
+        return _refuse(first[0].problems)
+
+    def load(further: Further) -> Loaded:
+        """What was just read, once; from then on what there is now."""
+        return first.pop() if first else load_catalogue(parsed, models, os.environ, further)
+
+    from router.cli.serve import run  # late: it brings the HTTP server, which no other command needs
+
+    return run(parsed, load, lambda: read_keys(parsed))
+
+
+def _refuse(problems: Sequence[Problem | str], *, as_json: bool = False) -> int:
+    if as_json:
+        error = {"code": "configuration", "message": "; ".join(map(str, problems))}
+        click.echo(json.dumps({"schema": SCHEMA, "error": error}, ensure_ascii=False))
+    else:
+        click.echo("\n".join(map(str, problems)), err=True)
+    return USAGE
+
+
+def _fail(code: str, message: str, *, as_json: bool) -> int:
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, "error": {"code": code, "message": message}}, ensure_ascii=False))
+    else:
+        click.echo(f"router: {message}", err=True)
+    return FAULTS
+
+
+def _report(loaded: Loaded, *, effective: bool) -> str:
+    lines = [str(problem) for problem in loaded.problems]
+    lines += [f"warning: {warning}" for warning in loaded.warnings]
+    if effective:
+        for id, preset in loaded.presets.items():
+            rows = [(key, _short(value), origin) for key, value, origin in written.effective(preset)]
+            widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+            lines += ["", f"[{id}]", *(f"{key:{widths[0]}} = {value:{widths[1]}}  ; {at}" for key, value, at in rows)]
+        lines.append("")
+    lines += [f"one worker for {' '.join(group)}" for group in sharing.share(loaded.presets) if len(group) > 1]
+    if loaded.problems:
+        lines.append(_count(len(loaded.problems), "fault"))
+    else:
+        lines.append(f"{_count(len(loaded.presets), 'model')}, no fault: {' '.join(loaded.presets) or 'none'}")
+    return "\n".join(lines)
+
+
+def _document(loaded: Loaded, *, effective: bool) -> dict[str, Any]:
+    models: list[dict[str, Any]] = []
+    groups = {id: group for group in sharing.share(loaded.presets) for id in group}
+    for id, preset in loaded.presets.items():
+        model: dict[str, Any] = {"id": id, "source": preset.source, "aliases": list(preset.aliases)}
+        model["shares"] = [other for other in groups[id] if other != id]
+        if effective:
+            rows = written.effective(preset)
+            model["settings"] = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
+        models.append(model)
+    return {
+        "schema": SCHEMA,
+        "problems": [asdict(problem) for problem in loaded.problems],
+        "warnings": [asdict(warning) for warning in loaded.warnings],
+        "models": models,
+    }
+
+
+def model_keys() -> str:
+    """The reference of model keys, for a terminal."""
+    lines = [_KEYS_ABOUT]
+    group = ""
+    for key in KEYS:
+        if key.group != group:
+            group = key.group
+            lines += ["", f"{group}:"]
+        also = ", ".join([*key.also, *key.switches])
+        facts = "; ".join(part for part in (also, _default(key)) if part)
+        text = f"{key.help} ({key.kind.hint})  [{facts}]"
+        first, *rest = textwrap.wrap(text, 72, break_on_hyphens=False) or [""]
+        lines += [f"  {key.name:22} {first}", *(f"  {'':22} {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def _default(key: Key) -> str:
+    if key.unset or key.name in {"model", "hf-repo"}:
+        return key.unset
+    if key.name == "n-gpu-layers":
+        return "auto"
+    return key.kind.write(DEFAULTS[key.field])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+__all__ = ["cli", "main"]

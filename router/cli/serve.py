@@ -1,0 +1,485 @@
+"""Settings, wiring, signals: one router from its start to its end."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp.http
+import uvloop
+from aiohttp import web
+
+from router import __version__
+from router import log as log_lines
+from router.config import xdg
+from router.config.presets import Preset
+from router.config.resolve import Loaded
+from router.config.settings import Key, Settings
+from router.errors import ApiError, ConfigError, RouterError
+from router.events import EventLog
+from router.fleet.fleet import Fleet
+from router.fleet.limits import Limits
+from router.fleet.preparation import Preparation
+from router.http import listen
+from router.http.app import App
+from router.http.metrics import Metrics
+from router.http.proxy import Pace, Proxy
+from router.launch.devices import Devices
+from router.launch.local import LocalLauncher
+from router.launch.page_lock import lockable
+from router.memory.learned import Calibration
+from router.planner.ledger import HOST, DeviceId, Ledger
+from router.registry.auth import Access
+from router.registry.registry import Site
+from router.registry.shared_workers import Members
+from router.registry.sharing import members, share
+from router.store.catalogue import NOTHING, Further
+from router.store.snapshots import Snapshots
+
+log = logging.getLogger("router.cli.serve")
+GARBAGE = 10_000
+"""Objects made and not yet freed until the youngest are searched for cycles; Python's own 700 is for small programs."""
+
+READERS, MOST_READERS = "disk", 32
+"""Threads that read files: their names begin so, and there are so many at most."""
+LAST_READ = 2.0
+"""Seconds that they get once everything else has ended."""
+LAST_MOMENT = 2.0
+"""Seconds that answers get to leave once all workers are gone."""
+ESSENTIAL = frozenset({"devices"})
+"""Tasks, by name, that must not end before the router does: without readings every plan is a guess."""
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+    """Serve until told to stop; the exit code. `load` reads presets and folders, `keys` the keys and key files."""
+    log_lines.set_up(settings.log_level, settings.log_format)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
+        print(
+            "router: aiohttp runs without its C parser here; install a wheel of it for this platform", file=sys.stderr
+        )
+        return 1
+    try:
+        _spare_the_collector()
+        return _ended(uvloop.run(_main(settings, load, keys)))
+    except ConfigError as broken:
+        print(f"router: {broken}", file=sys.stderr)
+        return 2
+    except RouterError as failed:
+        print(f"router: {failed}", file=sys.stderr)
+        return 1
+    except OSError as failed:
+        print(
+            f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", file=sys.stderr
+        )
+        return 1
+
+
+def _spare_the_collector() -> None:
+    """What is there by now stays: it need not be searched for garbage again and again, nor once: of what was made so
+    far 3 % is garbage, and looking for it takes a tenth of a start."""
+    gc.freeze()
+    gc.set_threshold(GARBAGE, 20, 20)
+    gc.enable()
+
+
+def _ended(code: int) -> int:
+    """`code`, once nobody reads a disk for us any more. One that does not answer, of a server that is gone for example,
+    holds up no end: then this process is left as it is."""
+    until = time.monotonic() + LAST_READ
+    for thread in threading.enumerate():
+        if thread.name.startswith(READERS):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                log.warning("a disk does not answer; what was read there is not waited for")
+                logging.shutdown()
+                os._exit(code)
+    return code
+
+
+async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
+    stop = _Stop()
+    loaded = load(NOTHING)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_readers())
+        site = await stack.enter_async_context(_router(settings, load, loaded, keys, stop))
+        _banner(settings, site, loaded)
+        for preset in loaded.presets.values():
+            if preset.load_on_startup and not stop.wanted.is_set():
+                stop.keep(_load_at_start(site, preset))
+        await _first({stop.wanted, stop.failed, site.fleet.broken})
+        log.info("stopping: running answers get %.0f s; a second signal cuts them", settings.drain_timeout)
+    if stop.failed.is_set() or site.fleet.broken.is_set():
+        return 1
+    return 130 if stop.hurry.is_set() else 0
+
+
+@contextmanager
+def _readers() -> Iterator[None]:
+    """Threads that read files for the loop, so many that folders on a disk which does not answer leave some for others.
+    Whoever ends the loop waits for none of them."""
+    readers, loop = ThreadPoolExecutor(MOST_READERS, thread_name_prefix=READERS), asyncio.get_running_loop()
+    loop.set_default_executor(readers)
+    try:
+        yield
+    finally:
+        readers.shutdown(wait=False, cancel_futures=True)
+        loop.set_default_executor(ThreadPoolExecutor(1))
+
+
+async def _first(events: set[asyncio.Event]) -> None:
+    """Returns once one of them is set."""
+    waiting = {asyncio.ensure_future(event.wait()) for event in events}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for each in waiting:
+        each.cancel()
+
+
+class Reloads(Protocol):
+    """A site, as far as it reads presets again."""
+
+    async def reload(self) -> object:
+        """Raises ApiError."""
+
+
+class _Stop:
+    """Why the router ends. Signals: the first ends it in good order, the second at once."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.failed = asyncio.Event()
+        """A task without which there is no router has ended."""
+        self.on_hangup: Callable[[], object] = lambda: None
+        """Until there is something to reload, everything is about to be read anyway."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self.hang_up)
+        loop.set_exception_handler(self._hear)
+
+    def hang_up(self) -> None:
+        self.on_hangup()
+
+    def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What failed and could tell nobody else."""
+        loop.default_exception_handler(context)
+        task = context.get("task")
+        if isinstance(task, asyncio.Task) and task.get_name() in ESSENTIAL:
+            self.failed.set()
+
+    def _stop(self) -> None:
+        (self.hurry if self.wanted.is_set() else self.wanted).set()
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it beside everything else."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+@asynccontextmanager
+async def _router(
+    settings: Settings,
+    load: Callable[[Further], Loaded],
+    loaded: Loaded,
+    keys: Callable[[], tuple[Key, ...]],
+    stop: _Stop,
+) -> AsyncIterator[Site]:
+    """One router, listening for the length of the block."""
+    _raise_file_limit()
+    state = _state_folder(settings)
+    _check_locking(settings.sleep_memory, lockable())
+    bound = listen.bind(settings)
+    runtime = xdg.runtime(settings.runtime_dir, os.environ, listen.name(bound[0]))
+    logs = log_lines.Ring(first=time.time_ns() // 1_000_000)
+    logging.getLogger().addHandler(logs)
+    events = EventLog(first=time.time_ns() // 1_000_000)  # in a millisecond there is no second event on average
+    log_lines.follow(events)
+    devices = Devices(os.environ)
+    for note in devices.notes:
+        log.info("%s", note)
+    holder: list[Fleet] = []
+    launcher = LocalLauncher(
+        devices=devices,
+        runtime_dir=runtime,
+        environ=os.environ,
+        beside=runtime.absolute().parent / "fleet-router-neighbours",
+        offline=settings.offline,
+        hf_token=settings.hf_token,
+        on_reading=lambda: holder[0].changed() if holder else None,
+        nursery=settings.nursery,
+    )
+    async with launcher:
+        aside = ThreadPoolExecutor(1, thread_name_prefix="estimates")
+        files = Snapshots(cache=settings.hub_cache, state=state, offline=settings.offline, prepare=settings.prepare)
+        fleet = Fleet(
+            launcher=launcher,
+            calibration=Calibration(state / "estimates.json", driver=devices.driver, later=aside.submit),
+            events=events,
+            files=files,
+            ledger=_ledger(settings, devices, {reading.id for reading in launcher.readings()}),
+            presets=members(loaded.presets, share(loaded.presets)),
+            limits=_limits(settings),
+        )
+        holder.append(fleet)
+        fleet.arrange()
+        site = Site(
+            settings=settings,
+            fleet=fleet,
+            launcher=launcher,
+            files=files,
+            events=events,
+            access=Access(
+                keys(),
+                cors_origins=settings.cors_origins,
+                allowed_hosts=settings.allowed_hosts,
+                metrics_public=settings.metrics_public,
+            ),
+            load=load,
+            keys=keys,
+            members=Members(fleet, loaded.presets),
+            port=listen.port(bound[0]),
+            logs=logs,
+            awaited=frozenset(preset.id for preset in loaded.presets.values() if preset.load_on_startup),
+        )
+        events.fold(site.hear, mentions=False)
+        pace = Pace(
+            commit=settings.stream_commit_seconds, ping=settings.sse_ping_interval, write_stall=settings.write_stall
+        )
+        metrics = Metrics(fleet, events)
+        app = App(site, Proxy(site.members, pace), metrics)
+        preparation = Preparation(fleet, files.conversions) if settings.prepare else None
+        async with (
+            _listening(app, bound),
+            _closing(site, launcher, stop),
+            _beside(site, metrics, preparation, stop),
+            _watch(settings, stop),
+        ):
+            yield site
+
+
+def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:
+    """Raises ConfigError if a setting names a device that is not here."""
+    margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
+    limits = devices.by_device(settings.device_limit, "--device-limit")
+    for name, limit in settings.device_limit.items():
+        if devices.device_id(name) not in here:
+            raise ConfigError([f"--device-limit {name}={limit // MIB}: there is no such device here"])
+    return Ledger(
+        margin=lambda id: margins.get(id, settings.models_memory_margin.get("", 0)),
+        limit=limits.get,
+        models_max=settings.workers_at_once,
+    )
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        autoload=settings.models_autoload,
+        queue_size=settings.queue_size,
+        queue_timeout=settings.queue_timeout,
+        patience=settings.swap_patience,
+        drain_timeout=settings.drain_timeout,
+        evict_timeout=settings.evict_timeout,
+        models_max=settings.workers_at_once,
+        sleep_memory=settings.sleep_memory,
+        memory=any(settings.models_memory_margin.values()),
+    )
+
+
+@asynccontextmanager
+async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None]:
+    """Clients are let in, and get their last answers at the end."""
+    runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
+    await runner.setup()
+    paths = [sock.getsockname() for sock in bound if sock.family == socket.AF_UNIX]
+    listener = app.listener(runner)
+    for sock in bound:
+        listener.listen(sock)
+    try:
+        yield
+    finally:
+        app.end_streams()
+        await listener.close(LAST_MOMENT)
+        await runner.cleanup()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+@asynccontextmanager
+async def _closing(site: Site, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
+    """At the end no worker is left."""
+    try:
+        yield
+    finally:
+        site.closing = True
+        site.events.append("shutdown", "*")
+        await _close(site.fleet, launcher, stop)
+
+
+@asynccontextmanager
+async def _beside(site: Site, metrics: Metrics, preparation: Preparation | None, stop: _Stop) -> AsyncIterator[None]:
+    """What is done while requests are answered: reloads, dumps, the look at the loop, preparation."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    stop.on_hangup = told.set
+    loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
+    tasks = {
+        loop.create_task(reload_when_told(site, told), name="reload"),
+        loop.create_task(metrics.watch_the_loop(), name="lag"),
+    }
+    if preparation is not None:
+        site.events.fold(preparation.hear)
+        tasks.add(loop.create_task(preparation.run(), name="preparation"))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
+    """Returns once all workers are reaped; the second signal cuts their requests and kills them."""
+    closing = asyncio.create_task(fleet.close())
+    hurry = asyncio.create_task(stop.hurry.wait())
+    await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    if not closing.done():
+        log.warning("stopping at once")
+        forced = asyncio.create_task(fleet.close(force=True))
+        await asyncio.sleep(0)  # its first step tells the requests why they end
+        launcher.kill_all()
+        await forced
+    await closing
+
+
+async def _load_at_start(site: Site, preset: Preset) -> None:
+    """A failure is told and does not end the router."""
+    try:
+        await site.members.wanted(preset.id)
+    except ApiError as error:
+        if not site.closing:
+            log.error("%s was to be loaded on startup: %s", preset.id, error.message)
+
+
+@asynccontextmanager
+async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
+    """Reload after each change of the file or the folder of models, with --models-watch. Raises ConfigError."""
+    named = [Path(name) for name in (settings.models_preset, settings.models_dir) if name]
+    if not settings.models_watch or not named:
+        if settings.models_watch:
+            log.warning("--models-watch: no --models-preset and no --models-dir is given, so there is nothing to watch")
+        yield
+        return
+    from router.config.file_watcher import watching  # late: only this option needs it, and its import takes 40 ms
+
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(watching(named, stop.hang_up))
+        except OSError as failed:
+            raise ConfigError([f"--models-watch: {failed}; remove it and reload with SIGHUP"]) from None
+        yield
+
+
+async def reload_when_told(site: Reloads, told: asyncio.Event) -> None:
+    """Never returns. However often it is told while presets are read, once more is enough: it begins after all that."""
+    while True:
+        await told.wait()
+        told.clear()
+        try:
+            await site.reload()
+        except ApiError as error:
+            log.error("not reloaded: %s", error.message)
+        except Exception:
+            log.exception("not reloaded: the router failed")
+
+
+def _dump(site: Site) -> None:
+    for worker in site.fleet.workers():
+        log.warning("%s %s leases=%d reserved=%s", worker, worker.state.name, len(worker.leases), worker.reserved)
+    for task in asyncio.all_tasks():
+        log.warning("task %s: %s", task.get_name(), task.get_coro())
+
+
+def _state_folder(settings: Settings) -> Path:
+    """Made if it is not there; what is kept there can be done without, so it need not be writable. Raises OSError, and
+    ConfigError if no folder can be told."""
+    state = xdg.state(settings.state_dir)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(error.errno, f"cannot use the state folder {state}: {why}; give another --state-dir") from None
+    return state
+
+
+def _raise_file_limit() -> None:
+    """A connection and its worker's take two descriptors: use all that the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check_locking(wanted: int, allowed: int | None) -> None:
+    """Raises ConfigError if so many bytes could not be held in memory by this user."""
+    if allowed is not None and wanted > allowed:
+        raise ConfigError(
+            [
+                f"--sleep-memory {wanted // MIB}: this user may lock only {allowed / MIB:g} MiB of main memory; raise"
+                " that (ulimit -l, LimitMEMLOCK= of a systemd unit, --ulimit memlock= of a container), or lower it"
+            ]
+        )
+
+
+def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
+    """What a person who starts a router wants to see first."""
+    host = settings.host.split(",")[0].strip()
+    shown = f"[{host}]" if ":" in host else host
+    page = f"http://{shown}:{site.port}{settings.api_prefix}/"
+    at = f"API {host}" if host.endswith(".sock") else f"API {page}v1   page {page}"
+    lines = [f"router {__version__}   {at}"]
+    for device in site.fleet.devices:
+        if device.id.index < HOST:
+            continue
+        limit = f"   limit {device.limit / GIB:.1f}" if device.limit is not None else ""
+        others = f"used by others {device.foreign / GIB:.1f}"
+        margin = f"margin {device.margin / GIB:.1f}"
+        most = device.total if device.limit is None else min(device.total, device.limit)
+        useless = "   nothing is left for models: lower --models-memory-margin" if most <= device.margin else ""
+        lines.append(
+            f"device   {device.id!s:8} total {device.total / GIB:.1f} GiB   {others}   {margin}{limit}{useless}"
+        )
+    names = " ".join(
+        id + (" (pinned)" if preset.pin else " (on startup)" if preset.load_on_startup else "")
+        for id, preset in loaded.presets.items()
+    )
+    lines.append(f"models   {len(loaded.presets)}: {names or 'none'}")
+    _say("\n".join(lines))
+
+
+def _say(text: str) -> None:
+    """To whoever reads stderr, as far as that can be written: a full disk of logs is no reason not to serve."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+__all__ = ["reload_when_told", "run"]

@@ -1,0 +1,292 @@
+"""What is written of models, by text: sections, variables and flags to values of keys, each with where it stands.
+
+Law: PURE; what depends on a folder (does this path exist?) comes in through `Disk`.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal, Protocol
+
+import click
+
+from router.config import ini, preset_keys
+from router.config.ini import Problem
+from router.config.option_types import Strings, sendable, shown
+from router.config.preset_keys import Meaningless, Refused, Spelling
+from router.config.presets import ADAPTER_NAME, HUB, KEYS, REPO, Key, repository
+from router.config.settings import BY_FLAG, BY_VARIABLE, LATER
+
+ALL_LAYERS = 99
+"""From so many on, n-gpu-layers is taken for `all`, as its users mean it."""
+CLIENT_VARIABLES = frozenset({"ROUTER_URL"})
+"""Read by client commands, not by a server."""
+_SCALE = re.compile(r"-?[0-9]{1,4}(\.[0-9]{1,6})?")
+_KEY_VARIABLES = ["ROUTER_" + key.name.upper().replace("-", "_") for key in KEYS]
+
+
+class Disk(Protocol):
+    """What the meaning of a preset depends on, beside its text."""
+
+    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
+        """What is at an absolute path: nothing, a file, a folder, one with config.json, one with serving.properties,
+        one with an adapter, one with GGUF files."""
+
+    def read(self, path: str) -> str:
+        """A file's text; raises OSError or ValueError."""
+
+    def folders(self, path: str) -> list[str]:
+        """Names of the folders in a folder, in order; none if it cannot be read."""
+
+
+ENVIRONMENT, STAR, OWN, COMMAND_LINE = range(4)
+"""Ranks of a setting: environment, [*], [id], command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key's value, where it was written, and its rank."""
+
+    value: Any
+    rank: int
+    place: Problem
+    """With an empty message: file, line, section, key."""
+    name: str
+    """Its spelling, as it stands in the tables."""
+
+    @property
+    def origin(self) -> str:
+        return f"{self.place.file}:{self.place.line}" if self.place.line else self.place.file
+
+
+Layer = dict[str, Setting]
+
+
+def _completes(layer: Layer, spelling: Spelling) -> bool:
+    """Whether it states a part of what another spelling in `layer` has stated another part of."""
+    before = layer.get(spelling.canonical)
+    return before is not None and isinstance(spelling.word, Key) and spelling.word.may_stand_beside(
+        before.name, spelling.name
+    )  # fmt: skip
+
+
+class Complaints:
+    """What is wrong, collected instead of stopping at it."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self.faulty: set[tuple[str, str]] = set()
+        """(section, key) of values that could not be read: nothing more is said about them."""
+
+    def fail(self, place: Problem, message: str, suggestion: str = "") -> None:
+        problem = replace(place, message=message, suggestion=suggestion)
+        if problem not in self.problems:  # a setting of [*] or of all models is wrong once
+            self.problems.append(problem)
+
+    def fault(self, place: Problem, key: str, message: str) -> None:
+        """The value of `key` cannot be read."""
+        self.faulty.add((place.section, key))
+        self.fail(place, f"{place.key}: {message}" if place.line else message)  # else the place is the key
+
+    def warn(self, place: Problem, message: str, suggestion: str = "") -> None:
+        warning = replace(place, message=message, suggestion=suggestion)
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+
+
+class Reader:
+    """Reads all texts of one pass; what cannot be read is among the complaints."""
+
+    def __init__(
+        self, complaints: Complaints, *, file: str, folder: str, disk: Disk, environ: Mapping[str, str], working: str,
+        strict: bool,
+    ):  # fmt: skip
+        self._fail, self._fault, self._warn = complaints.fail, complaints.fault, complaints.warn
+        self._file, self._folder, self._working = file, folder, working
+        self._disk, self._environ, self._strict = disk, environ, strict
+        self._warned: set[str] = set()
+
+    def section(self, section: ini.Section, rank: int) -> Layer:
+        """What `[*]` or `[id]` says."""
+        layer: Layer = {}
+        written: dict[str, ini.Entry] = {}
+        for entry in section.entries:
+            place = Problem(section.file or self._file, entry.line, section.name, entry.key, "")
+            for spelling, text in self._spelled(entry.key, entry.value, place):
+                before = written.get(spelling.canonical)
+                if before is not None and spelling.word.name != "env" and not _completes(layer, spelling):
+                    self._warn(place, f'"{entry.key}" repeats "{before.key}" of line {before.line}; the last counts')
+                written[spelling.canonical] = entry
+                self._add(layer, spelling, text, place, rank, quoted=entry.quoted)
+        return layer
+
+    def environment(self) -> Layer:
+        """Values of variables: ROUTER_<KEY>, then llama-server's name, then LMI's."""
+        layer: Layer = {}
+        order = {"ROUTER_": 0, "LLAMA_": 1, "OPTION_": 2}
+        for name in sorted(self._environ, key=lambda name: (order.get(name[: name.find("_") + 1], 3), name)):
+            spelling = None
+            if name not in BY_VARIABLE and self._environ[name]:
+                is_ours = (
+                    name.startswith(("ROUTER_", "LLAMA_ARG_", "OPTION_", "SERVING_")) or name in preset_keys.VARIABLES
+                )
+                spelling = preset_keys.find(name) if is_ours else None
+                if spelling is None and name.startswith(("ROUTER_", "LLAMA_ARG_")) and name not in CLIENT_VARIABLES:
+                    self._unknown_variable(name)
+            if spelling is None or (spelling.canonical in layer and not _completes(layer, spelling)):
+                continue
+            place = Problem(name, 0, "", name, "")
+            if isinstance(spelling.word, Key) and spelling.word.own:
+                self._warn(place, "names one model, so it is not read; write a section in a file for --models-preset")
+                continue
+            for each, text in self._spelled(name, self._environ[name], place):
+                self._add(layer, each, text, place, ENVIRONMENT)
+        return layer
+
+    def flags(self, flags: Mapping[str, str]) -> Layer:
+        """What the command line says, by key."""
+        layer: Layer = {}
+        for name, text in flags.items():
+            place = Problem(f"-{name}" if len(name) == 1 else f"--{name}", 0, "", name, "")
+            for spelling, value in self._spelled(name, text, place):
+                if isinstance(spelling.word, Key) and spelling.word.own:
+                    message = "names one model; write a section [id] with it in a file for --models-preset"
+                    self._fail(place, f"{message}, or use --models-dir")
+                elif spelling.canonical in layer and spelling.word.name != "env" and not _completes(layer, spelling):
+                    self._fail(place, f"{layer[spelling.canonical].origin} says the same; give one of the two")
+                else:
+                    self._add(layer, spelling, value, place, COMMAND_LINE)
+        return layer
+
+    def path(self, text: str, place: Problem) -> str:
+        """Absolute. From a file it starts at that file's folder, or, with a warning, where llama-server would look."""
+        if text == "~" or text.startswith("~/"):
+            return str(PurePosixPath(self._environ.get("HOME", "/")) / text[2:])
+        start = self._folder if place.line else self._working
+        path = str(PurePosixPath(start) / text)
+        fallback = str(PurePosixPath(self._working) / text)
+        if not self._disk.kind(path) and fallback != path and self._disk.kind(fallback):
+            self._warn(place, f"{text} is not in {start} but in the working directory; write {fallback}")
+            return fallback
+        return path
+
+    def _spelled(self, written: str, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
+        """What a setting means; nothing if it cannot stand. `env` yields its members."""
+        spelling = preset_keys.find(written)
+        if spelling is None:
+            self._unknown(written, place)
+            return
+        word = spelling.word
+        if isinstance(word, Meaningless):
+            if word.name not in self._warned:
+                self._warned.add(word.name)
+                message = f'"{written.lstrip("-")}" has no meaning here; remove it'
+                (self._fail if self._strict else self._warn)(place, message)
+            return
+        try:
+            text = spelling.text(text)
+        except click.BadParameter as error:
+            self._fault(place, word.name, error.message)
+            return
+        if isinstance(word, Refused):
+            if not word.accepts(text):
+                self._fail(place, word.message)
+        elif word.name == "env" and not spelling.variable:
+            yield from self._variables(text, place)
+        else:
+            yield spelling, text
+
+    def _variables(self, text: str, place: Problem) -> Iterator[tuple[Spelling, str]]:
+        for pair in text.split(","):
+            name, has_value, value = pair.strip().partition("=")
+            spelling = preset_keys.find(f"env.{name}")
+            if has_value and spelling is not None:
+                yield spelling, value
+            elif pair.strip():
+                self._fail(place, "env: write NAME=value, several with commas, or one env.NAME = value each")
+
+    def _add(
+        self, layer: Layer, spelling: Spelling, text: str, place: Problem, rank: int, *, quoted: bool = False
+    ) -> None:
+        key = spelling.word
+        assert isinstance(key, Key)
+        if key.own and rank == STAR:
+            self._fault(place, key.name, "names one model, so it cannot stand in [*]; write it into [id]")
+            return
+        try:
+            value = self._read(key, spelling, text, place, quoted)
+        except click.BadParameter as error:
+            self._fault(place, key.name, error.message)
+            return
+        except ValueError as error:
+            self._fault(place, key.name, str(error))
+            return
+        before = layer.get(spelling.canonical)
+        if before is not None and _completes(layer, spelling) and before.value != value:
+            self._fault(place, key.name, f"{before.name} says {before.value}, and both have to agree; write one"
+                        f" {key.name}")  # fmt: skip
+        layer[spelling.canonical] = Setting(value, rank, place, spelling.name)
+
+    def _read(self, key: Key, spelling: Spelling, text: str, place: Problem, quoted: bool) -> Any:
+        if not sendable(text):
+            raise ValueError("the value has a NUL or is not UTF-8")
+        if spelling.variable == "CUDA_VISIBLE_DEVICES":
+            raise ValueError("the router chooses the devices; write device = instead")
+        if isinstance(key.kind, Strings) and quoted:
+            return (text,) if text else ()
+        value = key.kind(text)
+        if key.path and value and (key.name != "python" or "/" in value):
+            value = self.path(value, place)
+        if key.name in ("lora", "lora-scaled"):
+            value = tuple(self._adapter(item, place, scaled=key.name == "lora-scaled") for item in value)
+        if key.name == "adapters-dir" and value and self._disk.kind(value) not in {"folder", "adapter"}:
+            raise ValueError(f"no folder {value}")
+        if key.name == "tokenizer" and value and self._disk.kind(value) not in {"folder", "snapshot"}:
+            raise ValueError(f"no folder {value}; a tokenizer of the hub must be downloaded first")
+        if key.name == "python" and "/" in value and self._disk.kind(value) != "file":
+            raise ValueError(f"no file {value}")
+        if key.name == "n-gpu-layers" and 0 < value < ALL_LAYERS:
+            raise ValueError("layers in host memory are not offered by this version: remove it, or write 0 for cpu")
+        if key.name == "chat-template" and value and not ("{{" in value or "{%" in value):
+            raise ValueError("is no Jinja text; names of built-in templates are not known here, see chat-template-file")
+        return value
+
+    def _adapter(self, item: str, place: Problem, *, scaled: bool) -> str:
+        """`name=folder` or `name=hub:org/name:revision`, with `:scale` behind it if `scaled`. Raises ValueError."""
+        said, has_name, text = item.rpartition("=")
+        scale = ""
+        if scaled:
+            text, _, scale = text.rpartition(":")
+            if not text or not _SCALE.fullmatch(scale):
+                raise ValueError(f"{shown(item)} is not folder:scale")
+        path = self.path(text, place)
+        kind = self._disk.kind(path)
+        target = path
+        if not kind and REPO.fullmatch(text) and not text.startswith((".", "~", "/")):
+            target = HUB + ":".join(repository(text))
+        elif kind != "adapter":
+            raise ValueError(
+                f"{path} {'has no adapter_config.json' if kind else 'is not there'}; name an adapter's folder"
+            )
+        name = said if has_name else PurePosixPath(text.partition(":")[0] if target != path else path).name
+        if not ADAPTER_NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)} cannot name an adapter; write name={text}")
+        return f"{name}={target}" + (f":{scale}" if scaled else "")
+
+    def _unknown(self, written: str, place: Problem) -> None:
+        flag = written.lstrip("-").replace("_", "-")
+        option = BY_FLAG.get(flag) or BY_VARIABLE.get(written)
+        if option is not None:
+            further = ", or request-timeout for one model" if option.flag == "timeout" else ""
+            self._fail(place, f'"{flag}" is an option of the router, not of a model: use --{option.flag}{further}')
+        elif flag in LATER:
+            self._fail(place, f'"{flag}" is an option of the router that this version does not offer: remove it')
+        else:
+            self._fail(place, f'unknown key "{written.lstrip("-")}"', preset_keys.nearest(written))
+
+    def _unknown_variable(self, name: str) -> None:
+        near = difflib.get_close_matches(name, [*BY_VARIABLE, *_KEY_VARIABLES], n=1, cutoff=0.75)
+        self._warn(Problem(name, 0, "", name, ""), "is no variable that this router reads", next(iter(near), ""))

@@ -1,0 +1,225 @@
+"""The words of the preset format: every spelling of a key in files, flags and variables, and its meaning.
+
+There are four classes of words: keys (`presets.KEYS`), words of the format that this version does not offer
+(`REFUSED`), options of llama-server and LMI without a meaning here (`MEANINGLESS`), and unknown words. PURE.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from router.config.option_types import Flag
+from router.config.presets import KEYS, Key
+
+DEMOS = ("chat", "embed", "a", "b", "c")
+"""What `model = demo:NAME` may name."""
+_FLAG = Flag()
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+_OVERRIDE = "write the model's own config.json members into config-override"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A key that is known but not built; `neutral` values describe what happens anyway and are accepted."""
+
+    name: str
+    instead: str = ""
+    also: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    neutral: frozenset[str] = frozenset()
+    is_flag: bool = False
+
+    def accepts(self, text: str) -> bool:
+        return not text.strip() or text.strip().lower() in self.neutral
+
+    @property
+    def message(self) -> str:
+        return f"{self.name} is not offered by this version: remove it" + (f"; {self.instead}" if self.instead else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaningless:
+    """An option of another server that does nothing here."""
+
+    name: str
+    is_flag: bool = False
+
+
+Word = Key | Refused | Meaningless
+
+
+def _refused(name: str, instead: str = "", *also: str, neutral: str = "", flag: bool = False, env: str = "") -> Refused:
+    """`neutral` and `env` with blanks between."""
+    return Refused(name=name, instead=instead, also=also, neutral=frozenset(neutral.split()), is_flag=flag,
+                   env=tuple(env.split()))  # fmt: skip
+
+
+_OFF = "off false no disabled 0 none"
+_ON = "on true yes enabled 1 auto"
+_DOWNLOAD = "download the model and write model = its folder, or hf-repo = org/name"
+_DRAFT = "answers are the same without a draft model"
+_FIT = "choose ctx-size and parallel yourself"
+
+REFUSED: tuple[Refused, ...] = (
+    _refused("hf-file", "it names a GGUF file; use a safetensors repository", "hff"),
+    _refused("model-url", _DOWNLOAD, "mu"),
+    _refused("docker-repo", _DOWNLOAD, "dr"),
+    _refused("import", "write the model's settings as a section"),
+    _refused("cont-batching", "parallel = 1 gives one sequence at a time", "cb", neutral=_ON, flag=True),
+    _refused("cpu-offload", "device = cpu keeps all of it in host memory", "cpu-offload-gb-per-gpu", neutral="0"),
+    _refused("min-workers", "write replicas = MIN-MAX", "max-workers", "minWorkers", "maxWorkers", neutral="1"),
+    _refused("gpu-balance", "the emptiest device is taken first", neutral=_ON, flag=True),
+    _refused("gpu-memory-utilization", "kv-tokens sizes the cache; see --models-memory-margin"),
+    _refused("fit", _FIT, neutral=_OFF),
+    _refused("fit-ctx", _FIT, "fitc", neutral="4096"),
+    _refused("fit-target", "--models-memory-margin keeps memory free", "fitt"),
+    _refused("model-draft", _DRAFT, "md", "spec-draft-model", "speculative-draft-model"),
+    _refused("hf-repo-draft", _DRAFT, "hfd", "hfrd", "spec-draft-hf", env="LLAMA_ARG_SPEC_DRAFT_HF_REPO"),
+    _refused("draft-max", _DRAFT, "spec-draft-n-max", "speculative-length", "draft", "draft-n"),
+    _refused("draft-min", _DRAFT, "spec-draft-n-min", "draft-n-min"),
+    _refused("record-acceptance-rate", _DRAFT, neutral=_OFF, flag=True),
+    _refused("rope-scaling", _OVERRIDE, env="LLAMA_ARG_ROPE_SCALING_TYPE"),
+    _refused("rope-scale", _OVERRIDE, "compress-pos-emb"),
+    _refused("rope-freq-base", _OVERRIDE),
+    _refused("rope-freq-scale", _OVERRIDE),
+    _refused("alpha-value", _OVERRIDE),
+    _refused("yarn-orig-ctx", _OVERRIDE),
+    _refused("yarn-ext-factor", _OVERRIDE),
+    _refused("yarn-attn-factor", _OVERRIDE),
+    _refused("yarn-beta-slow", _OVERRIDE),
+    _refused("yarn-beta-fast", _OVERRIDE),
+    _refused("num-experts", 'config-override = {"num_experts_per_tok": N} does it'),
+    _refused("conv-template", "write the template into chat-template or chat-template-file"),
+    _refused("response-template", "tool calls and reasoning stay in the text", "tool-call-parser", "reasoning-parser",
+             neutral="none"),
+    _refused("reasoning", 'chat-template-kwargs = {"enable_thinking": false} turns it off for many models', "rea",
+             neutral="auto"),
+    _refused("reasoning-format", "reasoning stays in the text", neutral="none", env="LLAMA_ARG_THINK"),
+    _refused("output-formatter"),
+    _refused("tgi-compat", neutral=_OFF, flag=True),
+    _refused("stream-interval", "each token is sent when it is there", neutral="1"),
+    _refused("cmd", "transformers is the only engine"),
+    _refused("extra-args", "the transformers engine takes none"),
+    _refused("embiggen", flag=True, neutral=_OFF),
+    _refused("managed", flag=True, neutral=_OFF),
+)  # fmt: skip
+
+# What llama-server's and LMI's own documentation lists beside the above. Switches, then options with a value.
+_MEANINGLESS_FLAGS = """
+swa-full perf escape e kv-offload kvo nkvo repack nr no-host mlock mmap direct-io dio cpu-moe cmoe check-tensors
+op-offload ignore-eos backend-sampling bs kv-unified kvu context-shift special sp warmup spm-infill mmproj-auto
+mmproj-offload jinja prefill-assistant cache-prompt cache-idle-slots lora-init-without-apply skip-chat-parsing metrics
+props reuse-port webui ui-mcp-proxy webui-mcp-proxy agent ag reasoning-preserve log-disable log-jsonl log-prefix
+log-timestamps verbose v log-verbose cors-credentials no-ui spec-default spec-draft-backend-sampling spec-draft-cpu-moe
+cmoed cpu-moe-draft enable-chunked-prefill enable-streaming low-cpu-mem-usage parallel-loading
+"""
+_MEANINGLESS_VALUES = """
+threads-batch tb cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb cpu-strict-batch
+prio-batch poll-batch keep defrag-thold dt rpc load-mode lm lazy-mode lzm numa override-tensor ot n-cpu-moe ncmoe
+moe-cache-mib n-cpu-ffn ncffn override-kv control-vector control-vector-scaled control-vector-layer-range log-colors
+verbosity lv log-verbosity samplers sampler-seq sampling-seq top-nsigma top-n-sigma xtc-probability xtc-threshold
+typical typical-p dry-multiplier dry-base dry-allowed-length dry-penalty-last-n dry-sequence-breaker adaptive-target
+adaptive-decay dynatemp-range dynatemp-exp mirostat mirostat-lr mirostat-ent logit-bias l grammar grammar-file
+json-schema j json-schema-file jf lookup-cache-static lcs lookup-cache-dynamic lcd kv-unified-per-slot ctx-checkpoints
+ctxcp swa-checkpoints checkpoint-min-step cms cache-ram cram reverse-prompt r mmproj mm mmproj-url mmu mmproj-device
+mmdev image-min-tokens image-max-tokens mtmd-batch-max-tokens video-fps video-timestamp-interval video-ffmpeg-dir path
+cors-methods cors-headers ui-config webui-config ui-config-file webui-config-file tools tools-runtime
+mcp-servers-config mcp-servers-json threads-http cache-reuse slot-save-path media-path slot-prompt-similarity sps
+log-prompts-dir reasoning-effort reasoning-budget reasoning-budget-message spec-type spec-draft-p-min draft-p-min
+spec-draft-p-split draft-p-split spec-draft-threads td threads-draft spec-draft-threads-batch tbd threads-batch-draft
+spec-draft-type-k ctkd cache-type-k-draft spec-draft-type-v ctvd cache-type-v-draft spec-draft-device devd device-draft
+spec-draft-ngl ngld gpu-layers-draft n-gpu-layers-draft spec-draft-sampling spec-draft-n-cpu-moe ncmoed n-cpu-moe-draft
+spec-draft-ncmoe spec-draft-cpu-mask Cd cpu-mask-draft spec-draft-cpu-range Crd cpu-range-draft spec-draft-cpu-strict
+cpu-strict-draft spec-draft-prio prio-draft spec-draft-poll poll-draft spec-draft-cpu-mask-batch Cbd
+cpu-mask-batch-draft spec-draft-cpu-strict-batch cpu-strict-batch-draft spec-draft-prio-batch prio-batch-draft
+spec-draft-poll-batch poll-batch-draft spec-ngram-mod-n-min spec-ngram-mod-n-max spec-ngram-mod-n-match
+spec-ngram-simple-size-n spec-ngram-simple-size-m spec-ngram-simple-min-hits spec-ngram-map-k-size-n
+spec-ngram-map-k-size-m spec-ngram-map-k-min-hits spec-ngram-map-k4v-size-n spec-ngram-map-k4v-size-m
+spec-ngram-map-k4v-min-hits spec-draft-override-tensor otd override-tensor-draft
+lora-extra-vocab-size device-map max-batch-delay
+"""
+MEANINGLESS: tuple[Meaningless, ...] = (
+    *(Meaningless(name=name, is_flag=True) for name in _MEANINGLESS_FLAGS.split()),
+    *(Meaningless(name=name) for name in _MEANINGLESS_VALUES.split()),
+)
+
+BY_NAME: Mapping[str, Key] = {key.name: key for key in KEYS}
+
+
+def _spellings(words: Iterable[Word]) -> dict[str, Word]:
+    table: dict[str, Word] = {}
+    for word in words:
+        names = (word.name, *getattr(word, "also", ()), *getattr(word, "switches", ()))
+        for name in names:
+            assert name not in table, f"{name} is written twice"
+            table[name] = word
+    return table
+
+
+WORDS: Mapping[str, Word] = _spellings((*KEYS, *REFUSED, *MEANINGLESS))
+"""By every spelling but variables; case counts (`C` is not `c`)."""
+VARIABLES: Mapping[str, Word] = {name: word for words in (KEYS, REFUSED) for word in words for name in word.env}
+"""Variables whose names do not follow from a spelling."""
+_PREFIXES = ("LLAMA_ARG_", "ROUTER_", "OPTION_", "SERVING_")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a word in a file, a flag or a variable means: a word of the tables, perhaps negated."""
+
+    word: Word
+    name: str
+    """As it stands in the tables: the key's own name, a synonym or a switch."""
+    negated: bool = False
+    variable: str = ""
+    """NAME of `env.NAME`."""
+
+    @property
+    def canonical(self) -> str:
+        return f"env.{self.variable}" if self.variable else self.word.name
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the word alone, without a value, says something."""
+        return self.word.is_flag or (isinstance(self.word, Key) and self.name in self.word.switches)
+
+    def text(self, value: str) -> str:
+        """`value` as it would be written for the key's own name. Raises click.BadParameter."""
+        if self.is_flag:
+            on = _FLAG(value) != self.negated
+            if isinstance(self.word, Key) and self.name in self.word.switches:
+                return self.word.switches[self.name][0 if on else 1]
+            return "on" if on else "off"
+        return value
+
+
+def find(written: str) -> Spelling | None:
+    """What `written` means: leading dashes dropped, `_` as `-`, variables of llama-server, `no-` before a flag."""
+    bare = written.lstrip("-")
+    if bare.startswith("env."):
+        return Spelling(BY_NAME["env"], bare, variable=bare[4:]) if re.fullmatch(_VARIABLE, bare[4:]) else None
+    if bare in VARIABLES:
+        return _of_variable(VARIABLES[bare], bare)
+    prefix = next((prefix for prefix in _PREFIXES if bare.startswith(prefix)), "")
+    name = (bare.removeprefix(prefix).lower() if prefix else bare).replace("_", "-")
+    if prefix and len(name) < 3:
+        return None  # one or two letters are short for flags and keys only
+    if name in WORDS:
+        return Spelling(WORDS[name], name)
+    if name.startswith("no-"):
+        positive = Spelling(WORDS[name[3:]], name[3:], negated=True) if name[3:] in WORDS else None
+        return positive if positive and positive.is_flag else None
+    return None
+
+
+def _of_variable(word: Word, variable: str) -> Spelling:
+    switch = {"LLAMA_ARG_EMBEDDINGS": "embeddings", "LLAMA_ARG_RERANKING": "reranking"}.get(variable, word.name)
+    return Spelling(word, switch, negated=variable == "ENABLE_CUDA_GRAPHS")
+
+
+def nearest(written: str, further: Iterable[str] = ()) -> str:
+    """The key (or one of `further`) that `written` was probably meant to be; empty if none is near."""
+    bare = written.lstrip("-").replace("_", "-")
+    known = [name for name in WORDS if len(name) > 2 and not isinstance(WORDS[name], Meaningless)]
+    return next(iter(difflib.get_close_matches(bare, [*known, *further], n=1, cutoff=0.6)), "")

@@ -1,0 +1,360 @@
+"""Sections to presets: whose settings win, which models there are, and what contradicts itself.
+
+Law: PURE; what depends on a folder comes in through `Disk`.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from router.config import ini, preset_keys
+from router.config.ini import Problem
+from router.config.lora_rank import USUAL, rank_of
+from router.config.option_types import plain, shown
+from router.config.precedence import OWN, STAR, Complaints, Disk, Layer, Reader, Setting
+from router.config.presets import ADAPTER_NAME, ALL_DEVICES, GGUF, REPO, Preset, repository
+from worker.protocol.argv import AdapterSource
+
+REGISTERED = "registered"
+"""What stands for the file of models that came by a call."""
+_NO_SNAPSHOT = {
+    "lmi": "has serving.properties; such folders are not offered by this version",
+    "adapter": "is an adapter, which needs the model that it was made for (adapter_config.json names it)",
+    "gguf": "has GGUF files, which need the llama-server engine; this version does not offer it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model that is on disk without a section naming it."""
+
+    id: str
+    source: Literal["models_dir", "cache"]
+    path: str = ""
+    repo: str = ""
+    revision: str = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All models that may be loaded, by id; none if there are problems."""
+
+    presets: dict[str, Preset]
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+
+def load(
+    text: str = "",
+    *,
+    file: str = "",
+    folder: str = "/",
+    disk: Disk,
+    found: Sequence[Found] = (),
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    working: str = "/",
+    swap_patience: float = 10.0,
+    strict: bool = False,
+    strict_fields: bool = False,
+    registered: str = "",
+) -> Loaded:
+    """The presets that a file, flags (by key), the environment and the models found on disk make together.
+
+    Flags win over `[id]`, that over `[*]`, that over the environment, that over what is built in. `folder` is the
+    file's own, where its relative paths start; `working` the current one, where those of flags and variables do.
+    `registered` are sections that came by a call: a section of the file with the same name stands before them.
+    """
+    return _Loading(
+        file=file, folder=folder, disk=disk, environ=environ or {}, working=working, strict=strict,
+        swap_patience=swap_patience, strict_fields=strict_fields,
+    ).load(_joined(ini.parse(text, file=file, environ=environ), registered), found, flags or {})  # fmt: skip
+
+
+def _joined(document: ini.Document, registered: str) -> ini.Document:
+    """The document with the sections of another text that it does not have itself."""
+    if not registered:
+        return document
+    names = {section.name.casefold() for section in document.sections}
+    further = ini.parse(registered, file=REGISTERED)
+    added = [replace(each, file=REGISTERED) for each in further.sections if each.name.casefold() not in names]
+    return replace(document, sections=(*document.sections, *added), problems=(*document.problems, *further.problems))
+
+
+class _Loading:
+    """One pass over everything."""
+
+    def __init__(
+        self, *, file: str, folder: str, disk: Disk, environ: Mapping[str, str], working: str, strict: bool,
+        swap_patience: float, strict_fields: bool,
+    ):  # fmt: skip
+        self._complaints = complaints = Complaints()
+        self._fail, self._warn = complaints.fail, complaints.warn
+        self._reader = Reader(
+            complaints, file=file, folder=folder, disk=disk, environ=environ, working=working, strict=strict
+        )
+        self._file, self._disk = file, disk
+        self._swap_patience, self._strict_fields = swap_patience, strict_fields
+
+    def load(self, document: ini.Document, found: Sequence[Found], flags: Mapping[str, str]) -> Loaded:
+        self._complaints.problems += document.problems
+        under, over = self._reader.environment(), self._reader.flags(flags)
+        star: Layer = {}
+        for section in document.sections:
+            if section.name == "*":
+                star |= self._reader.section(section, STAR)
+        general = under | star
+        presets: dict[str, Preset] = {}
+        aliases: list[tuple[str, Problem]] = []
+        companions: list[tuple[str, Problem]] = []
+        for section in document.sections:
+            if section.name == "*":
+                continue
+            settings = general | self._reader.section(section, OWN) | over
+            preset = self._preset(section, settings, found)
+            if preset is not None:
+                presets[preset.id] = preset
+                if "alias" in settings:
+                    aliases.append((preset.id, settings["alias"].place))
+                if "companions" in settings:
+                    companions.append((preset.id, settings["companions"].place))
+        self._unique(presets, aliases)
+        for entry in self._unconfigured(found, presets):
+            preset = self._preset(ini.Section(entry.id, 0), general | over, [entry])
+            if preset is not None:
+                presets[preset.id] = preset
+        self._company(presets, companions)
+        problems, warnings = tuple(self._complaints.problems), tuple(self._complaints.warnings)
+        return Loaded({} if problems else presets, problems, warnings)
+
+    def _preset(self, section: ini.Section, settings: Layer, found: Sequence[Found]) -> Preset | None:
+        place = Problem(section.file or self._file, section.line, section.name, "", "")
+        fields = self._source(section.name, settings, found, place)
+        if fields is None:
+            return None
+        fields |= self._fields(settings)
+        self._place(settings, fields)
+        self._template(settings, fields)
+        self._adapters(settings, fields)
+        origins = {name: setting.origin for name, setting in settings.items()}
+        if fields.get("max_input_tokens", 0) and 0 < fields.get("ctx_size", 0) <= fields["max_input_tokens"]:
+            self._fail(settings["max-input-tokens"].place, "max-input-tokens must be less than ctx-size")
+        if fields.get("min_residency", -1.0) > self._swap_patience:
+            message = f"min-residency must not be more than --swap-patience, {plain(self._swap_patience)} s"
+            self._fail(settings["min-residency"].place, message)
+        aliases = tuple(alias for alias in fields.pop("aliases", ()) if alias != section.name)
+        return Preset(
+            id=section.name, aliases=aliases, strict_fields=self._strict_fields, origins=origins, **fields
+        )  # fmt: skip
+
+    def _fields(self, settings: Layer) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        variables: dict[str, str] = {}
+        for name, setting in settings.items():
+            if name.startswith("env."):
+                variables[name[4:]] = setting.value
+                continue
+            key = preset_keys.BY_NAME[name]
+            if key.item:
+                sampling[key.item] = setting.value
+            elif key.field and key.name != "revision":
+                fields[key.field] = setting.value
+        return fields | {"sampling": sampling, "env": variables}
+
+    def _source(self, id: str, settings: Layer, found: Sequence[Found], place: Problem) -> dict[str, Any] | None:
+        """Where the model's files are; None, with a problem, if that is not said."""
+        model, repo, revision = (settings.get(name) for name in ("model", "hf-repo", "revision"))
+        if model and repo:
+            self._fail(repo.place, f"hf-repo and model (line {model.place.line}) both name a source; remove one")
+            return None
+        named = model or repo
+        fields: dict[str, Any] | None
+        if named is not None:
+            fields = self._named(named, is_repo=named is repo)
+        elif (id, "model") in self._complaints.faulty or (id, "hf-repo") in self._complaints.faulty:
+            return None
+        else:
+            entry = next((entry for entry in found if entry.id.casefold() == id.casefold()), None)
+            if entry is None:
+                self._fail(place, "names no model; add model = a folder or org/name, or hf-repo = org/name")
+                return None
+            source = "preset" if place.line else entry.source
+            fields = {"source": source, "path": entry.path, "repo": entry.repo, "revision": entry.revision}
+        if fields is None or revision is None:
+            return fields
+        if not fields.get("repo"):
+            self._fail(revision.place, "revision belongs to a repository of the hub, and this model is none; remove it")
+        elif named is not None and ":" in named.value:
+            self._fail(revision.place, f"a revision stands in line {named.place.line} already; remove one of the two")
+        return {**fields, "revision": revision.value}
+
+    def _named(self, setting: Setting, *, is_repo: bool) -> dict[str, Any] | None:
+        """Path, repository or built-in model that a text means."""
+        text, place = setting.value, setting.place
+        if text.startswith("demo:") and not is_repo:
+            if text[5:] in preset_keys.DEMOS:
+                return {"demo": text[5:]}
+            near = next(iter(difflib.get_close_matches(text[5:], preset_keys.DEMOS, n=1)), "")
+            known = ", ".join(preset_keys.DEMOS)
+            self._fail(place, f"{shown(text)} is no built-in model; there are {known}", f"demo:{near}" if near else "")
+            return None
+        if "://" in text:
+            self._fail(place, f"{shown(text)} is a URL; download the model and name its folder, or use hf-repo")
+            return None
+        path = "" if is_repo or not text else self._reader.path(text, place)
+        kind = self._disk.kind(path) if path else ""
+        if text.lower().endswith(".gguf") or (kind and not is_repo and kind == "file"):
+            self._fail(place, GGUF if text.lower().endswith(".gguf") else f"{path} is a file; name the model's folder")
+            return None
+        if kind == "snapshot":
+            return {"path": path}
+        if kind:
+            what = _NO_SNAPSHOT.get(kind, "has no config.json")
+            self._fail(place, f"{path} {what}; name a folder with config.json and safetensors files")
+            return None
+        if REPO.fullmatch(text) is None or (text.startswith((".", "~", "/")) and not is_repo):
+            where = f" ({path})" if path != text else ""
+            self._fail(place, f"{shown(text)} is {f'neither a folder{where} nor' if path else 'not'} org/name")
+            return None
+        try:
+            repo, revision = repository(text)
+        except ValueError as error:
+            self._fail(place, str(error))
+            return None
+        return {"repo": repo, "revision": revision}
+
+    def _place(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """n-gpu-layers = 0 is device = cpu, unless something stronger says where; and what a split contradicts."""
+        self._on_host(settings, fields)
+        shares = [share for share in fields.get("tensor_split", ()) if share]
+        self._divide(settings, fields, shares)
+        count = len(shares) or fields.get("pipeline_parallel", 1)
+        if count == 1:
+            return
+        place = settings["tensor-split" if shares else "pipeline-parallel"].place
+        if shares and fields.get("pipeline_parallel", 1) not in (1, ALL_DEVICES, count):
+            self._fail(place, f"tensor-split is for {count} devices, pipeline-parallel for another number; remove one")
+        if shares and fields.get("gpu_split"):
+            self._fail(place, "tensor-split and gpu-split both say what goes where; remove one")
+        if fields.get("split_mode") == "none":
+            self._fail(place, "split-mode = none forbids what this asks for; remove one of the two")
+        if fields.get("device") == ("cpu",):
+            self._fail(place, "wants accelerators, and device is cpu; remove one of the two")
+
+    def _divide(self, settings: Layer, fields: dict[str, Any], shares: Sequence[float]) -> None:
+        """What contradicts that matrices are divided."""
+        ranks, mode = fields.get("tensor_parallel", 1), fields.get("split_mode", "auto")
+        if ranks == 1 and mode != "tensor":
+            return
+        place = settings["tensor-parallel" if ranks > 1 else "split-mode"].place
+        if shares:
+            self._fail(place, "all devices get equal parts of each matrix: remove tensor-split, or this")
+        if fields.get("pipeline_parallel", 1) > 1:
+            self._fail(place, "pipeline-parallel splits it by layers, and this divides each: remove one of the two")
+        if ranks > 1 and mode in ("none", "layer"):
+            self._fail(place, f"split-mode = {mode} forbids what this asks for; remove one of the two")
+        if ranks == ALL_DEVICES and fields.get("device") == ("cpu",):
+            self._fail(place, "max counts accelerators, and device is cpu; write how many processes")
+
+    def _on_host(self, settings: Layer, fields: dict[str, Any]) -> None:
+        layers, device = settings.get("n-gpu-layers"), settings.get("device")
+        if layers is None or layers.value:
+            return
+        if device is None or device.rank < layers.rank or (device.rank == layers.rank and not device.value):
+            fields["device"] = ("cpu",)
+        elif device.rank == layers.rank and device.value != ("cpu",):
+            self._fail(layers.place, f"n-gpu-layers = 0 means device = cpu, but device is {','.join(device.value)}")
+
+    def _template(self, settings: Layer, fields: dict[str, Any]) -> None:
+        text, file = settings.get("chat-template"), settings.get("chat-template-file")
+        if file is None or not file.value or (text is not None and text.value and text.rank > file.rank):
+            fields.pop("chat_template_file", None)
+            return
+        if text is not None and text.value and text.rank == file.rank:
+            self._fail(file.place, "chat-template and chat-template-file are both set; remove one")
+            return
+        try:
+            fields["chat_template"] = self._disk.read(file.value)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+            self._fail(file.place, f"chat-template-file: {file.value}: {reason}")
+
+    def _adapters(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """All adapters of the model: those in a folder, then those that are named, which stand before them."""
+        if "adapters_dir" not in fields and fields.get("path") and self._disk.folders(f"{fields['path']}/adapters"):
+            fields["adapters_dir"] = f"{fields['path']}/adapters"
+        found: dict[str, AdapterSource] = {}
+        if folder := fields.get("adapters_dir", ""):
+            for name in self._disk.folders(folder):
+                if self._disk.kind(f"{folder}/{name}") == "adapter" and ADAPTER_NAME.fullmatch(name):
+                    found[name] = AdapterSource(name=name, path=f"{folder}/{name}")
+        named: set[str] = set()
+        for key, items in (("lora", fields.get("lora", ())), ("lora-scaled", fields.get("lora_scaled", ()))):
+            for item in items:
+                name, _, target = item.partition("=")
+                path, _, scale = target.rpartition(":") if key == "lora-scaled" else (target, "", "1")
+                if name in named:
+                    self._fail(settings[key].place, f"{key} names {name} twice; give one of them another name")
+                named.add(name)
+                found[name] = AdapterSource(name=name, path=path, scale=float(scale))
+        fields["adapters"] = tuple(found.values())
+        self._ranks(settings, fields)
+        default = fields.get("default_lora", "")
+        if default and default not in found:
+            near = next(iter(difflib.get_close_matches(default, sorted(found), n=1)), "")
+            self._fail(settings["default-lora"].place, f"default-lora: there is no adapter {shown(default)}", near)
+
+    def _ranks(self, settings: Layer, fields: dict[str, Any]) -> None:
+        """Slots are as large as the largest adapter that is here, unless the preset says how large."""
+        ranks = {each.name: self._rank(each.path) for each in fields["adapters"]}
+        stated = fields.get("max_lora_rank")
+        if stated is None:
+            fields["max_lora_rank"] = max([USUAL, *ranks.values()])
+            return
+        place = settings["max-lora-rank"].place
+        for name, rank in ranks.items():
+            if rank > stated:
+                self._warn(place, f"max-lora-rank is {stated}, and adapter {name} has rank {rank}: raise it")
+
+    def _rank(self, folder: str) -> int:
+        """0 for an adapter that is not here yet."""
+        try:
+            return rank_of(self._disk.read(f"{folder}/adapter_config.json"))
+        except (OSError, ValueError):
+            return 0
+
+    def _unique(self, presets: Mapping[str, Preset], aliases: Sequence[tuple[str, Problem]]) -> None:
+        """Ids and aliases are one set of names."""
+        owners = {id: id for id in presets}
+        for id, place in aliases:
+            for alias in presets[id].aliases:
+                owner = owners.setdefault(alias, id)
+                if owner != id:
+                    what = "the id of another model" if owner == alias else f"already an alias of {owner}"
+                    self._fail(place, f'alias "{alias}" is {what}; choose another')
+
+    def _company(self, presets: Mapping[str, Preset], companions: Sequence[tuple[str, Problem]]) -> None:
+        """Whoever is named as a companion must be there."""
+        names = {name for preset in presets.values() for name in (preset.id, *preset.aliases)}
+        for id, place in companions:
+            for name in presets[id].companions:
+                if name not in names:
+                    near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
+                    self._fail(place, f"companions names {shown(name)}, and there is no such model", near)
+
+    def _unconfigured(self, found: Sequence[Found], presets: Mapping[str, Preset]) -> Iterator[Found]:
+        """What was found and no section configures; earlier sources win over later ones of the same name."""
+        taken = {id.casefold() for id in presets}
+        aliases = {alias for preset in presets.values() for alias in preset.aliases}
+        hidden = {preset.repo for preset in presets.values() if preset.dedup_cache_models and preset.repo}
+        for entry in found:
+            if entry.id.casefold() in taken or (entry.source == "cache" and entry.repo in hidden):
+                continue
+            if entry.id in aliases:
+                place = Problem(entry.path or entry.repo, 0, "", "", "")
+                self._warn(place, f'is not listed: "{entry.id}" is an alias of another model')
+                continue
+            taken.add(entry.id.casefold())
+            yield entry

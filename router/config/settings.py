@@ -1,0 +1,400 @@
+"""The options of the router. Each is declared once, as a field of Settings.
+
+A flag wins over `ROUTER_<FLAG>`, that over llama-server's variable, that over the default. Law: PURE; the environment
+and the text of key files come in as values.
+"""
+
+import dataclasses
+import hashlib
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from router.config.ini import Problem
+from router.config.option_types import MIB, Choice, Flag, Integer, Kind, Memory, MemoryByDevice, Names, Seconds, Text
+from router.errors import ConfigError
+
+MAX_BUFFERED = 512 * MIB
+"""Bytes of all request bodies together, so no single one may be larger."""
+LATER = frozenset({
+    "cluster", "log-file", "secure-mode",
+    "ssl-cert-file", "ssl-key-file", "ui", "worker-port-range",
+})  # fmt: skip
+"""Router options of the design that this version does not have: not to be mistaken for model keys."""
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")
+_QUADS = re.compile(r"[0-9]+(\.[0-9]+){3}")
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+@dataclass(frozen=True)
+class _Secret(Kind):
+    """One key, or several with commas; never repeated in a message."""
+
+    many: bool = True
+    hint: str = "KEY"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        items = [item.strip() for item in (value.split(",") if self.many else [value]) if item.strip()]
+        if not items or not all(_KEY.fullmatch(item) for item in items):
+            self.fail("a key must be 1 to 512 ASCII characters without blanks")
+        return tuple(items) if self.many else items[0]
+
+    def write(self, value: Any) -> str:
+        return "***" if value else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of the router: a flag, its environment variables and its field of Settings."""
+
+    flag: str
+    """Without dashes."""
+    kind: Kind
+    group: str
+    help: str
+    also: tuple[str, ...] = ()
+    """Further flags, with dashes."""
+    env: tuple[str, ...] = ()
+    """Variables read after ROUTER_<FLAG>."""
+    unset: str = ""
+    """What holds by default, where the default does not say it."""
+
+    @property
+    def field(self) -> str:
+        return self.flag.replace("-", "_")
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return ("ROUTER_" + self.field.upper(), *self.env)
+
+    @property
+    def is_flag(self) -> bool:
+        return isinstance(self.kind, Flag)
+
+
+_FILE, _FOLDER = Text("FILE"), Text("DIR")
+MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS = "Models", "Memory", "HTTP", "Access", "Queue", "Logs"
+GROUPS = (MODELS, MEMORY, HTTP, ACCESS, QUEUE, LOGS)
+
+
+def option(
+    default: Any, kind: Kind, group: str, help: str, *, unset: str = "", also: tuple[str, ...] = (),
+    env: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """A field of Settings that is an option. Its flag is the name of the field. See `Option` for the arguments."""
+    declared = {"kind": kind, "group": group, "help": help, "unset": unset, "also": also, "env": env}
+    shown = not isinstance(kind, _Secret)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), repr=shown, metadata=declared)
+    return dataclasses.field(default=default, repr=shown, metadata=declared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of one router, and the only declaration of its options. Bytes are int, times are float seconds."""
+
+    # fmt: off
+    models_preset: str = option("", _FILE, MODELS, "INI file of models; the demo only if no model is named",
+            unset="built-in demo", env=("LLAMA_ARG_MODELS_PRESET",))
+    """File; empty: none was named."""
+    models_dir: str = option("", _FOLDER, MODELS, "folder whose folders are models", unset="none",
+            env=("LLAMA_ARG_MODELS_DIR",))
+    models_cache: bool = option(True, Flag(), MODELS, "list the complete models of the Hugging Face cache")
+    models_autoload: bool = option(True, Flag(), MODELS, "load a model when it is asked for",
+            env=("LLAMA_ARG_MODELS_AUTOLOAD",))
+    models_watch: bool = option(False, Flag(), MODELS, "reload when the file or the folder of models changes")
+    default_model: str = option("", Text("ID"), MODELS, "for requests that name none", unset="none")
+    unknown_model: str = option("reject", Choice(("reject", "default")), MODELS,
+            "what a request for an unknown model gets")
+    strict_presets: bool = option(False, Flag(), MODELS, "options without meaning here are errors")
+    offline: bool = option(False, Flag(), MODELS, "fetch nothing", env=("LLAMA_ARG_OFFLINE", "LLAMA_OFFLINE"))
+    hf_token: str = option("", _Secret(many=False), MODELS, "for downloads only", unset="none", also=("-hft",),
+            env=("HF_TOKEN",))
+    state_dir: str = option("", _FOLDER, MODELS, "estimates, converted snapshots, weights of demo models",
+            unset="the platform's")
+    """Empty: the platform's, chosen where it is used."""
+    runtime_dir: str = option("", _FOLDER, MODELS, "sockets and process records", unset="the platform's")
+    nursery: bool = option(True, Flag(), MODELS,
+            "fork workers from a process with its imports done; off: each imports for itself, 3 s")
+    prepare: bool = option(True, Flag(), MODELS,
+            "convert what each load would convert, once, when idle; takes the disk space of mixtures of experts")
+
+    models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
+            "kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count")
+    """Bytes by device name; "" holds for all others."""
+    device_limit: Mapping[str, int] = option({}, MemoryByDevice(low=1, named=True, hint="DEV=MiB"), MEMORY,
+            "treat a device as smaller than it is: cpu=600", unset="none")
+    """Bytes by device name."""
+    sleep_memory: int = option(0, Memory(), MEMORY,
+            "main memory, in MiB, in which weights of models that had to leave are held", unset="0: none")
+    """Bytes."""
+    models_max: int | None = option(None, Integer(0, 100_000), MEMORY, "workers at once; 0: as memory allows",
+            unset="0; 4 if the margin is 0", env=("LLAMA_ARG_MODELS_MAX",))
+    """None: not given; see `workers_at_once`."""
+
+    host: str = option("127.0.0.1", Text("ADDRESS"), HTTP,
+            "to listen on; several with commas, or a path ending in .sock", env=("LLAMA_ARG_HOST",))
+    port: int = option(8080, Integer(0, 65535), HTTP, "0: any free one", env=("LLAMA_ARG_PORT",))
+    api_prefix: str = option("", Text("/PATH", r"(/[A-Za-z0-9._~-]+)+", "is no path such as /llm"), HTTP,
+            "before every path, for a server behind a proxy", unset="none", env=("LLAMA_ARG_API_PREFIX",))
+    """Before every path; begins with a slash, ends without one."""
+    slots: bool = option(True, Flag(), HTTP, "tell at GET /slots who takes which place in which batch",
+            env=("LLAMA_ARG_ENDPOINT_SLOTS",))
+    timeout: float = option(3600.0, Seconds(off=0.0), HTTP, "of one request; 0: none", also=("-to",),
+            env=("LLAMA_ARG_TIMEOUT",))
+    """Of one request; 0.0: none."""
+    body_timeout: float = option(60.0, Seconds(low=0.1), HTTP, "for a request's body to arrive")
+    write_stall: float = option(30.0, Seconds(low=0.1), HTTP, "before a client that reads nothing is dropped")
+    max_body_size: int = option(64 * MIB, Memory(low=1024), HTTP, "of one request, in MiB")
+    stream_commit_seconds: float = option(10.0, Seconds(), HTTP, "before a waiting stream gets its status line")
+    sse_ping_interval: float = option(15.0, Seconds(low=0.1, off=-1.0), HTTP, "comments in a silent stream; -1: off",
+            env=("LLAMA_ARG_SSE_PING_INTERVAL",))
+    """-1.0: off."""
+    cors_origins: tuple[str, ...] = option((),
+            Names(r"\*|localhost|https?://[^/\s]+", "is no origin such as http://host:80"), HTTP,
+            "pages that may call this server", unset="none", env=("LLAMA_ARG_CORS_ORIGINS",))
+    strict_fields: bool = option(False, Flag(), HTTP, "refuse request fields that are unknown")
+
+    api_key: tuple[str, ...] = option((), _Secret(), ACCESS, "clients need it; several with commas", unset="none",
+            env=("LLAMA_API_KEY", "LLAMA_ARG_API_KEY"))
+    api_key_file: str = option("", _FILE, ACCESS, "one key a line, mode 0600", unset="none",
+            env=("LLAMA_ARG_API_KEY_FILE",))
+    admin_key: tuple[str, ...] = option((), _Secret(), ACCESS, "needed to load, unload and look inside", unset="none")
+    admin_key_file: str = option("", _FILE, ACCESS, "the same, from a file", unset="none")
+    allow_unauthenticated: bool = option(False, Flag(), ACCESS, "listen beyond this machine without any key")
+    metrics_public: bool = option(False, Flag(), ACCESS, "GET /metrics without a key")
+    allowed_hosts: tuple[str, ...] = option((),
+            Names(r"\*|(?:\*\.)?[A-Za-z0-9.-]+|\[?[0-9A-Fa-f:.]+\]?", "is no host name"), ACCESS,
+            "names in Host headers; *: any", unset="none")
+
+    queue_size: int = option(4000, Integer(1), QUEUE, "waiting requests of all models")
+    queue_timeout: float = option(300.0, Seconds(low=0.1), QUEUE, "longest wait for room")
+    swap_patience: float = option(10.0, Seconds(), QUEUE, "wait before a busy worker past its turn is retired")
+    drain_timeout: float = option(30.0, Seconds(), QUEUE,
+            "from an unload, a changed preset or a stop until streams are cut")
+    evict_timeout: float = option(-1.0, Seconds(off=-1.0), QUEUE,
+            "the same for an eviction; off: running requests end by themselves", unset="off")
+    """-1.0: off, an eviction waits for running requests as long as they take."""
+
+    log_level: str = option("info", Choice(("debug", "info", "warning", "error"), {"warn": "warning"}), LOGS,
+            "least severe lines to write")
+    log_format: str = option("text", Choice(("text", "json")), LOGS, "of lines on stderr")
+    access_log: str = option("all", Choice(("all", "errors", "off")), LOGS, "which requests to log")
+    # fmt: on
+
+    hub_cache: str = ""
+    """The folder of downloaded repositories. No option: all programs of the hub share its variables."""
+
+    @property
+    def workers_at_once(self) -> int:
+        """Workers at once; 0: unlimited. Without a margin memory decides nothing, so a count does: 4."""
+        if self.models_max is not None:
+            return self.models_max
+        return 0 if any(self.models_memory_margin.values()) else 4
+
+    def margin(self, device: str) -> int:
+        """Bytes to keep free on the device of that name."""
+        return self.models_memory_margin.get(device, self.models_memory_margin.get("", 0))
+
+
+OPTIONS = tuple(
+    Option(flag=field.name.replace("_", "-"), **field.metadata)
+    for field in dataclasses.fields(Settings)
+    if field.metadata
+)
+BY_FLAG: Mapping[str, Option] = {option.flag: option for option in OPTIONS}
+BY_VARIABLE: Mapping[str, Option] = {name: option for option in OPTIONS for name in option.variables}
+
+
+def parse(given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Settings, tuple[Problem, ...]]:
+    """Settings from flags (`given`, by name without dashes) and variables; not to be used if there are problems."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    problems: list[Problem] = []
+    for option in OPTIONS:
+        text, origin = _source(option, given, environ)
+        if not origin:
+            continue
+        origins[option.field] = origin
+        try:
+            values[option.field] = option.kind(text)
+        except click.BadParameter as error:
+            problems.append(Problem(origin, 0, "", option.flag, error.message))
+    margin = values.get("models_memory_margin")
+    if margin is not None and "" not in margin:
+        values["models_memory_margin"] = {"": 1024 * MIB, **margin}
+    settings = Settings(**values, hub_cache=hub_cache(environ))
+    return settings, (*problems, *_contradictions(settings, origins))
+
+
+def _source(option: Option, given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Text and where it came from; both empty if nothing was said. An empty variable says nothing."""
+    if option.flag in given:
+        return given[option.flag], f"--{option.flag}"
+    variable = next((name for name in option.variables if environ.get(name)), "")
+    return environ.get(variable, ""), variable
+
+
+def _contradictions(settings: Settings, origins: Mapping[str, str]) -> Iterator[Problem]:
+    def fault(flag: str, message: str) -> Problem:
+        return Problem(origins.get(BY_FLAG[flag].field, f"--{flag}"), 0, "", flag, message)
+
+    has_keys = any(field in origins for field in ("api_key", "api_key_file", "admin_key", "admin_key_file"))
+    hosts = [host.strip() for host in settings.host.split(",")]
+    public = [host for host in hosts if not is_local(host)]
+    if not all(hosts):
+        yield fault("host", "an address is empty; write one, or several with commas")
+    elif wrong := next(filter(_QUADS.fullmatch, (host for host in public if not _is_address(host))), None):
+        yield fault("host", f"{wrong} is no address; write four numbers up to 255, or a name")
+    elif public and not has_keys and not settings.allow_unauthenticated:
+        message = f"{public[0]} is open to other machines; give --api-key-file, or --allow-unauthenticated"
+        yield fault("host", message)
+    if settings.allow_unauthenticated and has_keys:
+        yield fault("allow-unauthenticated", "keys are given as well; remove one of the two")
+    if settings.unknown_model == "default" and not settings.default_model:
+        yield fault("unknown-model", "default needs --default-model")
+    if settings.max_body_size > MAX_BUFFERED:
+        yield fault("max-body-size", f"at most {MAX_BUFFERED // MIB} MiB, what all bodies together may take")
+    if "*" in settings.cors_origins and len(settings.cors_origins) > 1:
+        yield fault("cors-origins", "* already allows all origins; remove the others")
+    for flag, keys in (("api-key", settings.api_key), ("admin-key", settings.admin_key)):
+        if len(set(keys)) < len(keys):
+            yield fault(flag, "the same key stands there twice")
+    if set(settings.api_key) & set(settings.admin_key):
+        yield fault("admin-key", "a key is given to users as well; an admin key must be another one")
+    for device, limit in settings.device_limit.items():
+        if limit <= settings.margin(device):
+            yield fault(
+                "device-limit",
+                f"{device}={limit // MIB} leaves nothing beside the margin of {settings.margin(device) // MIB} MiB;"
+                " raise it or lower --models-memory-margin",
+            )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`: a loopback address or name, or a socket file."""
+    name = host.strip("[]").lower()
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith((".localhost", ".sock"))
+
+
+def hub_cache(environ: Mapping[str, str]) -> str:
+    """Where the hub library keeps repositories, by its own variables."""
+    if environ.get("HF_HUB_CACHE"):
+        return environ["HF_HUB_CACHE"]
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    return f"{environ.get('HF_HOME') or f'{cache}/huggingface'}/hub"
+
+
+# Keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """Who may ask. The key itself is not kept."""
+
+    name: str = ""
+    """For logs."""
+    digest: bytes = dataclasses.field(repr=False)
+    """SHA-256."""
+    admin: bool = False
+    models: tuple[str, ...] = ()
+    """Globs of model names; empty: all."""
+    max_concurrent: int = 0
+    """Requests at once; 0: no limit."""
+
+
+def parse_keys(text: str, admin: bool, *, file: str = "") -> tuple[Key, ...]:
+    """The keys of a key file: `KEY [name=N] [admin] [models=GLOB,GLOB] [max-concurrent=N]` a line, `#` comments.
+
+    KEY may be `sha256:<hex>`; `admin`: every key of the file is an admin key. Raises ConfigError with a line for
+    each fault, none of which repeats a key.
+    """
+    keys: list[Key] = []
+    lines_of: dict[bytes, int] = {}
+    problems: list[str] = []
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
+        words = re.sub(r"(^|\s)#.*", "", line).split()
+        if not words:
+            continue
+        try:
+            key = _key(words, admin)
+        except ValueError as error:
+            problems.append(f"{file}:{number}: {error}")
+            continue
+        if key.digest in lines_of:
+            problems.append(f"{file}:{number}: the same key as in line {lines_of[key.digest]}")
+        lines_of.setdefault(key.digest, number)
+        keys.append(key)
+    if problems:
+        raise ConfigError(problems)
+    return tuple(keys)
+
+
+def configured_keys(settings: Settings, *, user_file: str = "", admin_file: str = "") -> tuple[Key, ...]:
+    """All keys of a router, from its flags and the text of its two key files. Raises ConfigError."""
+    keys = [
+        *(Key(digest=digest(key)) for key in settings.api_key),
+        *(Key(digest=digest(key), admin=True) for key in settings.admin_key),
+    ]
+    problems: list[str] = []
+    for file, text, admin in ((settings.api_key_file, user_file, False), (settings.admin_key_file, admin_file, True)):
+        if not file:
+            continue
+        try:
+            found = parse_keys(text, admin, file=file)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if not found:
+            problems.append(f"{file}: has no key; write one a line")
+        if {key.digest for key in found} & {key.digest for key in keys}:
+            problems.append(f"{file}: has a key that is given elsewhere as well; remove one of the two")
+        keys += found
+    if problems:
+        raise ConfigError(problems)
+    return tuple(keys)
+
+
+def digest(key: str) -> bytes:
+    """What is kept and compared in place of a key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _key(words: list[str], admin: bool) -> Key:
+    secret, *rest = words
+    hashed = _DIGEST.fullmatch(secret)
+    if not hashed and (not _KEY.fullmatch(secret) or secret.startswith("sha256:")):
+        raise ValueError("the key must be 1 to 512 ASCII characters without blanks, or sha256: and 64 hex digits")
+    fields: dict[str, Any] = {"digest": bytes.fromhex(hashed[1]) if hashed else digest(secret), "admin": admin}
+    for word in rest:
+        name, has_value, value = word.partition("=")
+        if name == "admin" and not has_value:
+            fields["admin"] = True
+        elif name == "name" and re.fullmatch(r"[A-Za-z0-9._@-]{1,64}", value):
+            fields["name"] = value
+        elif name == "models" and re.fullmatch(r"[A-Za-z0-9._:/@+*?\[\]!,-]{1,4096}", value):
+            fields["models"] = tuple(glob for glob in value.split(",") if glob)
+        elif name == "max-concurrent" and re.fullmatch(r"[1-9][0-9]{0,5}", value):
+            fields["max_concurrent"] = int(value)
+        elif name in {"name", "models", "max-concurrent"}:
+            raise ValueError(f"{name}= needs a {'number of 1 or more' if name == 'max-concurrent' else 'plain value'}")
+        else:
+            raise ValueError("after the key only name=, admin, models= and max-concurrent= may stand")
+    if fields["admin"] and fields.get("models"):
+        raise ValueError("an admin key may use every model; remove models= or admin")
+    return Key(**fields)

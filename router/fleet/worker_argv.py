@@ -1,0 +1,142 @@
+"""From a preset to what is run for it: the program of a process, and its command."""
+
+import json
+import os
+from typing import Any
+
+from router.config.presets import Preset
+from router.fleet.interfaces import World
+from router.fleet.worker import Worker, estimated
+from router.launch.interface import Program
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx
+from router.planner.ledger import HOST, DeviceId
+from worker.protocol.argv import ENGINES, Estimate, encode_adapters
+
+
+def program_of(preset: Preset, worker: str) -> Program:
+    """How a process of `worker` is run."""
+    return Program(
+        model=preset.id,
+        worker=worker,
+        python=preset.python,
+        env=preset.env,
+        forks=ENGINES[preset.engine].forks,
+        start_timeout=preset.start_timeout,
+        stop_timeout=preset.stop_timeout,
+        stall_timeout=preset.stall_timeout,
+    )
+
+
+def threads(preset: Preset, *, on_host: bool, ranks: int = 1) -> int:
+    """torch threads of the preset's worker, or of each of its ranks; on main memory half the cores for all of them, so
+    that two workers do not fight."""
+    return preset.threads or (max(1, (os.cpu_count() or 2) // 2 // ranks) if on_host else 1)
+
+
+def options(worker: Worker, kind: Any, **fields: Any) -> Any:
+    """A command of `kind` (Estimate or Serve) with the model's options."""
+    assert worker.facts is not None
+    on_host = all(device.index == HOST for device in worker.devices)
+    return model_options(
+        kind,
+        worker.preset,
+        worker.facts,
+        worker.snapshot,
+        on_host=on_host,
+        layers=worker.choice.layers,
+        ranks=worker.choice.ranks,
+        overhead=worker.costs.estimate.overhead.device if worker.costs is not None else 0,
+        **fields,
+    )
+
+
+def question(worker: Worker) -> Estimate:
+    """What `worker estimate` is asked; of a process on accelerators it is told what is known, as it is none."""
+    assert worker.costs is not None
+    overhead, forked = worker.costs.estimate.overhead, worker.costs.forked
+    beside = 0 if worker.on_host else overhead.beside_device(forked=forked)
+    command: Estimate = options(worker, Estimate, host_overhead=beside)
+    return command
+
+
+def model_options(
+    kind: Any,
+    preset: Preset,
+    facts: Checkpoint,
+    snapshot: str,
+    *,
+    on_host: bool,
+    layers: tuple[int, ...] = (),
+    ranks: int = 1,
+    **fields: Any,
+) -> Any:
+    """A command of `kind` for a model that nobody runs yet; `layers` and `ranks` as in `split.Choice`."""
+    devices = ("cpu",) if on_host else tuple(f"cuda:{shard}" for shard in range(len(layers) or ranks))
+    return kind(
+        snapshot=snapshot,
+        tokenizer=preset.tokenizer,
+        task=preset.task,
+        devices=devices,
+        layers=tuple(map(str, layers)),
+        tensor_parallel=ranks,
+        dtype=preset.dtype,
+        quantization=preset.quantization,
+        load_format=preset.load_format,
+        trust_remote_code=preset.trust_remote_code,
+        config_override=preset.config_override,
+        attention=preset.attention,
+        enforce_eager=preset.enforce_eager,
+        ctx_size=effective_ctx(facts, preset),
+        parallel=preset.parallel,
+        kv_tokens=preset.kv_tokens,
+        kv_cache_dtype=preset.kv_cache_dtype,
+        prefill_chunk=preset.chunk,
+        limit_images=preset.limit_images,
+        max_loras=preset.adapter_slots,
+        max_lora_rank=preset.max_lora_rank,
+        threads=threads(preset, on_host=on_host, ranks=ranks),
+        **fields,
+    )
+
+
+def serve_fields(worker: Worker, world: World) -> dict[str, Any]:
+    """What a worker has to know to serve, beside the model's options."""
+    preset = worker.preset
+    if preset.adapter_slots and not worker.standing.is_taken:  # a standby was told before
+        worker.told = preset.adapters, preset.default_lora
+    return {
+        "name": preset.id,
+        **(_place_fields(worker) if worker.place else {}),
+        "prefix_caching": preset.prefix_caching,
+        "adapters": encode_adapters(world.files.adapters(preset)) if preset.adapter_slots else "",
+        "default_adapter": preset.default_lora if preset.adapter_slots else "",
+        "max_cpu_loras": preset.max_cpu_loras,
+        "max_input_tokens": preset.max_input_tokens,
+        "n_predict": preset.n_predict,
+        "queue_size": preset.queue_size,
+        "max_logprobs": preset.max_logprobs,
+        "warm_up": worker.costs is None or worker.costs.estimate.source != "learned",
+        "seed": preset.seed,
+        "sampling": json.dumps(dict(preset.sampling)) if preset.sampling else "",
+        "pooling": preset.pooling,
+        "embd_normalize": preset.embd_normalize,
+        "chat_template": preset.chat_template,
+        "chat_template_kwargs": preset.chat_template_kwargs,
+        "strict_fields": preset.strict_fields,
+    }
+
+
+def _place_fields(worker: Worker) -> dict[str, Any]:
+    """What is known once there is room."""
+    names = ["cpu"] if worker.place[0].index == HOST else [f"cuda:{shard}" for shard in range(len(worker.place))]
+    shares = estimated(worker)
+    reserved = {name: shares[device] for name, device in zip(names, worker.place, strict=True)}
+    return {"devices": tuple(names), "reserved": json.dumps(reserved)}
+
+
+def place_bytes(worker: Worker) -> dict[DeviceId, int]:
+    """What a worker that starts may take, in the order of shards, main memory last, for the launcher."""
+    return estimated(worker)
+
+
+__all__ = ["model_options", "options", "place_bytes", "program_of", "question", "serve_fields", "threads"]

@@ -1,0 +1,4 @@
+"""HTTP server: application, request pipeline, proxy to workers, access log, metrics endpoint, OpenAPI, static page.
+
+May import api and everything below it.
+"""

@@ -1,0 +1,160 @@
+"""aiohttp's server as a transport of the pipeline: all requests but the plain ones of `router.http.listener`.
+
+Its protocol class is replaced for requests that are not HTTP. aiohttp answers those before any route or middleware sees
+them, as text that quotes the client's bytes; here they get the router's error body.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from router import __version__
+from router.errors import ApiError, BadRequest, EncodingUnsupported, Internal
+from router.http.incoming import CLOSE
+from worker.protocol.dialects import Dialect
+from worker.protocol.errors import error_body
+
+
+class Connection(web.RequestHandler):
+    """One client's connection."""
+
+    def __init__(self, manager: web.Server, ended: Callable[[], None], **options: Any):
+        """The arguments of aiohttp's class. `ended` is called when the connection is lost."""
+        super().__init__(manager, **options)
+        self._ended = ended
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._ended()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to bytes that are not HTTP, or to a failure outside the pipeline. Raises ConnectionError if an
+        answer has begun; the connection closes in any case."""
+        super().handle_error(request, status, exc, message)  # logs it, and looks whether an answer has begun
+        error: ApiError = Internal("internal error; the router's log has the cause")
+        if status < 500:
+            error = BadRequest(
+                "the request is not valid HTTP: its first line, a header or its framing is malformed or too long"
+            )
+        body = error_body(
+            Dialect.OPENAI, status=error.status, type=error.type, reason=error.reason, message=error.message, param=None
+        )
+        id = f"req_{secrets.token_hex(12)}"
+        headers = {"Server": f"router/{__version__}", "X-Request-Id": id, "request-id": id, "X-Should-Retry": "false"}
+        response = web.Response(
+            body=orjson.dumps(body), status=error.status, headers=headers, content_type="application/json"
+        )
+        response.force_close()
+        return response
+
+
+class AiohttpOutlet:
+    """A request that aiohttp has read, and the way back to its client (`router.http.proxy.Outlet`)."""
+
+    def __init__(self, request: web.Request):
+        self._request = request
+        self.response: web.StreamResponse | None = None
+        """The answer, once there is one."""
+        self.has_begun = False
+
+    def began(self, response: web.StreamResponse) -> None:
+        """aiohttp writes the status line of `response` now; routes that the router answers itself make their own."""
+        self.response, self.has_begun = response, True
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._request.headers
+
+    @property
+    def is_old(self) -> bool:
+        return self._request.version < (1, 1)
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        return self._request.transport
+
+    @property
+    def content_length(self) -> int | None:
+        return self._request.content_length
+
+    def check_framing(self) -> None:
+        """Reject a request that another server could frame or route differently. Raises BadRequest,
+        EncodingUnsupported."""
+        headers = self._request.headers
+        hosts = headers.getall("Host", [])
+        if len(hosts) > 1 or (not hosts and not self.is_old):
+            raise BadRequest("exactly one Host header is needed")
+        coding = headers.get("Transfer-Encoding", "chunked").strip()
+        if not coding:
+            raise BadRequest("the Transfer-Encoding header is empty", headers=CLOSE)
+        if coding.casefold() != "chunked":
+            raise EncodingUnsupported("send the body with no Transfer-Encoding but chunked", headers=CLOSE)
+
+    def received(self) -> bytes | None:
+        content = self._request.content
+        if not content.is_eof() or "Expect" in self._request.headers:
+            return None
+        return content.read_nowait()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        await self._invite()
+        try:
+            async for part in self._request.content.iter_any():
+                yield part
+        except web.RequestPayloadError:
+            raise BadRequest("the body's framing is broken", headers=CLOSE) from None
+
+    async def _invite(self) -> None:
+        """Ask for the body of a client that sent `Expect: 100-continue` (RFC 9110, section 10.1.1)."""
+        request = self._request
+        if not self.is_old and request.headers.get("Expect", "").casefold() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # these bytes are no part of the answer
+
+    def has_room(self, size: int) -> bool:
+        return False  # aiohttp writes only inside a coroutine
+
+    async def begin(
+        self, status: int, headers: Mapping[str, str], data: bytes = b"", *, is_whole: bool = False
+    ) -> None:
+        if is_whole:
+            self.response = whole = web.Response(status=status, headers=headers, body=data)
+            if headers.get("Connection") == "close":
+                whole.force_close()  # the header alone does not close the connection
+            await whole.prepare(self._request)
+            await whole.write_eof()
+            return
+        self.response = response = web.StreamResponse(status=status, headers=headers)
+        if "Content-Length" in headers:
+            response.content_length = int(headers["Content-Length"])
+        elif not self.is_old:
+            response.enable_chunked_encoding()
+        await response.prepare(self._request)
+        if data:
+            await response.write(data)
+
+    async def write(self, data: bytes, chunk: bytes = b"") -> None:
+        assert self.response is not None
+        await self.response.write(data)
+
+    async def end(self) -> None:
+        assert self.response is not None
+        await self.response.write_eof()
+
+
+async def expect(request: web.Request) -> None:
+    """Send no `100 Continue` when the head arrives, as aiohttp would. `AiohttpOutlet.parts` sends it once the request
+    is admitted, so that a rejected one need not send its body."""
+
+
+__all__ = ["AiohttpOutlet", "Connection", "expect"]

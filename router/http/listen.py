@@ -1,0 +1,81 @@
+"""Where a router listens: TCP, or a unix socket, and who holds that already."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import stat
+
+from router.config.settings import Settings
+from router.errors import ConfigError
+
+
+def bind(settings: Settings) -> list[socket.socket]:
+    """Listening sockets for each host of the list, or the unix socket. Raises OSError."""
+    bound: list[socket.socket] = []
+    for host in settings.host.split(","):
+        host = host.strip()
+        if host.endswith(".sock"):
+            bound.append(_bind_unix(host))
+            continue
+        number = port(bound[0]) if bound and settings.port == 0 else settings.port
+        try:
+            found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except socket.gaierror as unknown:
+            raise ConfigError([f"--host {host}: {unknown.strerror}"]) from None
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            sock.bind(address)
+        except OSError as taken:
+            raise OSError(
+                taken.errno, f"cannot listen on {host} port {number}: {taken.strerror}; choose --port"
+            ) from None
+        bound.append(sock)
+    return bound
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Raises OSError if somebody listens there, or it is no socket; one that was left behind is replaced."""
+    if _is_answered(path):
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {path}: another router does; choose --host")
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+    except OSError as refused:
+        raise OSError(refused.errno, f"cannot listen on {path}: {refused.strerror}; choose --host") from None
+    return sock
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as knock:
+        knock.settimeout(1.0)
+        try:
+            knock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except TimeoutError:  # somebody is there, and has much to do
+            return True
+    return True
+
+
+def name(sock: socket.socket) -> str:
+    """Of the folder of what runs behind it: routers on other addresses have their own."""
+    if sock.family != socket.AF_UNIX:
+        return f"run-{port(sock)}"
+    path = os.path.abspath(sock.getsockname())
+    return f"run-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+
+
+def port(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1]) if sock.family != socket.AF_UNIX else 0
+
+
+__all__ = ["bind", "name", "port"]

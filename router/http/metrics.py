@@ -1,0 +1,374 @@
+"""Prometheus: a fold over the event log, and gauges read off the fleet when somebody asks.
+
+Durations are seconds, sizes bytes. `model` is a configured name or `unknown`; of what is counted by worker, all names
+that share it (`a,b`), so that nothing counts twice.
+"""
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.events import Event, EventLog
+from router.fleet.fleet import Fleet
+from router.fleet.state import State
+from router.fleet.worker import estimated
+from router.planner.ledger import LOCAL, SLOTS, DeviceId
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
+MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+LAG_INTERVAL = 1.0
+"""Seconds between two looks at how late the loop is."""
+STATES = ("unloaded", "sleeping", "downloading", "loading", "loaded")
+SPENT = ("fork", "exec", "imports", "config", "tokenizer", "standby", "read", "copy", "build", "warmup", "server")
+"""What a start is made of, as its worker tells."""
+STAGES = ("download", "wait", "start", "weights", "warmup")
+TOKEN_WAITS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+INTENDED = frozenset(
+    {"", "abandoned", "config_changed", "draining", "evicted", "idle", "no_room", "requested", "shutdown"}
+)
+"""Why a load may end without having failed."""
+
+
+class Metrics:
+    """All numbers of one router."""
+
+    def __init__(self, fleet: Fleet, events: EventLog):
+        self._fleet = fleet
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self.requests = Tally("router_requests", "Finished requests.", ("model", "endpoint", "code"))
+        self.rejections = Counter("router_rejections", "Requests turned away.", ["reason"], registry=registry)
+        self.disconnects = Counter(
+            "router_client_disconnects", "Clients that left early.", ["phase"], registry=registry
+        )
+        self.ttft = Spread("router_ttft_seconds", "Arrival to first byte of the answer.", ("model",), WAITS)
+        self._loads = Counter("router_loads", "Loads by outcome.", ["model", "result"], registry=registry)
+        self._load_seconds = Histogram(
+            "router_load_seconds",
+            "Loads by stage; total: from the start of a worker to ready.",
+            ["model", "stage"],
+            registry=registry,
+            buckets=WAITS,
+        )
+        self._start_seconds = Histogram(
+            "router_start_seconds",
+            "Where the time of a start went; first_token: of the first request, from its arrival at the worker.",
+            ["model", "stage"],
+            registry=registry,
+            buckets=(0.001, 0.003, *WAITS),
+        )
+        self._fresh: dict[str, int] = {}
+        """Workers that have not given a first token yet, by model."""
+        self._token_seconds = Spread(
+            "router_token_seconds", "Mean time per token of an answer after its first.", ("model",), TOKEN_WAITS
+        )
+        self._downloaded = Counter("router_download_bytes", "Fetched.", ["model"], registry=registry)
+        self._fetched: dict[str, tuple[int, int]] = {}
+        self._evictions = Counter(
+            "router_evictions", "Workers retired by the planner.", ["model", "reason"], registry=registry
+        )
+        self._residency = Histogram(
+            "router_eviction_residency_seconds",
+            "From ready to the eviction: short ones are thrash.",
+            registry=registry,
+            buckets=RESIDENCIES,
+        )
+        self._settling = Histogram(
+            "router_memory_settle_seconds",
+            "From the end of a worker to its memory being back.",
+            ["node"],
+            registry=registry,
+            buckets=WAITS,
+        )
+        self._queued = Histogram(
+            "router_queue_seconds",
+            "Waits of requests by what they waited for; those that found a ready worker are not counted.",
+            ["model", "cause"],
+            registry=registry,
+            buckets=WAITS,
+        )
+        self.overhead = Spread(
+            "router_overhead_seconds",
+            "From a request's last byte to its being handed to the worker, waits for the worker not counted.",
+            (),
+            MOMENTS,
+        )
+        self.loop_lag = Histogram(
+            "router_loop_lag_seconds",
+            "By how much a timer of the event loop is late.",
+            registry=registry,
+            buckets=MOMENTS,
+        )
+        self._reloads = Counter("router_reloads", "Presets read again.", ["result"], registry=registry)
+        self._exits = Counter("router_worker_exits", "Workers that ended.", ["model", "reason"], registry=registry)
+        self._token_count = Tally("router_tokens", "Tokens by kind.", ("model", "kind"))
+        for each in (self.requests, self.ttft, self._token_seconds, self.overhead, self._token_count, _Gauges(fleet)):
+            registry.register(each)
+        events.fold(self._fold)
+
+    async def watch_the_loop(self) -> None:
+        """Look for ever at how late the event loop is."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.loop_lag.observe(max(0.0, loop.time() - due))
+
+    def _fold(self, event: Event) -> None:
+        data = event.data
+        match event.kind:
+            case "request":
+                if data.get("ttft") and self._fresh.get(event.model) == data["worker"]:
+                    del self._fresh[event.model]
+                    self._start_seconds.labels(event.model, "first_token").observe(data["ttft"])
+                if count := data["prompt_tokens"]:
+                    self._token_count.add(event.model, "prompt", by=count)
+                if count := data["cached_tokens"]:
+                    self._token_count.add(event.model, "cached", by=count)
+                if count := data["completion_tokens"]:
+                    self._token_count.add(event.model, "completion", by=count)
+                if data.get("token_seconds"):
+                    self._token_seconds.observe(data["token_seconds"], event.model)
+            case "progress" if data["stage"] == "download":
+                self._fold_download(event.model, data["worker"], data["done"])
+            case "config" | "config_refused":
+                self._reloads.labels("applied" if event.kind == "config" else "refused").inc()
+            case "plan" if data["decision"] == "evict":
+                cause = "count" if data["short_of"] == ["slots"] else "memory"
+                if data.get("resident_seconds") is not None and data["reason"] == "evicted":
+                    self._residency.observe(data["resident_seconds"])
+                self._evictions.labels(event.model, cause if data["reason"] == "evicted" else data["reason"]).inc()
+            case "state" if data["state"] == "ready" and "load_seconds" in data:
+                self._loads.labels(event.model, "ready").inc()
+                self._load_seconds.labels(event.model, "total").observe(data["load_seconds"])
+                self._fresh[event.model] = data["worker"]
+                for stage in SPENT:
+                    if stage in data.get("spent", ()):
+                        self._start_seconds.labels(event.model, stage).observe(data["spent"][stage])
+                for stage in STAGES:
+                    if stage in data.get("stages", ()):
+                        self._load_seconds.labels(event.model, stage).observe(data["stages"][stage])
+            case "waited":
+                for cause, seconds in data["seconds"].items():
+                    self._queued.labels(event.model, cause).observe(seconds)
+            case "state" if data["state"] == "stopped":
+                if "settle_seconds" in data:
+                    self._settling.labels(LOCAL).observe(data["settle_seconds"])
+                self._exits.labels(event.model, data["reason"] or "stopped").inc()
+                if data.get("was") in ("starting", "queued", "downloading"):
+                    self._loads.labels(event.model, _result(data["reason"])).inc()
+
+    def _fold_download(self, model: str, worker: int, done: int) -> None:
+        """What a download finds on disk at its first word was fetched before."""
+        before = self._fetched.get(model)
+        if before is not None and before[0] == worker:
+            self._downloaded.labels(model).inc(max(0, done - before[1]))
+        self._fetched[model] = worker, done
+
+    def render(self, model: str | None = None, member: str = "") -> bytes:
+        """The text of all metrics; with `model` its own only, and those of the fleet's `member` that serves it (itself,
+        unless told), plus llama-server's unlabelled names, which are about the worker."""
+        if model is None:
+            return generate_latest(self._registry)
+        member = member or model
+        labels = [f'model="{_escape(id)}"' for id in {model, member}]
+        lines = [
+            line
+            for line in generate_latest(self._registry).decode().splitlines()
+            if line.startswith("#") or any(label in line for label in labels)
+        ]
+        return "\n".join([*lines, *self._llama_server(member)]).encode() + b"\n"
+
+    def _llama_server(self, model: str) -> Iterator[str]:
+        worker = self._fleet.models[model].open if model in self._fleet.models else None
+        pulse = worker.pulse if worker is not None else None
+        rows: Mapping[str, tuple[str, float]] = {
+            "prompt_tokens_total": ("counter", self._value(model, "prompt")),
+            "tokens_predicted_total": ("counter", self._value(model, "completion")),
+            "n_decode_total": ("counter", pulse.steps if pulse else 0),
+            "requests_processing": ("gauge", pulse.running if pulse else 0),
+            "requests_deferred": ("gauge", pulse.waiting if pulse else 0),
+            "prompt_tokens_seconds": ("gauge", pulse.prefill_rate if pulse else 0),
+            "predicted_tokens_seconds": ("gauge", pulse.decode_rate if pulse else 0),
+            "kv_cache_tokens": ("gauge", pulse.cache_used if pulse else 0),
+            "kv_cache_usage_ratio": (
+                "gauge",
+                pulse.cache_used / pulse.cache_total if pulse and pulse.cache_total else 0,
+            ),
+        }
+        for name, (kind, value) in rows.items():
+            yield f"# TYPE llamacpp:{name} {kind}"
+            yield f"llamacpp:{name} {float(value)}"
+
+    def _value(self, model: str, kind: str) -> float:
+        return self._registry.get_sample_value("router_tokens_total", {"model": model, "kind": kind}) or 0.0
+
+
+class Tally(Collector):
+    """A counter for what comes with every request: an addition costs a third of the library's own."""
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...]):
+        self._name, self._about, self._labels = name, about, labels
+        self._counts: dict[tuple[str, ...], float] = {}
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._about, labels=self._labels)
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+class Spread(Collector):
+    """A histogram likewise. `bounds`: the upper ends of its buckets, from the lowest; what is above all has its own."""
+
+    def __init__(self, name: str, about: str, labels: tuple[str, ...], bounds: tuple[float, ...]):
+        self._name, self._about, self._labels, self._bounds = name, about, labels, bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+        if not labels:
+            self._counts[()], self._sums[()] = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, *labels: str) -> None:
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+            self._sums[labels] = 0.0
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
+        ends = [*map(str, self._bounds), "+Inf"]
+        for labels, counts in self._counts.items():
+            family.add_metric(labels, list(zip(ends, accumulate(counts), strict=True)), self._sums[labels])
+        yield family
+
+
+class _Gauges(Collector):
+    """What is so just now."""
+
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._devices()
+        yield from self._models()
+        yield from self._workers()
+
+    def _devices(self) -> Iterator[Metric]:
+        labels = ["node", "device"]
+        total = GaugeMetricFamily("router_device_total_bytes", "Capacity.", labels=labels)
+        margin = GaugeMetricFamily("router_device_margin_bytes", "Never given out.", labels=labels)
+        reserved = GaugeMetricFamily("router_device_reserved_bytes", "Set aside for workers.", labels=labels)
+        memory = GaugeMetricFamily("router_device_memory_bytes", "By segment.", labels=[*labels, "segment"])
+        breaches = CounterMetricFamily(
+            "router_device_margin_breaches", "Readings with less free than the margin.", labels=labels
+        )
+        for device in self._fleet.devices:
+            if device.id.index == SLOTS:
+                continue
+            at = [device.id.node, str(device.id)]
+            total.add_metric(at, device.total)
+            margin.add_metric(at, device.margin)
+            breaches.add_metric(at, self._fleet.breaches[device.id])
+            ours = self._fleet.reserved(device.id)
+            reserved.add_metric(at, ours)
+            memory.add_metric([*at, "foreign"], device.foreign)
+            memory.add_metric([*at, "free"], max(0, device.total - device.used))
+            for segment, size in self._segments(device.id).items():
+                memory.add_metric([*at, segment], size)
+        yield from (total, margin, reserved, memory, breaches)
+
+    def _segments(self, id: DeviceId) -> Mapping[str, int]:
+        """Estimated bytes of all shards on one device, by what they are for."""
+        total = dict.fromkeys(("weights", "context", "compute", "runtime"), 0)
+        for worker in self._fleet.workers():
+            if worker.costs is None or not worker.state.holds_memory:
+                continue
+            for shard, at in enumerate(worker.place):
+                for segment in total if at == id else ():
+                    total[segment] += getattr(worker.costs.estimate, segment)[shard]
+        return total
+
+    def _models(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("router_model_state", "1 for the current state.", labels=["model", "state"])
+        memory = GaugeMetricFamily(
+            "router_model_memory_bytes", "By device.", labels=["model", "node", "device", "kind"]
+        )
+        ratio = GaugeMetricFamily("router_estimate_ratio", "Measured over estimated.", labels=["model"])
+        running = GaugeMetricFamily("router_requests_in_flight", "Leases of ready workers.", labels=["model"])
+        waiting = GaugeMetricFamily("router_queue_depth", "Leases of workers not ready.", labels=["model"])
+        ready = GaugeMetricFamily("router_model_workers", "Workers that are ready.", labels=["model"])
+        words = {State.DOWNLOADING: "downloading", State.QUEUED: "loading", State.STARTING: "loading"}
+        for id, model in self._fleet.models.items():
+            shown = model.shown
+            value = ("sleeping" if model.sleeps else "unloaded") if shown is None else words.get(shown.state, "loaded")
+            for word in STATES:
+                state.add_metric([id, word], float(word == value))
+            running.add_metric([id], sum(len(w.leases) for w in model.workers if w.state >= State.READY))
+            waiting.add_metric([id], sum(len(w.leases) for w in model.workers if w.state < State.READY))
+            ready.add_metric([id], sum(w.state is State.READY for w in model.workers))
+            if shown is None:
+                continue
+            planned = estimated(shown)
+            for device, size in planned.items():
+                memory.add_metric([id, device.node, str(device), "estimated"], size)
+            for device, size in shown.measured.items():
+                memory.add_metric([id, device.node, str(device), "measured"], size)
+            if shown.measured and sum(planned.values()):
+                ratio.add_metric([id], sum(shown.measured.values()) / sum(planned.values()))
+        yield from (state, memory, ratio, running, waiting, ready)
+
+    def _workers(self) -> Iterator[Metric]:
+        """What engines said in their last pulses, copies of a model together, and how far loads are."""
+        steps = CounterMetricFamily("worker_steps", "Steps of the engine since its start.", labels=["model"])
+        sequences = GaugeMetricFamily(
+            "worker_sequences", "Running, waiting for a place, and places.", labels=["model", "state"]
+        )
+        rates = GaugeMetricFamily(
+            "worker_tokens_per_second", "In the last second: prompts and answers.", labels=["model", "kind"]
+        )
+        cache = GaugeMetricFamily(
+            "worker_cache_tokens", "Keys and values held: in use, kept for reuse, room.", labels=["model", "kind"]
+        )
+        progress = GaugeMetricFamily(
+            "router_load_progress_ratio", "Of the current stage of a load.", labels=["model", "stage"]
+        )
+        for id, model in self._fleet.models.items():
+            for worker in model.workers:
+                if worker.progress is not None and worker.state < State.READY and worker.progress.stage in STAGES:
+                    progress.add_metric([id, worker.progress.stage], worker.stages.share)
+            said = [worker.pulse for worker in model.workers if worker.state == State.READY and worker.pulse]
+            if not said:
+                continue
+            steps.add_metric([id], sum(pulse.steps for pulse in said))
+            sequences.add_metric([id, "running"], sum(pulse.running for pulse in said))
+            sequences.add_metric([id, "waiting"], sum(pulse.waiting for pulse in said))
+            sequences.add_metric([id, "places"], sum(pulse.parallel for pulse in said))
+            rates.add_metric([id, "prefill"], sum(pulse.prefill_rate for pulse in said))
+            rates.add_metric([id, "decode"], sum(pulse.decode_rate for pulse in said))
+            cache.add_metric([id, "used"], sum(pulse.cache_used for pulse in said))
+            cache.add_metric([id, "reusable"], sum(pulse.cache_reusable for pulse in said))
+            cache.add_metric([id, "total"], sum(pulse.cache_total for pulse in said))
+        yield from (steps, sequences, rates, cache, progress)
+
+
+def _result(reason: str) -> str:
+    """How a load ended that did not become ready."""
+    if reason == "oom":
+        return "oom"
+    return "cancelled" if reason in INTENDED else "failed"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"")

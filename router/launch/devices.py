@@ -1,0 +1,388 @@
+"""Readings of this machine's devices from NVML, psutil and the cgroup's limit; the only importer of pynvml.
+
+Law: never creates a context on a device, and never says that there is room when it does not know: an accelerator whose
+driver fails keeps its last reading and is named in `problems`, and nobody may start there.
+"""
+
+import contextlib
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pynvml  # type: ignore[import-untyped]
+
+from router.errors import ConfigError
+from router.planner.ledger import HOST, LOCAL, DeviceId, Reading
+
+CPU = DeviceId(LOCAL, HOST)
+"""Main memory of this machine."""
+
+_UNLIMITED = 1 << 60
+"""A cgroup limit above this is none (version 1 writes the largest multiple of a page below 2**63)."""
+
+
+@dataclass(slots=True)
+class _Accelerator:
+    """One device that CUDA_VISIBLE_DEVICES leaves visible; `handle` is NVML's, None until found (again)."""
+
+    id: DeviceId
+    uuid: str
+    name: str
+    handle: Any
+    last: Reading | None = None
+    unified: bool = False
+
+
+class Devices:
+    """This machine's devices, as far as the router's own environment lets it use them.
+
+    `env` is the router's environment: CUDA_VISIBLE_DEVICES there limits and orders the accelerators as it does for
+    any CUDA program, so that `cuda:0` is the first visible one. `proc` and `cgroup` are the roots of the kernel's
+    file systems, `dev` that of device files, `system` and `machine` what the platform calls itself. NVML is asked at
+    construction; without a driver there are no accelerators, and `notes` says why, and which kinds are not supported.
+    All methods that read may block, for as long as the driver does: call them in a thread, one at a time.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        *,
+        proc: Path = Path("/proc"),
+        cgroup: Path = Path("/sys/fs/cgroup"),
+        dev: Path = Path("/dev"),
+        system: str = platform.system(),
+        machine: str = platform.machine(),
+    ):
+        self._proc = proc
+        self._cgroup = cgroup
+        self._accelerators: list[_Accelerator] = []
+        self._suspect = False
+        self._notes: list[str] = []
+        self._problems: dict[DeviceId, str] = {}
+        self.driver = ""
+        """Version of the accelerators' driver; empty: there is none."""
+        found: list[Found] = []
+        try:
+            pynvml.nvmlInit()
+            with contextlib.suppress(pynvml.NVMLError):
+                self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+            found, self._notes = _enumerate()
+        except pynvml.NVMLError as error:
+            self._notes.append(f"no accelerator: {_explain(error)}")
+        others = _unsupported(dev, system, machine)
+        self._notes += [f"{kind} is not supported by this version: it is left alone" for kind in others]
+        if not found:
+            return
+        chosen, note = visible(found, env.get("CUDA_VISIBLE_DEVICES"))
+        if note:
+            self._notes.append(note)
+        for index, each in enumerate(chosen):
+            self._accelerators.append(_Accelerator(DeviceId(LOCAL, index), each.uuid, each.name, each.handle))
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should know of how the devices were found: one line each."""
+        return tuple(self._notes)
+
+    @property
+    def problems(self) -> Mapping[DeviceId, str]:
+        """Why a device cannot be used at present, by device; of the last `read`."""
+        return dict(self._problems)
+
+    @property
+    def ids(self) -> Sequence[DeviceId]:
+        """Every device, the accelerators first and in their order."""
+        return (*(each.id for each in self._accelerators), CPU)
+
+    def read(self) -> list[Reading]:
+        """Every device that has ever been read, in the order of `ids`. May block; raises nothing.
+
+        Used bytes are everybody's. A device that fails now has its last reading and an entry in `problems`.
+        """
+        host = self.host()
+        if self._suspect:
+            self._reopen()
+        readings = [reading for each in self._accelerators if (reading := self._read(each, host))]
+        return [*readings, host]
+
+    def pool(self, device: DeviceId) -> DeviceId | None:
+        """Main memory for an accelerator that has none of its own; None: it has."""
+        return CPU if any(each.unified and each.id == device for each in self._accelerators) else None
+
+    def device_id(self, text: str) -> DeviceId:
+        """The device that a person calls `text`: `cpu`, `none`, `cuda:0`, `gpu0`, `0`, or a UUID or its beginning.
+
+        Raises ValueError with a message for a person if there is no such device here, or more than one.
+        """
+        word = text.strip()
+        if word.lower() in ("cpu", "none", "host"):
+            return CPU
+        index = parse_index(word)
+        if index is not None:
+            matches = [each for each in self._accelerators if each.id.index == index]
+        else:
+            matches = [each for each in self._accelerators if _names(word, each.uuid)]
+        if len(matches) == 1:
+            return matches[0].id
+        have = ", ".join(f"{each.id} ({each.uuid})" for each in self._accelerators)
+        here = f"{have} and cpu" if have else "only cpu"
+        problem = "names more than one device" if matches else "is no device of this machine"
+        raise ValueError(f"{text!r} {problem}; it has {here}")
+
+    def by_device(self, sizes: Mapping[str, int], option: str) -> dict[DeviceId, int]:
+        """Sizes that people gave with `option` by a device's name, without the one for all devices (``""``). Raises
+        ConfigError."""
+        found: dict[DeviceId, int] = {}
+        for name, size in sizes.items():
+            if name:
+                try:
+                    found[self.device_id(name)] = size
+                except ValueError as unknown:
+                    raise ConfigError([f"{option}: {unknown}"]) from None
+        return found
+
+    def environment(self, place: Iterable[DeviceId]) -> dict[str, str]:
+        """What a worker on `place` needs in its environment to see these accelerators, in this order, and no other."""
+        uuids = {each.id: each.uuid for each in self._accelerators}
+        seen = ",".join(uuids[device] for device in place if device in uuids)
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": seen}
+
+    def host(self) -> Reading:
+        """Main memory, or the cgroup's share of it where that is less: what may be used, and what is not available.
+
+        Page cache that the kernel would give back counts as available, whether or not somebody has it mapped.
+        """
+        total, available = self._meminfo()
+        for limit, used in _cgroup_limits(self._proc, self._cgroup):
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
+        return Reading(CPU, total, max(0, total - available), name="main memory")
+
+    def close(self) -> None:
+        """Lets go of NVML."""
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+    def _read(self, device: _Accelerator, host: Reading) -> Reading | None:
+        try:
+            if device.handle is None:
+                device.handle = _find(device.uuid)
+            total, used = _memory(device.handle)
+            device.unified = False
+        except pynvml.NVMLError as error:
+            has_none = isinstance(error, pynvml.NVMLError_NotSupported)
+            if not has_none or (device.last is not None and device.last.pool is None):  # it had some of its own before
+                self._suspect = True
+                device.handle = None
+                self._problems[device.id] = f"{device.id} ({device.name}) cannot be read: {_explain(error)}"
+                return device.last
+            total, used = host.total, host.used
+            device.unified = True
+        self._problems.pop(device.id, None)
+        device.last = Reading(device.id, total, used, device.name, device.uuid, self.pool(device.id))
+        return device.last
+
+    def _reopen(self) -> None:
+        """After an error NVML may need a new start (driver reloaded, device reset); handles do not survive it."""
+        self.close()
+        for each in self._accelerators:
+            each.handle = None
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._suspect = False
+
+    def _meminfo(self) -> tuple[int, int]:
+        """Bytes of main memory: total, and available as the kernel estimates it (not merely free)."""
+        try:
+            text = (self._proc / "meminfo").read_text()
+            fields = {key: int(rest.split()[0]) for key, _, rest in (x.partition(":") for x in text.splitlines())}
+            return fields["MemTotal"] * 1024, fields["MemAvailable"] * 1024
+        except (OSError, KeyError, ValueError, IndexError):  # not Linux, or a kernel before 3.14
+            memory = psutil.virtual_memory()
+            return int(memory.total), int(memory.available)
+
+
+def _unsupported(dev: Path, system: str, machine: str) -> list[str]:
+    """Accelerators of kinds that nothing here can use, so that nobody looks for them in vain."""
+    found = []
+    if (dev / "kfd").exists():  # the kernel's compute driver of AMD; its display driver alone computes nothing
+        found.append("the AMD accelerator (/dev/kfd)")
+    if system == "Darwin" and machine == "arm64":
+        found.append("Apple's accelerator (Metal)")
+    return found
+
+
+def parse_index(text: str) -> int | None:
+    """N of `cuda:N`, `gpu:N`, `cudaN`, `gpuN` and `N`; None of anything else."""
+    word = text.strip().lower()
+    for prefix in ("cuda:", "gpu:", "cuda", "gpu"):
+        if word.startswith(prefix):
+            word = word.removeprefix(prefix)
+            break
+    return int(word) if word.isascii() and word.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One device as NVML lists it: a card, or one MIG instance of a card."""
+
+    index: int
+    """The card's, in PCI bus order."""
+    uuid: str
+    card: str
+    """UUID of the card; `uuid` itself for a card that is not cut."""
+    name: str
+    handle: Any = None
+
+
+def visible(found: Sequence[Found], setting: str | None) -> tuple[list[Found], str]:
+    """Which of `found` a CUDA program sees under CUDA_VISIBLE_DEVICES = `setting`, in which order, and a note for a
+    person where that may surprise.
+
+    Rules (CUDA C++ Programming Guide, "CUDA Environment Variables"): unset shows all; entries are indices or UUIDs,
+    of which an unambiguous beginning suffices; the first invalid entry hides itself and all after it; a device that
+    is named twice hides all. Two differences, as this router runs many programs: an index counts in PCI bus order,
+    and a card that is cut into MIG instances stands for all of them, where one CUDA program would see the first.
+    """
+    if setting is None:
+        return list(found), ""
+    chosen: list[Found] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        matches = _matches(found, entry)
+        if not matches:
+            meant = entry in ("", "-1") or entry.lower() in ("none", "nodevfiles")
+            return chosen, "" if meant else f"CUDA_VISIBLE_DEVICES={setting}: {entry!r} and what follows is no device"
+        if any(match in chosen for match in matches):
+            return [], f"CUDA_VISIBLE_DEVICES={setting} names {entry!r} twice: no accelerator is visible"
+        chosen += matches
+    return chosen, ""
+
+
+def _matches(found: Sequence[Found], entry: str) -> list[Found]:
+    """The devices that one entry of CUDA_VISIBLE_DEVICES stands for; none if it is invalid or ambiguous."""
+    if entry.isascii() and entry.isdigit():
+        return [each for each in found if each.index == int(entry)]
+    instances = [each for each in found if _names(entry, each.uuid)]
+    cards = [each for each in found if _names(entry, each.card)]
+    if len(instances) == 1:
+        return instances
+    return cards if len({each.card for each in cards}) == 1 else []
+
+
+def _names(word: str, uuid: str) -> bool:
+    """Whether `word` is `uuid` or its beginning, with at least one character beyond the kind."""
+    kind, _, rest = word.partition("-")
+    return kind in ("GPU", "MIG") and bool(rest) and uuid.startswith(word)
+
+
+def _enumerate() -> tuple[list[Found], list[str]]:
+    """Every card in PCI bus order, one in MIG mode replaced by its instances; and a line for each that fails."""
+    found: list[Found] = []
+    notes: list[str] = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            card = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = str(pynvml.nvmlDeviceGetUUID(card))
+            for handle in _instances(card) if _is_cut(card) else [card]:
+                name = str(pynvml.nvmlDeviceGetName(handle))
+                found.append(Found(index, str(pynvml.nvmlDeviceGetUUID(handle)), uuid, name, handle))
+        except pynvml.NVMLError as error:
+            notes.append(f"card {index} is left out: {_explain(error)}")
+    return found, notes
+
+
+def _instances(card: Any) -> Iterator[Any]:
+    for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with contextlib.suppress(pynvml.NVMLError_NotFound):
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+
+
+def _is_cut(card: Any) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(card)[0])
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        return False
+
+
+def _find(uuid: str) -> Any:
+    """The handle of a device that had `uuid` before; raises NVMLError if it is gone."""
+    for found in _enumerate()[0]:
+        if found.uuid == uuid:
+            return found.handle
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+
+def _memory(handle: Any) -> tuple[int, int]:
+    """Bytes of a device: those that programs can have, and those that they do have.
+
+    The driver's own share, which version 2 of the call tells apart, is in neither; older drivers count it as used.
+    """
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return int(memory.total) - int(memory.reserved), int(memory.used)
+    except (
+        pynvml.NVMLError_FunctionNotFound,
+        pynvml.NVMLError_ArgumentVersionMismatch,
+        pynvml.NVMLError_NotSupported,
+    ):
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.total), int(memory.used)
+
+
+def _explain(error: Exception) -> str:
+    """NVML's words for an error."""
+    return str(error) or type(error).__name__
+
+
+def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes of each control group that this process is in, upwards, where one is set."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "none", "")
+        if controllers == "":
+            yield from _walk(root, path, limit="memory.max", used="memory.current", prefix="")
+        elif "memory" in controllers.split(","):
+            yield from _walk(
+                root / "memory",
+                path,
+                limit="memory.limit_in_bytes",
+                used="memory.usage_in_bytes",
+                prefix="total_",
+            )
+
+
+def _walk(root: Path, path: str, *, limit: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
+    """From the group at `path` up to `root`; a container that sees only its own group has it at `root`."""
+    group = root / path.strip("/")
+    if ".." in group.parts or not group.is_dir():
+        group = root
+    while True:
+        most = _number(group / limit)
+        if most is not None and most < _UNLIMITED:
+            cached = sum(_statistic(group / "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive"))
+            yield most, max(0, (_number(group / used) or 0) - cached)
+        if group == root:
+            return
+        group = group.parent
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file of the kernel; None for `max`, no file, or no number."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _statistic(file: Path, key: str) -> int:
+    try:
+        fields = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
+        return int(fields.get(key, 0))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,400 @@
+"""What loads really cost: learned, kept on disk, shared by all routers of a state folder.
+
+One JSON file, replaced as a whole under a lock, so that no reader ever sees half of one and no writer undoes another.
+What is recorded counts at once; the file follows. A record that cannot be kept costs an estimate, never a model: damage
+and a full disk are warnings.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import statistics
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from router.config.presets import Preset
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx
+from router.memory.estimate import Estimate, learned
+from router.memory.process import UNKNOWN, Overhead
+
+DECAY = 0.25
+"""Of the way down that a learned figure goes with each measurement below it. Upwards it goes at once."""
+RAISE = 1.15
+"""What a figure is multiplied with after its worker ran out of memory."""
+MOST_RECORDS = 1000
+"""Of each kind; those not written for longest are forgotten."""
+MOST_SECONDS = 5
+"""Load times remembered of one model."""
+MOST_BYTES = 1 << 60
+"""A figure beyond it is none: no machine has so much, and JSON's writer takes none of more than 64 bits."""
+AGREE_BYTES = 64 << 20
+"""Two loads agree on what a process takes of a device if they differ by no more."""
+
+_LIBRARIES = {
+    "awq": ("gptqmodel",), "bnb-4bit": ("bitsandbytes",), "bnb-8bit": ("bitsandbytes",),
+    "compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"),
+}  # fmt: skip
+"""What computes packed weights beside torch and transformers, by method."""
+
+_VERSION = 1
+_Kind = Literal["learned", "exact", "seconds", "overhead"]
+_Records = dict[str, dict[str, Any]]
+_Change = tuple[_Kind, str, Callable[[Any], Any]]
+"""Of one record: its value before (None: there was none) to its value after. Made again when the file has changed."""
+_log = logging.getLogger(__name__)
+
+
+def key(
+    checkpoint: Checkpoint,
+    preset: Preset,
+    devices: Sequence[str],
+    *,
+    forked: bool = False,
+    installed: Callable[[str], str] | None = None,
+) -> str:
+    """What a measurement holds for: this snapshot, these load settings, these kinds of device (names as the driver
+    gives them, by shard), the installed versions of what computes, and the way in which the worker was born: one that
+    was forked does not count what it shares with its nursery, and knows nothing of what an executed one takes.
+    `installed`: the version of a distribution; None: as it is here.
+    """
+    packed = checkpoint.quantization or preset.quantization
+    libraries = ("torch", "transformers", "fleet-router", *_LIBRARIES.get(packed, ()))
+    settings = (
+        effective_ctx(checkpoint, preset), preset.parallel, preset.kv_tokens, preset.kv_cache_dtype, preset.chunk,
+        preset.dtype,
+        preset.quantization, preset.attention, preset.enforce_eager, preset.threads, preset.load_format, preset.task,
+        preset.engine, preset.python, preset.reserved_memory, preset.limit_images,
+        preset.adapter_slots, preset.max_lora_rank,
+        sorted(preset.env.items()), [(installed or version)(name) for name in libraries],
+    )  # fmt: skip
+    words = json.dumps([checkpoint.identity, settings, list(devices), "fork" if forked else "exec"])
+    return hashlib.sha256(words.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def version(distribution: str) -> str:
+    """Of an installed distribution, without importing it; "" if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """What was learned of one key."""
+
+    estimate: Estimate
+    measured: tuple[int, ...]
+    """Bytes by shard, without what the preset adds and what is still to come."""
+    share: float = 0.0
+    """Of its largest step: what was not shown yet."""
+
+
+class Calibration:
+    """The records of one file. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        driver: str = "",
+        later: Callable[[Callable[[], None]], object] = lambda save: save(),
+    ):
+        """`path`: the file; it and its folder are made with the first record. `driver`: version of the accelerators'.
+        `later` is given what writes to the file, and may run that elsewhere, in the same order: a disk that must be
+        waited for holds up nobody else."""
+        self._path = path
+        self._driver = driver
+        self._later = later
+        self._stamp: tuple[int, int] | None = None
+        self._filed: _Records = _empty()
+        """As the file has them."""
+        self._unsaved: list[_Change] = []
+        self._records: _Records = self._filed
+        """As the file will have them."""
+        self._cannot_save = False
+        """The last try to write the file has failed."""
+        self._mine = threading.RLock()
+        """Held for the four above, and never while a disk is waited for longer than a look takes."""
+        self._refresh()
+
+    def learned(self, key: str) -> Estimate | None:
+        """What loads of `key` occupied, source `learned`; None if there was none yet."""
+        return _to_estimate(self._get("learned", key), "learned")
+
+    def record(
+        self, key: str, estimate: Estimate, shards: Sequence[int], host: int = 0, *, share_to_come: float = 0.0
+    ) -> Estimate:
+        """A worker of `key`, started on `estimate`, has peaked at these bytes by shard, and on main memory beside.
+
+        `share_to_come`: of what its largest step computes, the part that it has not shown yet; so much of the
+        estimate's compute is added. Whoever has shown less than another one before can only raise what that taught.
+        Returns what is now learned: at least the measurement, and above it what is left of higher ones.
+        """
+        to_come = tuple(round(share_to_come * size) for size in estimate.compute)
+
+        def merge(before: _Lesson | None) -> _Lesson:
+            measured, share, add, beside = tuple(shards), share_to_come, to_come, host
+            if before is not None and len(before.measured) == len(measured):
+                beside = _decayed(before.estimate.host, host)
+                if share <= before.share:
+                    measured = tuple(map(_decayed, before.measured, measured))
+                else:
+                    was = tuple(each - before.estimate.reserved for each in before.estimate.shards)
+                    measured, share = tuple(map(max, before.measured, measured)), before.share
+                    add = tuple(max(0, old - new) for old, new in zip(was, measured, strict=True))
+            total = tuple(map(sum, zip(measured, add, strict=True)))
+            return _Lesson(learned(estimate, total, beside), measured, share)
+
+        return self._learn(key, merge)
+
+    def raise_(self, key: str, estimate: Estimate, memory: Literal["device", "host"]) -> Estimate:
+        """A worker of `key`, started on `estimate`, ran out of the memory of its device, or of the host.
+
+        Returns what is now learned: 15 % more than it had there.
+        """
+
+        def merge(before: _Lesson | None) -> _Lesson:
+            known = before.estimate if before is not None else estimate
+            least = known if len(known.shards) == len(estimate.shards) else estimate
+            is_beside = memory == "host" and estimate.host > 0
+            growth = (1.0, RAISE) if is_beside else (RAISE, 1.0)
+            both = zip(least.shards, estimate.shards, strict=True)
+            shards = tuple(round(max(each) * growth[0]) - estimate.reserved for each in both)
+            return _Lesson(learned(estimate, shards, round(max(least.host, estimate.host) * growth[1])), shards)
+
+        return self._learn(key, merge)
+
+    def exact(self, key: str) -> Estimate | None:
+        """The exact estimate of `key` from before, source `exact`; None if there is none."""
+        return _to_estimate(self._get("exact", key), "exact")
+
+    def store_exact(self, key: str, estimate: Estimate) -> None:
+        """Keep what `worker estimate` said of `key`."""
+        self._change("exact", key, lambda before: asdict(estimate))
+
+    def overhead(self, device: str, *, forked: bool) -> Overhead:
+        """What was measured of processes on such a device (its name as the driver gives it, or `cpu`), whatever their
+        model, under this driver and these versions."""
+        return _to_overhead(self._get("overhead", self._process(device, forked)))
+
+    def record_overhead(self, device: str, measured: Overhead, *, forked: bool, is_own: bool = True) -> None:
+        """A process on such a device has measured so much. If what it takes of the device is not its own figure, but
+        how much more of the device is in use, which others change as well, two loads have to agree on it."""
+
+        def change(before: Any) -> Any:
+            known, record = _to_overhead(before), dict(before) if isinstance(before, Mapping) else {}
+            if measured.host:
+                record["host"] = _decayed(known.host or measured.host, measured.host)
+            if measured.device:
+                rumour = record.get("rumour")
+                agrees = isinstance(rumour, int) and abs(rumour - measured.device) <= AGREE_BYTES
+                if is_own or agrees:
+                    record["device"] = _decayed(known.device or measured.device, measured.device)
+                record["rumour"] = measured.device
+            return record
+
+        self._change("overhead", self._process(device, forked), change)
+
+    def _process(self, device: str, forked: bool) -> str:
+        """In words, for whoever looks into the file."""
+        driver = [f"driver {self._driver}"] if device != "cpu" and self._driver else []
+        libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "fleet-router")]
+        return ", ".join([device, *driver, *libraries, "forked" if forked else "executed"])
+
+    def load_seconds(self, key: str) -> float | None:
+        """Median of the last loads of `key`, from spawn to ready; None if there was none yet."""
+        seconds = _to_seconds(self._get("seconds", key))
+        return statistics.median(seconds) if seconds else None
+
+    def record_load(self, key: str, seconds: float) -> None:
+        """One load of `key` took so long from spawn to ready."""
+        self._change("seconds", key, lambda before: [*_to_seconds(before), seconds][-MOST_SECONDS:])
+
+    def _learn(self, key: str, merge: Callable[["_Lesson | None"], "_Lesson"]) -> Estimate:
+        after: list[Estimate] = []
+
+        def change(before: Any) -> Any:
+            lesson = merge(_to_lesson(before))
+            after.append(lesson.estimate)
+            return {**asdict(lesson.estimate), "measured": lesson.measured, "share": lesson.share}
+
+        self._change("learned", key, change)
+        return after[-1]
+
+    def _get(self, kind: _Kind, key: str) -> Any:
+        self._refresh()
+        return self._records[kind].get(key)
+
+    def _change(self, kind: _Kind, key: str, change: Callable[[Any], Any]) -> None:
+        self._refresh()
+        with self._mine:
+            self._unsaved.append((kind, key, change))
+            self._records = _changed(self._records, [(kind, key, change)])
+        self._later(self._save)
+
+    def _save(self) -> None:
+        """Read, change and replace the file while no other router does; without a disk, change what we know."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.with_suffix(".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._refresh()
+                changes = self._unsaved.copy()
+                if changes:
+                    self._replace(self._write(_changed(self._filed, changes)), len(changes))
+        except OSError as error:
+            if not self._cannot_save:  # told once, and again when it went well meanwhile
+                _log.warning(
+                    "estimates cannot be kept in %s (%s); they last until this router ends: make room there, or give"
+                    " another --state-dir",
+                    self._path,
+                    error.strerror or error,
+                )
+            self._cannot_save = True
+            with self._mine:
+                self._settle(len(self._unsaved))
+
+    def _replace(self, draft: str, saved: int) -> None:
+        """Make `draft` the file, which has the first `saved` changes then."""
+        with self._mine:
+            try:
+                os.replace(draft, self._path)
+            except OSError:
+                os.unlink(draft)
+                raise
+            self._stamp = _stamp(self._path)
+            self._cannot_save = False
+            self._settle(saved)
+
+    def _settle(self, saved: int) -> None:
+        """The first `saved` changes are in the file, or will never be."""
+        self._filed = _changed(self._filed, self._unsaved[:saved])
+        del self._unsaved[:saved]
+
+    def _write(self, records: _Records) -> str:
+        """A file beside ours with `records`, safe on the disk: its name. With the lock held nobody else writes it; that
+        of a router that was killed is written over."""
+        body = json.dumps({"version": _VERSION, **records})
+        draft = f"{self._path}.draft"
+        try:
+            with open(draft, "w", opener=_private) as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+        return draft
+
+    def _refresh(self) -> None:
+        """Take in what another router wrote."""
+        with self._mine:
+            stamp = _stamp(self._path)
+            if stamp is None or stamp == self._stamp:
+                return
+            try:
+                self._filed = _parse(self._path.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                _log.warning("estimates in %s cannot be read (%s); learning begins anew", self._path, error)
+                self._filed = _empty()
+            self._stamp = stamp
+            self._records = _changed(self._filed, self._unsaved)
+
+
+def _changed(records: _Records, changes: Sequence[_Change]) -> _Records:
+    """`records` with each of `changes` made, in their order."""
+    for kind, key, change in changes:
+        kept = dict(records[kind])
+        value = change(kept.pop(key, None))  # taken out, so that it goes to the end: the newest
+        kept[key] = value
+        records = {**records, kind: dict(list(kept.items())[-MOST_RECORDS:])}
+    return records
+
+
+def _empty() -> _Records:
+    return {"learned": {}, "exact": {}, "seconds": {}, "overhead": {}}
+
+
+def _parse(text: bytes) -> _Records:
+    """Raises ValueError if this is no file of ours."""
+    body = json.loads(text)
+    if not isinstance(body, dict) or body.get("version") != _VERSION:
+        raise ValueError("not a file of this version")
+    records = _empty()
+    body.setdefault("overhead", {})  # of a version that did not have it yet
+    for kind in records:
+        if not isinstance(body.get(kind), dict):
+            raise ValueError(f"{kind} is missing")
+        records[kind] = body[kind]
+    return records
+
+
+def _to_estimate(record: Any, source: Literal["learned", "exact"]) -> Estimate | None:
+    """The estimate in a record; None if it is not one, as of a file that somebody edited."""
+    if not isinstance(record, Mapping):
+        return None
+    segments = [record.get(name) for name in ("weights", "context", "compute", "runtime")]
+    host, reserved, process = sizes = [record.get("host"), record.get("reserved"), record.get("process", 0)]
+    if not all(_is_sizes(each) for each in (sizes, *segments)):
+        return None
+    weights, context, compute, runtime = (tuple(segment or ()) for segment in segments)
+    if not len(weights) == len(context) == len(compute) == len(runtime) > 0:
+        return None
+    return Estimate(weights, context, compute, runtime, host, source, reserved, process=process)
+
+
+def _to_lesson(record: Any) -> _Lesson | None:
+    """The lesson in a record; one from before there were shares has shown all that it had."""
+    estimate = _to_estimate(record, "learned")
+    if estimate is None:
+        return None
+    measured, share = record.get("measured"), record.get("share")
+    if _is_sizes(measured) and len(measured) == len(estimate.shards) and isinstance(share, (int, float)):
+        return _Lesson(estimate, tuple(measured), share)
+    return _Lesson(estimate, tuple(each - estimate.reserved for each in estimate.shards))
+
+
+def _is_sizes(segment: Any) -> bool:
+    return isinstance(segment, (list, tuple)) and all(
+        isinstance(each, int) and 0 <= each <= MOST_BYTES for each in segment
+    )
+
+
+def _to_overhead(record: Any) -> Overhead:
+    """The measurement in a record; unknown where it is none."""
+    if not isinstance(record, Mapping):
+        return UNKNOWN
+    device, host = record.get("device", 0), record.get("host", 0)
+    return Overhead(device, host) if _is_sizes([device, host]) else UNKNOWN
+
+
+def _to_seconds(record: Any) -> list[float]:
+    return [float(each) for each in record if isinstance(each, (int, float))] if isinstance(record, list) else []
+
+
+def _decayed(before: int, measured: int) -> int:
+    return max(measured, round(before + (measured - before) * DECAY))
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when the file is replaced; None without one."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns

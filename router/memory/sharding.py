@@ -1,0 +1,273 @@
+"""A model on several devices: on how many, with how many layers each or which part of each matrix, and which.
+
+One that fits on a device never lies on several, unless its preset wants that. Else its layers go to the fewest devices
+that hold them: those with the most room, each as full as the others. Only a preset that says so has its matrices
+divided. What a preset says of single devices (gpu-split, tensor-split) says which devices they are, too. Law: PURE.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.config.presets import ALL_DEVICES, Preset
+from router.memory import tensor_parallel
+from router.memory.checkpoint_facts import Checkpoint, EstimateError, UnknownArchitecture
+from router.memory.estimate import Estimate, estimate, indivisible, layer_costs
+from router.memory.process import UNKNOWN, Overhead
+from router.planner.ledger import HOST, DeviceId
+
+STEPS = 60
+"""Of a search by halves: as exact as a float."""
+
+
+class Indivisible(EstimateError):
+    """The preset wants several devices, and that cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to place a model."""
+
+    layers: tuple[int, ...] = ()
+    """Of each shard; empty: each has all, or a part of all."""
+    devices: frozenset[DeviceId] = frozenset()
+    """Those that its shards may take."""
+    place: tuple[DeviceId, ...] = ()
+    """The device of each shard; empty: any of `devices`."""
+    ranks: int = 1
+    """Among how many each matrix is divided: as many shards, or one shard if that is main memory."""
+
+    @property
+    def shards(self) -> int:
+        on_host = all(device.index == HOST for device in self.devices)
+        return len(self.layers) or (1 if on_host else self.ranks)
+
+
+def choices(
+    facts: Checkpoint,
+    preset: Preset,
+    devices: Collection[DeviceId],
+    order: Sequence[DeviceId],
+    room: Mapping[DeviceId, int],
+) -> Iterator[Choice]:
+    """The ways to place a model on some of `devices`, those on fewest first.
+
+    `order`: the same devices, as the preset's lists count them; `room`: bytes that could ever be had on each. Raises
+    Indivisible where the preset wants what cannot be.
+    """
+    on_host = all(device.index == HOST for device in devices)
+    if preset.tensor_parallel > 1 or preset.split_mode == "tensor":
+        yield from _divided(facts, preset, devices, order, room)
+        return
+    least, most = _counts(preset, 0 if on_host else len(devices))
+    if on_host or most == 1:
+        yield Choice(devices=frozenset(devices))
+        return
+    bounds = bounded(preset, order, room)
+    why = _why_whole(facts, preset)
+    if why and least > 1:
+        raise Indivisible(
+            f"{preset.id}: {least} devices are asked for, and it cannot be split over several: {why};"
+            " remove pipeline-parallel, split-mode and tensor-split"
+        )
+    if least == 1:
+        yield Choice(devices=frozenset(bounds))
+    if why:
+        return
+    if preset.tensor_split:
+        place = tuple(device for device, share in zip(order, preset.tensor_split, strict=False) if share)
+        if len(place) < least:
+            raise Indivisible(
+                f"{preset.id}: tensor-split is for {least} devices, and there are {len(place)}; change it"
+            )
+        costs = layer_costs(facts, preset)
+        shares = [share for share in preset.tensor_split if share]
+        yield Choice(boundaries(costs, [0] * least, shares), frozenset(place), place)
+        return
+    for count in range(max(2, least), most + 1):
+        roomiest = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
+        if len(roomiest) < count:
+            if count == least:
+                raise Indivisible(
+                    f"{preset.id}: pipeline-parallel = {count} wants so many devices, and it may use {len(roomiest)};"
+                    " lower it"
+                )
+            return
+        place = tuple(device for device in order if device in roomiest)
+        layers = _layers(facts, preset, [bounds[device] for device in place])
+        if layers:
+            is_given = len(preset.gpu_split) > 1
+            yield Choice(layers, frozenset(place if is_given else bounds), place if is_given else ())
+
+
+def _divided(
+    facts: Checkpoint,
+    preset: Preset,
+    devices: Collection[DeviceId],
+    order: Sequence[DeviceId],
+    room: Mapping[DeviceId, int],
+) -> Iterator[Choice]:
+    """The ways to divide each matrix among some of `devices`, the fewest first. Raises Indivisible."""
+    asked, on_host = preset.tensor_parallel, all(device.index == HOST for device in devices)
+    if on_host and asked != ALL_DEVICES:
+        _check_divided(facts, preset, asked)
+        yield Choice(ranks=asked, devices=frozenset(devices))
+        return
+    bounds = bounded(preset, order, {} if on_host else room)
+    offered = 0 if on_host else len(bounds)
+    counts = [offered if asked == ALL_DEVICES else asked]
+    if asked == 1:
+        counts = [count for count in range(2, offered + 1) if not tensor_parallel.cannot(facts, preset, count)]
+        if offered > 1 and not counts:
+            _check_divided(facts, preset, 2)
+    if counts and (counts[0] > offered or not offered):
+        wanted = "max" if asked == ALL_DEVICES else f"{asked}"
+        raise Indivisible(
+            f"{preset.id}: tensor-parallel = {wanted} wants so many accelerators, and there are {offered} that it may"
+            " use; lower it"
+        )
+    for count in counts:
+        _check_divided(facts, preset, count)
+        roomiest = sorted(bounds, key=lambda device: (-bounds[device], order.index(device)))[:count]
+        place = tuple(device for device in order if device in roomiest) if len(preset.gpu_split) > 1 else ()
+        yield Choice(ranks=count, devices=frozenset(place or bounds), place=place)
+    if not counts:  # the only accelerator there is
+        yield Choice(devices=frozenset(bounds))
+
+
+def _check_divided(facts: Checkpoint, preset: Preset, ranks: int) -> None:
+    """Raises Indivisible, with the way out, for a model that cannot be divided among so many."""
+    why = tensor_parallel.cannot(facts, preset, ranks) if ranks > 1 else ""
+    if why:
+        key = f"tensor-parallel = {ranks}" if preset.tensor_parallel > 1 else "split-mode = tensor"
+        instead = "" if indivisible(facts, preset) else ", or write pipeline-parallel, which splits it by layers"
+        raise Indivisible(f"{preset.id}: {key} cannot be: {why}; remove it{instead}")
+
+
+def cost(
+    choice: Choice,
+    facts: Checkpoint,
+    preset: Preset,
+    *,
+    on_host: bool,
+    threads: int,
+    forked: bool,
+    overhead: Overhead = UNKNOWN,
+) -> Estimate:
+    """What a model takes that is placed so, as far as can be told at once; see `router.memory.estimate.estimate`."""
+    ways: dict[str, Any] = {"on_host": on_host, "threads": threads, "forked": forked, "overhead": overhead}
+    if choice.ranks > 1:
+        return tensor_parallel.estimate(facts, preset, choice.ranks, **ways)
+    return estimate(facts, preset, layers=choice.layers, **ways)
+
+
+def bounded(preset: Preset, order: Sequence[DeviceId], room: Mapping[DeviceId, int]) -> dict[DeviceId, int]:
+    """The devices that gpu-split lets a model use, with what it may have there."""
+    said = preset.gpu_split
+    if not said:
+        return {device: room.get(device, 0) for device in order}
+    given = said * len(order) if len(said) == 1 else said
+    return {device: min(room.get(device, 0), bound) for device, bound in zip(order, given, strict=False) if bound}
+
+
+def _counts(preset: Preset, offered: int) -> tuple[int, int]:
+    """The fewest and the most devices that the preset allows, of `offered` accelerators."""
+    if preset.tensor_split:
+        wanted = sum(1 for share in preset.tensor_split if share)
+    else:
+        wanted = offered if preset.pipeline_parallel == ALL_DEVICES else preset.pipeline_parallel
+    if wanted > max(1, offered):
+        key = "tensor-split" if preset.tensor_split else "pipeline-parallel"
+        there = f"there are {offered}" if offered else "there is none"
+        raise Indivisible(f"{preset.id}: {key} is for {wanted} accelerators, and {there} that it may use; change it")
+    if wanted > 1:
+        return wanted, wanted
+    if preset.split_mode == "none":
+        return 1, 1
+    return (min(2, max(1, offered)) if preset.split_mode == "layer" else 1), max(1, offered)
+
+
+def _why_whole(facts: Checkpoint, preset: Preset) -> str:
+    if preset.required_memory and preset.pipeline_parallel == 1 and not preset.tensor_split:
+        return "required-memory says what it takes on one"
+    try:
+        layer_costs(facts, preset)
+    except UnknownArchitecture as unknown:
+        return unknown.fact
+    return indivisible(facts, preset)
+
+
+def _layers(facts: Checkpoint, preset: Preset, room: Sequence[int]) -> tuple[int, ...]:
+    """How many layers each device gets, all as full as one another; empty if there are fewer layers than devices."""
+    costs = layer_costs(facts, preset)
+    count = len(room)
+    if len(costs) < count:
+        return ()
+    first = (1,) * (count - 1) + (len(costs) - count + 1,)
+    found = estimate(facts, preset, layers=first, on_host=False)
+    beside, at = [], 0
+    for shard, layers in zip(found.shards, first, strict=True):
+        beside.append(max(0, shard - sum(costs[at : at + layers])))
+        at += layers
+    return boundaries(costs, beside, room)
+
+
+def boundaries(costs: Sequence[int], beside: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
+    """How many of the layers, which cost `costs` bytes each, go to each device, so that the fullest is as little full
+    as can be. `beside`: bytes on each that are no layer's; `room`: what each has. Each device gets one layer at least.
+    """
+    room = [max(1, have) for have in room]
+    low, high = 0.0, max((each + sum(costs) + 1) / have for each, have in zip(beside, room, strict=True))
+    best = _fill(costs, beside, room, high)
+    assert best, "there is a layer for each device, and any device filled so far has room for all"
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        found = _fill(costs, beside, room, middle)
+        if found:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
+
+
+def _fill(costs: Sequence[int], beside: Sequence[int], room: Sequence[float], share: float) -> tuple[int, ...]:
+    """Layers by device, none fuller than that share of its room; empty if that cannot be."""
+    counts, at = [], 0
+    for place, (taken, have) in enumerate(zip(beside, room, strict=True)):
+        left = len(room) - place - 1
+        count, used = 0, taken
+        while at + count < len(costs) - left and used + costs[at + count] <= share * have:
+            used += costs[at + count]
+            count += 1
+        if not count:
+            return ()
+        counts.append(count)
+        at += count
+    return tuple(counts) if at == len(costs) else ()
+
+
+def fits(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]) -> bool:
+    """Whether shards of that size could ever be placed so; `room` with what gpu-split allows."""
+    if choice.place:
+        return all(size <= room.get(device, 0) for size, device in zip(shards, choice.place, strict=True))
+    sizes = sorted(shards, reverse=True)
+    have = sorted((room.get(device, 0) for device in choice.devices), reverse=True)
+    return len(have) >= len(sizes) and all(size <= most for size, most in zip(sizes, have, strict=False))
+
+
+def assigned(choice: Choice, shards: Sequence[int], room: Mapping[DeviceId, int]) -> tuple[DeviceId, ...]:
+    """The device of each shard: the one given, else the largest shard on the one with most room."""
+    if choice.place:
+        return choice.place
+    by_room = sorted(choice.devices, key=lambda device: (-room.get(device, 0), device))
+    by_size = sorted(range(len(shards)), key=lambda shard: -shards[shard])
+    placed = dict(zip(by_size, by_room, strict=False))
+    return tuple(placed[shard] for shard in range(len(shards)))
+
+
+def floor(found: Estimate) -> tuple[int, ...]:
+    """What each shard takes at least, as its weights do."""
+    return found.weights if any(found.weights) else found.shards
+
+
+__all__ = ["Choice", "Indivisible", "assigned", "boundaries", "bounded", "choices", "cost", "fits", "floor"]

@@ -1,0 +1,112 @@
+"""A model whose matrices are divided among ranks: whether it can be, and what that takes. Law: PURE.
+
+Each rank has a part of every matrix of the layers, and of a head that is not the embeddings; what is small, and the
+embeddings, each has as a whole. It keeps the keys and values of its own heads. On accelerators a rank is a device; on
+main memory all of them lie side by side.
+"""
+
+from dataclasses import replace
+
+from router.config.presets import Preset
+from router.memory.activations import compute_bytes
+from router.memory.checkpoint_facts import DTYPE_BYTES, Checkpoint, compute_dtype, effective_ctx
+from router.memory.estimate import (
+    TOKENIZER_BYTES,
+    Estimate,
+    beside_steps,
+    context_bytes,
+    grammar_bytes,
+    kept_bytes,
+    kept_whole,
+    required_shards,
+)
+from router.memory.estimate import estimate as estimate_whole
+from router.memory.process import UNKNOWN, Overhead
+from router.memory.weights import is_mapped, weight_bytes
+from worker.protocol.architectures import DIVISIBLE
+from worker.protocol.memory import GLOO_BYTES, NCCL_BYTES, STAGING_BYTES
+
+
+def cannot(facts: Checkpoint, preset: Preset, ranks: int) -> str:
+    """Why the model cannot be divided among so many; empty: it can."""
+    if why := kept_whole(facts, preset):
+        return why
+    if facts.model_type not in DIVISIBLE:
+        return f"this version divides {', '.join(sorted(DIVISIBLE))}, and this is {facts.model_type or 'unknown'}"
+    for number, what in (
+        (facts.heads, "attention heads"),
+        (facts.kv_heads, "heads of keys and values"),
+        (facts.intermediate, "columns in its MLP"),
+    ):
+        if number % ranks:
+            return f"it has {number} {what}, which {ranks} does not divide"
+    if not facts.matrices:
+        return "its files do not tell its layers from the rest"
+    return ""
+
+
+def estimate(
+    facts: Checkpoint,
+    preset: Preset,
+    ranks: int,
+    *,
+    on_host: bool,
+    threads: int = 0,
+    forked: bool = False,
+    overhead: Overhead = UNKNOWN,
+) -> Estimate:
+    """As `router.memory.estimate.estimate`, of a model that is divided among so many: on as many devices, or all of them on
+    main memory. Raises EstimateError."""
+    shards = 1 if on_host else ranks
+    if required_shards(preset, shards=shards, on_host=on_host) is not None:
+        parts = () if on_host else (1,) * ranks
+        said = estimate_whole(facts, preset, layers=parts, on_host=on_host, forked=forked, overhead=overhead)
+        return replace(said, layers=())
+    # every step is computed by kernels as torch starts them
+    preset = replace(preset, threads=preset.threads or threads, enforce_eager=True)
+    tokens = effective_ctx(facts, preset)
+    each = DTYPE_BYTES[compute_dtype(facts, preset, on_host=on_host)]
+    part = replace(
+        facts,
+        heads=facts.heads // ranks,
+        kv_heads=facts.kv_heads // ranks,
+        expanded=facts.expanded // ranks,
+        intermediate=facts.intermediate // ranks,
+    )
+    whole = weight_bytes(facts, preset, on_host=on_host)
+    divided = divided_elements(facts, ranks) * each
+    weights = whole - divided + -(-divided // ranks)
+    context = context_bytes(part, preset, tokens, on_host=on_host)
+    logits = 2 * (preset.parallel + 16) * facts.vocab_size * each  # as they are put together
+    compute = compute_bytes(part, preset, tokens, on_host=on_host) + logits
+    libraries = facts.vocab_size * TOKENIZER_BYTES + grammar_bytes(facts, preset)
+    loading = whole if preset.load_format == "dummy" else 2 * facts.largest
+    extra = preset.reserved_memory
+    if on_host:
+        kept = max(kept_bytes(facts, preset, compute, context), loading - context)
+        if not is_mapped(facts, preset):
+            kept = max(kept, 2 * facts.largest - context)
+        runtime = ranks * (overhead.on_host(forked=forked) + GLOO_BYTES) + libraries + extra
+        return Estimate(
+            (ranks * weights,), (ranks * context,), (ranks * kept,), (runtime,), reserved=extra, overhead=overhead
+        )
+    process = overhead.beside_device(forked=forked)
+    return Estimate(
+        weights=(weights,) * ranks,
+        context=(context,) * ranks,
+        compute=(compute,) * ranks,
+        runtime=(overhead.on_device + NCCL_BYTES + beside_steps(compute) + extra,) * ranks,
+        host=ranks * (process + STAGING_BYTES + loading) + libraries,
+        reserved=extra,
+        overhead=overhead,
+        process=ranks * process,
+    )
+
+
+def divided_elements(facts: Checkpoint, ranks: int) -> int:
+    """Of the weights those that each rank has a part of."""
+    head = 0 if facts.tied or facts.vocab_size % ranks else facts.vocab_size * facts.hidden
+    return facts.matrices + (head if facts.behind >= head else 0)
+
+
+__all__ = ["cannot", "divided_elements", "estimate"]

@@ -1,0 +1,272 @@
+"""Availability: the free memory of each device if some residents had left and others had started. PURE.
+
+A `View` is one moment, `Stages` are several moments of one plan. The devices are those of `router.planner.ledger`.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from router.planner.ledger import SLOTS, Bytes, Device, DeviceId, Resident
+
+NO_LIMIT = 1 << 62
+"""More bytes than any device has; the budget of a device without a limit."""
+Figures = tuple[int, int, int]
+"""The free bytes of one device: by the driver, by the ledger, and within the limit. The least of them counts.
+
+They are three figures, because a resident that leaves frees its measured bytes in the first and its reserved bytes in
+the other two. All three move alike in every view, so the minimum of several views is again a view.
+"""
+
+
+class View:
+    """The free memory of each device if some residents had left and others had started.
+
+        used = max(driver - measured of those that left, foreign + reserved of those that stay)
+        free = total - margin - used - promised
+
+    The same holds within the limit, without foreign memory. Unknown devices are ignored, and so are devices without
+    memory of their own, because their claims are charged to their pool.
+    """
+
+    __slots__ = ("_binds", "_figures", "_used", "promised", "room")
+
+    def __init__(self, devices: Sequence[Device], residents: Sequence[Resident], *, memory: bool = True):
+        """`residents`: all whose memory is in the devices' figures. Without `memory`, only SLOTS can be short."""
+        ours: dict[DeviceId, int] = {}
+        for resident in residents:
+            for id, reserved in resident.reserved.items():
+                ours[id] = ours.get(id, 0) + reserved
+        self._used = {d.id: max(d.used, d.foreign + ours.get(d.id, 0)) for d in devices}
+        self._binds = frozenset(d.id for d in devices if memory or d.id.index == SLOTS)
+        self._figures = {
+            device.id: (
+                device.total - device.margin - device.used,
+                device.total - device.margin - device.foreign - ours.get(device.id, 0),
+                NO_LIMIT if device.limit is None else device.limit - device.margin - ours.get(device.id, 0),
+            )
+            for device in devices
+            if device.pool is None
+        }
+        self.room = {id: min(figures) for id, figures in self._figures.items()}
+        """Free bytes by device; negative where too much is in use already. Callers only read it."""
+        self.promised: set[DeviceId] = set()
+        """The devices on which something is promised."""
+
+    def copy(self) -> "View":
+        """Return an independent copy."""
+        view = View.__new__(View)
+        view._used, view._binds = self._used, self._binds
+        view._figures, view.room, view.promised = self._figures.copy(), self.room.copy(), self.promised.copy()
+        return view
+
+    def leave(self, resident: Resident) -> None:
+        """Count a resident as gone."""
+        figures = self._figures
+        for id, occupied, reserved in resident.holds:
+            if id in figures:
+                driver, ledger, limit = figures[id]
+                figures[id] = moved = driver + occupied, ledger + reserved, limit + reserved
+                self.room[id] = min(moved)
+
+    def leave_all(self, residents: Iterable[Resident]) -> None:
+        """Count residents as gone. The sums per device make this faster than one `leave` for each."""
+        gone: dict[DeviceId, list[int]] = {id: [0, 0] for id in self._figures}
+        for one in residents:
+            for id, occupied, reserved in one.holds:
+                if (sums := gone.get(id)) is not None:
+                    sums[0] += occupied
+                    sums[1] += reserved
+        for id, (occupied, reserved) in gone.items():
+            if occupied or reserved:
+                self._move(id, occupied, reserved)
+
+    def stay(self, resident: Resident) -> None:
+        """Undo `leave`."""
+        for id, occupied, reserved in resident.holds:
+            self._move(id, -occupied, -reserved)
+
+    def promise(self, claim: Bytes) -> None:
+        """Give memory away that neither driver nor reservations show yet."""
+        figures = self._figures
+        for id, needed in claim.items():
+            if needed and id in figures:
+                driver, ledger, limit = figures[id]
+                figures[id] = moved = driver - needed, ledger - needed, limit - needed
+                self.room[id] = min(moved)
+                self.promised.add(id)
+
+    def lower(self, other: "View", devices: Iterable[DeviceId]) -> None:
+        """Take the minimum with another view on these devices. It stays valid while both get the same changes."""
+        for id in devices:
+            if (here := self._figures.get(id)) is not None:
+                there = other._figures[id]
+                both = min(here[0], there[0]), min(here[1], there[1]), min(here[2], there[2])
+                self._figures[id] = both
+                self.room[id] = min(both)
+
+    def free(self, id: DeviceId) -> int:
+        """Return the free bytes of a device; negative where too much is in use already."""
+        return self.room[id]
+
+    def used(self, id: DeviceId) -> int:
+        """Return the used bytes before any change: the larger of driver and ledger."""
+        return self._used[id]
+
+    def short(self, claim: Bytes) -> list[DeviceId]:
+        """Return the devices on which `claim` does not fit."""
+        room = self.room
+        return [id for id, needed in claim.items() if id in room and room[id] < needed and id in self._binds]
+
+    def short_without(self, claim: Bytes, gone: Sequence[Resident]) -> list[DeviceId]:
+        """Return the devices on which `claim` does not fit if the residents in `gone` had left as well."""
+        short = self.short(claim)
+        if not short or not gone:
+            return short
+        return [id for id in short if min(_without(self._figures[id], id, gone)) < claim[id]]
+
+    def is_overdrawn(self) -> bool:
+        """Return whether more is given away on any device than there is."""
+        return any(free < 0 for id, free in self.room.items() if id in self._binds)
+
+    def enough(self, claim: Bytes, order: Sequence[Resident], short: list[DeviceId]) -> tuple[Resident, ...] | None:
+        """Return the residents that have to leave so that `claim` fits, which does not fit on the devices in `short`.
+
+        They are taken in `order`, skipping those that are not in the way, until it fits. Then those that are not needed
+        are let off, the last first. None if all together are not enough.
+        """
+        # All devices are looked at together. One device after the other would evict two workers where a third one that
+        # is on both devices is enough.
+        if len(short) == 1:
+            return self._enough_on(short[0], claim[short[0]], order)
+        lacking = {id: self._figures[id] for id in short}
+        taken: list[Resident] = []
+        for one in order:
+            if not short:
+                break
+            if is_on(one, short):
+                taken.append(one)
+                lacking = {id: _without(figures, id, (one,)) for id, figures in lacking.items()}
+                short = [id for id in short if min(lacking[id]) < claim[id]]
+        if short:
+            return None
+        needed: list[Resident] = []
+        for one in reversed(taken):
+            less = {id: _with(figures, id, one) for id, figures in lacking.items()}
+            if any(min(figures) < claim[id] for id, figures in less.items()):
+                needed.append(one)
+            else:
+                lacking = less
+        return tuple(reversed(needed))
+
+    def _enough_on(self, id: DeviceId, size: int, order: Sequence[Resident]) -> tuple[Resident, ...] | None:
+        """The same where only one device is short. This is nearly always the case, and this way is much faster."""
+        driver, ledger, limit = (figure - size for figure in self._figures[id])
+        taken: list[tuple[Resident, int, int]] = []
+        for one in order:
+            reserved = one.reserved.get(id, 0)
+            occupied = one.measured.get(id, reserved)
+            if reserved or occupied:
+                taken.append((one, occupied, reserved))
+                driver, ledger, limit = driver + occupied, ledger + reserved, limit + reserved
+                if driver >= 0 and ledger >= 0 and limit >= 0:
+                    break
+        else:
+            return None
+        needed: list[Resident] = []
+        for one, occupied, reserved in reversed(taken):
+            if driver >= occupied and ledger >= reserved and limit >= reserved:
+                driver, ledger, limit = driver - occupied, ledger - reserved, limit - reserved
+            else:
+                needed.append(one)
+        needed.reverse()
+        return tuple(needed)
+
+    def is_like(self, other: "View", devices: Iterable[DeviceId]) -> bool:
+        """Return whether both views agree on these devices, and will after the same changes."""
+        ours, theirs = self._figures, other._figures
+        return all(ours[id] == theirs[id] for id in devices if id in ours)
+
+    def _move(self, id: DeviceId, occupied: int, reserved: int) -> None:
+        if (figures := self._figures.get(id)) is not None:
+            self._figures[id] = moved = figures[0] + occupied, figures[1] + reserved, figures[2] + reserved
+            self.room[id] = min(moved)
+
+
+def _without(figures: Figures, id: DeviceId, gone: Iterable[Resident]) -> Figures:
+    driver, ledger, limit = figures
+    for one in gone:
+        reserved = one.reserved.get(id, 0)
+        driver, ledger, limit = driver + one.measured.get(id, reserved), ledger + reserved, limit + reserved
+    return driver, ledger, limit
+
+
+def _with(figures: Figures, id: DeviceId, one: Resident) -> Figures:
+    reserved = one.reserved.get(id, 0)
+    return figures[0] - one.measured.get(id, reserved), figures[1] - reserved, figures[2] - reserved
+
+
+def is_on(one: Resident, devices: Collection[DeviceId]) -> bool:
+    """Return whether any of its memory is on one of the devices."""
+    return any(id in one.reserved or id in one.measured for id in devices)
+
+
+class Stages:
+    """The views of successive moments; the last one contains all that is still to happen. `leave` applies to all.
+
+    Only three views are kept, however many moments there are (see `View.lower`): the last, the minimum of all, and the
+    minimum of those rows in which something is promised. A list of views would make each check as slow as the queue is
+    long. While there is only one moment, it is both the last and the minimum.
+    """
+
+    def __init__(self, first: View):
+        self.last = first
+        self.least = first
+        self.many = False
+        """There is more than one moment."""
+        self._promises = first.copy()
+        self._promises._figures, self._promises.room = {}, {}
+
+    def leave(self, resident: Resident) -> None:
+        self.last.leave(resident)
+        if self.many:
+            self.least.leave(resident)
+        self._promises.leave(resident)
+
+    def stay(self, resident: Resident) -> None:
+        self.last.stay(resident)
+        if self.many:
+            self.least.stay(resident)
+        self._promises.stay(resident)
+
+    def promise(self, claim: Bytes) -> None:
+        """Promise a claim at every moment."""
+        self.last.promise(claim)
+        if self.many:
+            self.least.promise(claim)
+        for id, needed in claim.items():
+            if needed and id in self.least.room:
+                self._promises._figures[id] = self.least._figures[id]
+                self._promises.room[id] = self.least.room[id]
+
+    def book(self, claim: Bytes, victims: Sequence[Resident]) -> None:
+        """Promise a claim from the last moment on. Victims that leave later begin a new moment."""
+        if victims and not self.many:
+            self.many, self.least = True, self.last.copy()
+        for one in victims:
+            self.last.leave(one)
+        self.last.promise(claim)
+        if self.many:
+            self.least.lower(self.last, claim)  # elsewhere the new last one has no less than the one before
+        for id in self.last.promised.intersection(claim):
+            if id not in self._promises.room:
+                self._promises._figures[id], self._promises.room[id] = self.last._figures[id], self.last.room[id]
+        self._promises.lower(self.last, claim)
+
+    def need(self, resident: Resident) -> bool:
+        """Return whether a promise on the devices of a leaving resident would be broken if it stayed."""
+        view = self._promises
+        on = resident.reserved.keys() | resident.measured.keys()
+        return any(id in view.room and min(_with(view._figures[id], id, resident)) < 0 for id in on & view._binds)
+
+    def keep_their_promises(self) -> bool:
+        """Return whether there is room at every moment for all that is promised then."""
+        return not self._promises.is_overdrawn()

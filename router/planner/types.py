@@ -1,0 +1,144 @@
+"""The types of the planner's question and answer. The fleet and the explanations use them, too. PURE."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router.planner.ledger import Bytes, DeviceId
+
+Keep = Literal["pinned", "busy", "starting", "turn", "elsewhere", "unneeded"]
+"""The reason for which a resident is kept: never a victim; in use; a request waits for its load; inside its minimum
+residency; not on those devices; the memory is enough without it."""
+Cause = Literal["memory", "turn", "busy", "quiet", "stopping", "slots"]
+"""The reason for which a demand waits.
+
+`turn`, `busy`: its victims are inside their minimum residency, or in use and the swap patience is not over. `quiet`:
+another load runs on the device, and one of the two measures it. `stopping`: evicted workers have not exited yet.
+`memory`, `slots`: there is too little, and no eviction would change that, or it is promised to a demand ahead, or the
+estimate has to be refined first.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A worker queued for room. Times are in seconds of one monotonic clock."""
+
+    id: int
+    model: str
+    shards: tuple[int, ...]
+    """Bytes by shard. Each shard takes another device; all devices are on one node."""
+    host: int = 0
+    """Bytes of main memory beside the shards; 0 if the shard itself is on the host."""
+    since: float
+    """The time at which it joined the queue."""
+    devices: frozenset[DeviceId]
+    """The devices that its shards may use: accelerators, or main memory."""
+    place: tuple[DeviceId, ...] = ()
+    """The device of each shard, if it is fixed; empty: any of `devices`."""
+    priority: int = 0
+    luxury: bool = False
+    """Best-effort: it starts at once, evicts idle best-effort residents, or is dropped."""
+    sure: bool = True
+    """False for a static estimate: the demand may start, but is refined before it evicts or is refused."""
+    quiet: bool = False
+    """Its engine measures the device while it starts, so no other load may run there from its claim on."""
+    load_seconds: float = 0.0
+    """Expected length of its load."""
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise ValueError(f"a demand has at least one shard: {self.model}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Settings of the operator."""
+
+    patience: float
+    """Swap patience: seconds that a demand waits before busy workers past their minimum residency are drained."""
+    memory: bool = True
+    """False: only SLOTS count; no demand waits, evicts or is refused for memory or a --device-limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """The arithmetic of one device, in bytes (in workers for SLOTS)."""
+
+    required: int
+    available: int
+    """In a Wait: bytes that are free now and promised to no demand ahead. In a Refusal: the capacity of the device."""
+    margin: int
+    used: int
+    """max(driver, foreign + reserved)."""
+    foreign: int
+    total: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Memory for a demand, from now on."""
+
+    place: tuple[DeviceId, ...]
+    """The device of each shard, in the order of shards."""
+    claim: Bytes
+    """Bytes to reserve: the shards, and the HOST and SLOTS shares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """A resident that has to leave."""
+
+    reason: Literal["evicted", "idle"]
+    """`evicted`: to make room; `idle`: its time to live is over."""
+    for_demand: int | None
+    idle: bool
+    """It has no lease and can stop at once. Otherwise it drains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The demand does not even fit on an empty machine."""
+
+    devices: Mapping[DeviceId, Shortage]
+    """The arithmetic of the place where least is missing; empty if no node has enough devices."""
+    needs: int
+    """The number of devices that it needs on one node."""
+    offered: int
+    """The largest number of its devices that exist on one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The reason for which a demand stays in the queue."""
+
+    cause: Cause
+    on: tuple[int, ...] = ()
+    """Residents in the way, by id."""
+    shortage: Mapping[DeviceId, Shortage] = field(default_factory=dict)
+    """The devices with too little memory, at `place` if there is one, else at the place where least is missing."""
+    place: tuple[DeviceId, ...] = ()
+    """The device claimed for each shard; empty if there is nothing to claim."""
+    victims: tuple[int, ...] = ()
+    """Residents, by id, that leave for it now or, together, later."""
+    keep: Mapping[int, Keep] = field(default_factory=dict)
+    """The reason for which each of the others is kept."""
+    until: float | None = None
+    """The time at which the residents in the way may leave at the latest; None: they leave already, or not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer. Each demand is in exactly one of `start`, `refuse`, `drop` and `waits`, by its id."""
+
+    start: Mapping[int, Start]
+    evict: Mapping[int, Eviction]
+    """By resident."""
+    refine: frozenset[int]
+    """Demands among `waits` that need an exact estimate."""
+    refuse: Mapping[int, Refusal]
+    drop: frozenset[int]
+    """Best-effort demands for which there is no room."""
+    waits: Mapping[int, Wait]
+    look_again: float | None
+    """The next moment at which time alone changes the answer."""

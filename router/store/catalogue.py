@@ -1,0 +1,299 @@
+"""Which models there are: the hub cache, the models folder and the preset file, read from disk and merged.
+
+No network, and nothing is written. A snapshot counts only if it is complete: config.json and all its safetensors
+files, none of them a dangling link.
+"""
+
+import difflib
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from router.config import ini, resolve
+from router.config.ini import Problem
+from router.config.resolve import Found, Loaded
+from router.config.settings import Key, Settings, configured_keys, hub_cache
+from router.errors import ConfigError
+from worker.protocol.snapshot_files import ADAPTER_FILES, INDEX, shard_names
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """What a running router lists beside what its files and folders say."""
+
+    found: tuple[Found, ...] = ()
+    """Models of the hub that somebody asks to be fetched; they may not be complete yet."""
+    sections: str = ""
+    """Models that were registered by a call, as sections of a preset file."""
+
+
+NOTHING = Further()
+_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def load_catalogue(
+    settings: Settings, model_flags: Mapping[str, str], environ: Mapping[str, str], further: Further = NOTHING
+) -> Loaded:
+    """All models of a router; may be called again at any time, for a reload.
+
+    `model_flags` holds model keys of the command line by their spelling. No exception for anything on disk: what
+    cannot be read is among the problems.
+    """
+    warnings: list[Problem] = []
+    problems: list[Problem] = []
+    found: list[Found] = []
+    if settings.models_dir:
+        found, notes, fault = _models_dir(settings.models_dir)
+        warnings += notes
+        problems += [Problem(settings.models_dir, 0, "", "models-dir", fault)] if fault else []
+    if settings.models_cache:
+        found += _cache(settings.hub_cache or hub_cache(environ))
+    found += further.found
+    path = Path(settings.models_preset) if settings.models_preset else None
+    if path is None and not settings.models_dir:
+        path = demo_preset()
+    text, fault = _text(path) if path else ("", "")
+    if path and path.is_dir():
+        fault = "is a folder; give it as --models-dir, or name an INI file"
+    file = settings.models_preset or (path.name if path else "")
+    problems += [Problem(file, 0, "", "models-preset", fault)] if fault else []
+    loaded = resolve.load(
+        text,
+        file=file,
+        folder=str(path.absolute().parent) if path else "/",
+        disk=LocalDisk(),
+        found=found,
+        flags=model_flags,
+        environ=environ,
+        working=str(Path.cwd()),
+        swap_patience=settings.swap_patience,
+        strict=settings.strict_presets,
+        strict_fields=settings.strict_fields,
+        registered=further.sections,
+    )
+    problems += loaded.problems
+    if not problems:
+        problems += _default_model(settings.default_model, loaded)
+    return Loaded({} if problems else loaded.presets, tuple(problems), (*warnings, *loaded.warnings))
+
+
+def read_keys(settings: Settings) -> tuple[Key, ...]:
+    """The keys of flags and key files, read anew. Raises ConfigError."""
+    texts: list[str] = []
+    problems: list[str] = []
+    for file in (settings.api_key_file, settings.admin_key_file):
+        text, fault = _secret_text(Path(file)) if file else ("", "")
+        problems += [f"{file}: {fault}"] if fault else []
+        texts.append(text)
+    if problems:
+        raise ConfigError(problems)
+    return configured_keys(settings, user_file=texts[0], admin_file=texts[1])
+
+
+def find_snapshot(repo: str, revision: str = "main", cache_dir: str = "", *, adapter: bool = False) -> str | None:
+    """The folder of a complete snapshot of `repo` (`org/name`), or of an `adapter`, in the hub cache; None if there is
+    none.
+
+    `revision` is a branch, a tag or a whole commit. `cache_dir` empty: the hub library's own default.
+    """
+    folder = Path(cache_dir or hub_cache(os.environ)) / f"models--{repo.replace('/', '--')}"
+    if ".." in revision.split("/") or revision.startswith("/"):
+        return None
+    reference = folder / "refs" / revision
+    commit = _text(reference)[0].strip() if reference.is_file() else revision
+    snapshot = folder / "snapshots" / commit
+    is_one = re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir()
+    lacks = missing_adapter if adapter else missing
+    return str(snapshot.absolute()) if is_one and not lacks(snapshot) else None
+
+
+def missing_adapter(folder: Path) -> str:
+    """What an adapter's folder lacks, in words; empty if it is complete."""
+    return next((name for name in ADAPTER_FILES if not _is_file(folder / name)), "")
+
+
+def missing(folder: Path) -> str:
+    """What a snapshot lacks, in words; empty if it is complete."""
+    if not _is_file(folder / "config.json"):
+        return "config.json"
+    index = folder / INDEX
+    if _is_file(index):
+        try:
+            names = shard_names(index.read_bytes())
+        except (OSError, ValueError):
+            return f"a readable {INDEX}"
+        return next((name for name in names if not _is_file(folder / name)), "")
+    try:
+        files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    except OSError as error:
+        return error.strerror or "access"
+    for name in files:
+        if not _is_file(folder / name):
+            return name
+        shard = _SHARD.fullmatch(name)
+        if shard and sum(other.endswith(f"-of-{shard[2]}.safetensors") for other in files) < int(shard[2]):
+            return f"a part beside {name}"
+    return "" if files else "safetensors files"
+
+
+def demo_preset() -> Path:
+    """The preset of the built-in models: in the wheel, or in the checkout beside the package."""
+    package = Path(__file__).resolve().parent
+    installed = package / "data" / "demo.ini"
+    return installed if installed.is_file() else package.parent / "config" / "demo.ini"
+
+
+class LocalDisk:
+    """This machine's files, as `layers` asks for them."""
+
+    def kind(self, path: str) -> Literal["", "file", "folder", "snapshot", "lmi", "adapter", "gguf"]:
+        if os.path.isfile(path):
+            return "file"
+        if not os.path.isdir(path):
+            return ""
+        if os.path.isfile(os.path.join(path, "config.json")):
+            return "snapshot"
+        if os.path.isfile(os.path.join(path, "serving.properties")):
+            return "lmi"
+        if os.path.isfile(os.path.join(path, "adapter_config.json")):
+            return "adapter"
+        return "gguf" if any(_is_gguf(Path(name)) for name in _names(path, quiet=True)) else "folder"
+
+    def read(self, path: str) -> str:
+        return Path(path).read_bytes().decode()
+
+    def folders(self, path: str) -> list[str]:
+        return [name for name in _names(path, quiet=True) if os.path.isdir(os.path.join(path, name))]
+
+
+def _text(path: Path) -> tuple[str, str]:
+    """A file's text, or what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(ini.MAX_BYTES + 1)
+        if len(content) > ini.MAX_BYTES:
+            return "", f"is larger than {ini.MAX_BYTES >> 20} MiB"
+        return content.decode(), ""
+    except UnicodeDecodeError as error:
+        return "", f"is not UTF-8 text: byte {error.start}"
+    except OSError as error:
+        return "", (error.strerror or "cannot be read").lower()
+
+
+def _secret_text(path: Path) -> tuple[str, str]:
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            return "", f"other users may read it; chmod 600 {path}"
+    except OSError as error:
+        return "", (error.strerror or "cannot be read").lower()
+    return _text(path)
+
+
+def _models_dir(folder: str) -> tuple[list[Found], list[Problem], str]:
+    """Models of a folder, remarks on what is none, and what is wrong with the folder itself."""
+    try:
+        names = _names(folder)
+    except NotADirectoryError:
+        return [], [], "is a file; give it as --models-preset, or name a folder of models"
+    except OSError as error:
+        return [], [], (error.strerror or "cannot be read").lower()
+    found: list[Found] = []
+    notes: list[Problem] = []
+    for id, path in _candidates(Path(folder).absolute(), names):
+        fault = _unusable(id, path)
+        if fault:
+            notes.append(Problem(str(path), 0, "", "models-dir", f"is not listed: {fault}"))
+        elif path.is_dir():
+            found.append(Found(id, "models_dir", path=str(path)))
+    return found, notes, ""
+
+
+def _candidates(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
+    """(id, path): the folder's entries, and those of folders that are no models but may hold some (org/name)."""
+    for name in names:
+        path = folder / name
+        if not path.is_dir() or _is_model(path):
+            yield name, path
+            continue
+        for each in _names(str(path), quiet=True):
+            if not (path / each).is_dir() or _is_model(path / each):
+                yield f"{name}/{each}", path / each
+
+
+def _unusable(id: str, path: Path) -> str:
+    """Why a file or folder below --models-dir is no model; empty if it is one, or plainly something else."""
+    if path.is_file():
+        return "GGUF needs the llama-server engine, which this version does not offer" if _is_gguf(path) else ""
+    if not _is_file(path / "config.json"):
+        what = "serving.properties" if _is_file(path / "serving.properties") else "GGUF files"
+        return f"it has {what}, which this version does not offer; write a section with model = a safetensors folder"
+    if not ini.is_name(id):
+        return "its name cannot be a model's; use letters, digits and ._:@+-"
+    lacks = missing(path)
+    return f"it is not complete, {lacks} is missing" if lacks else ""
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a folder is meant to be a model, of whatever format."""
+    if _is_file(path / "config.json") or _is_file(path / "serving.properties"):
+        return True
+    return any(_is_gguf(Path(name)) for name in _names(str(path), quiet=True))
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.name.lower().endswith(".gguf")
+
+
+def _names(folder: str, *, quiet: bool = False) -> list[str]:
+    """Visible entries in order. Raises OSError unless `quiet`."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        if quiet:
+            return []
+        raise
+
+
+def _cache(folder: str) -> list[Found]:
+    """Revisions in the hub cache that have a name and a complete snapshot. Of a repository whose snapshots have no
+    names any complete one."""
+    found: list[Found] = []
+    for name in _names(folder, quiet=True):
+        kind, _, rest = name.partition("--")
+        repo = rest.replace("--", "/")
+        if kind == "models" and ini.is_name(repo):
+            found += _cached(Path(folder) / name, repo, folder)
+    return found
+
+
+def _cached(folder: Path, repo: str, cache: str) -> list[Found]:
+    refs = sorted(str(path.relative_to(folder / "refs")) for path in (folder / "refs").rglob("*") if path.is_file())
+    named = [revision for revision in refs if find_snapshot(repo, revision, cache)]
+    if not named:
+        commits = _names(str(folder / "snapshots"), quiet=True)
+        commit = next((commit for commit in commits if find_snapshot(repo, commit, cache)), "")
+        return [Found(repo, "cache", repo=repo, revision=commit)] if commit else []
+    found = [Found(hub_id(repo, revision), "cache", repo=repo, revision=revision) for revision in named]
+    return [entry for entry in found if ini.is_name(entry.id)]
+
+
+def hub_id(repo: str, revision: str) -> str:
+    """What a revision in the cache is listed as where nothing else names it."""
+    return repo if revision == "main" else f"{repo}:{revision}"
+
+
+def _default_model(name: str, loaded: Loaded) -> list[Problem]:
+    names = {alias for preset in loaded.presets.values() for alias in (preset.id, *preset.aliases)}
+    if not name or name in names:
+        return []
+    near = next(iter(difflib.get_close_matches(name, sorted(names), n=1)), "")
+    problem = Problem("--default-model", 0, "", "default-model", f'there is no model "{name}"')
+    return [replace(problem, suggestion=near)]
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # false, not an error, where a folder may not be entered

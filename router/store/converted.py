@@ -1,0 +1,162 @@
+"""Converted snapshots: what loads would convert each time, converted once, in a folder of ours beside all snapshots.
+
+A folder below `converted` is named by a hash of what it was made of: the source's files (where they really lie, sizes,
+times) and the versions of what reads them. So one whose source has changed is not found, whoever looks. Law: nothing of
+a snapshot is touched; whatever lies here may be deleted at any time, and costs a conversion.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from router.config.presets import Preset
+from router.memory.checkpoint_facts import Checkpoint
+from worker.protocol.snapshot_files import MANIFEST, Manifest, decode_manifest
+
+log = logging.getLogger("router.store.converted")
+
+PART = ".part"
+"""What a folder is called that is not complete (worker/fetch/convert.py); who makes it holds a lock on it."""
+_SLOW_TOKENIZERS = frozenset(
+    {"merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt"}
+)
+"""Files of tokenizers that have to be converted on each load, where there is no tokenizer.json beside them."""
+_LAYOUT = 1
+"""Raised when what is made, or how, is different."""
+
+
+def can_be_converted(preset: Preset) -> bool:
+    """Whether its files are ones that our own libraries convert as its worker's would."""
+    return not (preset.python or preset.demo or preset.trust_remote_code or preset.load_format == "dummy")
+
+
+class Conversions:
+    """Those of one state folder. All methods may be called from any thread; they look at a few names, and `sweep`
+    blocks for as long as the disk takes."""
+
+    def __init__(self, folder: Path, *, versions: Sequence[str] = ()):
+        """`versions`: of the libraries that convert and load."""
+        self._folder = folder
+        self._versions = tuple(versions)
+        self._given_up: set[Path] = set()
+        self._sizes: dict[str, int] = {}
+        self._mine = threading.Lock()
+
+    def target(self, snapshot: str) -> Path | None:
+        """Where the conversion of `snapshot`, as its files are now, is or would be; None if they cannot be seen."""
+        facts = []
+        try:
+            with os.scandir(snapshot) as entries:
+                for entry in entries:
+                    found = entry.stat()
+                    at = os.path.realpath(entry.path)
+                    facts.append((entry.name, at, found.st_ino, found.st_size, found.st_mtime_ns))
+        except OSError:
+            return None
+        words = json.dumps([_LAYOUT, self._versions, sorted(facts)])
+        return self._folder / hashlib.sha256(words.encode()).hexdigest()[:32]
+
+    def find(self, snapshot: str) -> str | None:
+        """Folder of the converted snapshot, if there is a whole one and anything had to be converted."""
+        target = self.target(snapshot)
+        manifest = self._manifest(target) if target is not None and target not in self._given_up else None
+        return str(target) if manifest is not None and manifest.files else None
+
+    def is_settled(self, snapshot: str, facts: Checkpoint) -> bool:
+        """Whether there is nothing to do: it is converted, need not be, or never will be as its files are now.
+
+        What the router sees to be right as it lies need not be looked at by a worker, whose imports take seconds.
+        """
+        has_parts = facts.stacked > 0 and not facts.quantization
+        if not has_parts and not _lacks_fast_tokenizer(snapshot):
+            return True
+        target = self.target(snapshot)
+        return target is None or target in self._given_up or self._manifest(target) is not None
+
+    def is_one(self, folder: str) -> bool:
+        """Whether `folder` is a converted snapshot."""
+        return Path(folder).parent == self._folder
+
+    def give_up(self, target: Path) -> None:
+        """Use it no more, nor make it again as long as this router runs and its source stays as it is."""
+        self._given_up.add(target)
+        try:
+            (target / MANIFEST).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be deleted: %s", target, error.strerror or error)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of disk by source, as of the last sweep."""
+        return self._sizes
+
+    async def swept(self) -> None:
+        """Returns once `sweep` is over; the loop is free meanwhile."""
+        await asyncio.to_thread(self.sweep)
+
+    def sweep(self) -> int:
+        """Delete those whose source is gone or has changed, and what nobody is making any more; returns how many."""
+        swept, sizes = 0, {}
+        with self._mine:
+            for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
+                if path.name.endswith(PART):
+                    swept += _remove_part(path)
+                    continue
+                manifest = self._manifest(path)
+                if manifest is None or self.target(manifest.source) != path:
+                    shutil.rmtree(path, ignore_errors=True)
+                    swept += 1
+                elif manifest.files:
+                    sizes[manifest.source] = sum(size for size, _ in manifest.files.values())
+            self._sizes = sizes
+        return swept
+
+    def _manifest(self, target: Path) -> Manifest | None:
+        """Of a target that is there, whole and untouched since; None of any other."""
+        try:
+            manifest = decode_manifest((target / MANIFEST).read_bytes())
+            for name, (size, changed) in manifest.files.items():
+                found = (target / name).lstat()
+                if (found.st_size, found.st_mtime_ns) != (size, changed):
+                    log.warning("%s is not as it was made: %s has changed; it is not used", target, name)
+                    return None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            log.warning("%s is not used: %s", target, error)
+            return None
+        return manifest
+
+
+def _lacks_fast_tokenizer(snapshot: str) -> bool:
+    try:
+        names = set(os.listdir(snapshot))
+    except OSError:
+        return False
+    return "tokenizer.json" not in names and not names.isdisjoint(_SLOW_TOKENIZERS)
+
+
+def _remove_part(path: Path) -> int:
+    """Delete what somebody began to make, unless somebody still does: how many were deleted."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return 1
+
+
+__all__ = ["Conversions", "can_be_converted"]

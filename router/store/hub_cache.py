@@ -1,0 +1,69 @@
+"""Deleting revisions from the hub cache, whose layout is the hub library's.
+
+`refs/NAME` holds a commit, `snapshots/COMMIT` links to `blobs/HASH`; what is on its way is `blobs/HASH.incomplete`.
+
+Law: nothing outside the cache is touched, and nothing that another name, or somebody who is writing, still needs.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from router.store.catalogue import missing
+
+
+def folder_of(cache: str, repo: str) -> Path:
+    """Where `repo` (org/name) is kept."""
+    return Path(cache) / f"models--{repo.replace('/', '--')}"
+
+
+def remove(cache: str, repo: str, revision: str, *, keep: Collection[str] = (), alone: bool = True) -> None:
+    """Delete `revision` (branch, tag or commit) of `repo`, and what came of it if it is not complete.
+
+    `keep`: commits that others use; `alone`: no other model of this router is of the repository. Blocks for as long as
+    the disk takes. Raises ValueError if the folder is not inside the cache, OSError if it cannot be written.
+    """
+    folder = folder_of(cache, repo)
+    if not folder.is_dir():
+        return
+    if folder.resolve().parent != Path(cache).resolve():
+        raise ValueError(f"{folder} leads out of the cache")
+    reference = folder / "refs" / revision
+    if (folder / "refs").resolve() not in reference.resolve().parents:
+        raise ValueError(f"{revision!r} is no name of a revision")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    reference.unlink(missing_ok=True)
+    named = {path.read_text().strip() for path in (folder / "refs").rglob("*") if path.is_file()} | set(keep)
+    if alone and not named:
+        shutil.rmtree(folder)
+        shutil.rmtree(Path(cache) / ".locks" / folder.name, ignore_errors=True)
+        return
+    for snapshot in (folder / "snapshots").iterdir() if (folder / "snapshots").is_dir() else ():
+        if snapshot.name not in named and (snapshot.name == commit or (alone and missing(snapshot))):
+            shutil.rmtree(snapshot)
+    _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete the contents that no snapshot links to."""
+    linked = {os.path.basename(os.readlink(path)) for path in (folder / "snapshots").rglob("*") if path.is_symlink()}
+    for blob in (folder / "blobs").iterdir():
+        if blob.name not in linked and not _is_being_written(blob):
+            blob.unlink()
+
+
+def _is_being_written(blob: Path) -> bool:
+    """Whether a download has it open: it holds a lock meanwhile."""
+    if blob.suffix != ".incomplete":
+        return False
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(blob, os.O_RDWR | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,130 @@
+"""Where models' files are: local folders, the hub cache, the state folder's demo models."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from router.config.presets import HUB, Preset
+from router.errors import LoadFailed
+from router.memory import checkpoint
+from router.memory.checkpoint_facts import Checkpoint
+from router.memory.learned import version
+from router.store.catalogue import find_snapshot
+from router.store.converted import Conversions, can_be_converted
+from worker.protocol.argv import AdapterSource, Download
+
+
+class Snapshots:
+    """Finds, reads, and says how to fetch."""
+
+    def __init__(self, *, cache: str, state: Path, offline: bool, prepare: bool = True):
+        """`prepare`: whether models are loaded from converted snapshots."""
+        self._cache = cache
+        self._demo = state / "demo"
+        self._offline = offline
+        self._prepare = prepare
+        versions = [version(name) for name in ("transformers", "tokenizers", "fleet-router")]
+        self.conversions = Conversions(state / "converted", versions=versions)
+        self._made: dict[str, str] = {}
+        """Folders of demo models, by name; only `worker download` knows where it makes them."""
+
+    def find(self, preset: Preset) -> str | None:
+        if preset.path:
+            return preset.path
+        if preset.demo:
+            made = self._made.get(preset.demo)
+            return made if made is not None and os.path.isdir(made) else None
+        return find_snapshot(preset.repo, preset.revision, self._cache)
+
+    def fetched(self, preset: Preset, snapshot: str) -> None:
+        if preset.demo:
+            self._made[preset.demo] = snapshot
+
+    def look(self, preset: Preset) -> object:
+        folder = self.find(preset)
+        if folder is None:
+            return None
+        try:
+            with os.scandir(folder) as entries:
+                return folder, sorted((entry.name, *_outside(entry)) for entry in entries)
+        except OSError as error:
+            return folder, error.errno
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        return await asyncio.to_thread(
+            checkpoint.read,
+            Path(snapshot),
+            override=preset.config_override,
+            needs_weights=preset.load_format != "dummy",
+        )
+
+    def weights(self, snapshot: str) -> dict[str, int]:
+        """Bytes of each safetensors file of a snapshot, by its path; nothing if it cannot be read."""
+        try:
+            with os.scandir(snapshot) as entries:
+                return {each.path: each.stat().st_size for each in entries if each.name.endswith(".safetensors")}
+        except OSError:
+            return {}
+
+    def loads_from(self, preset: Preset, snapshot: str) -> str:
+        """Its converted form where there is one: not for a preset whose interpreter may have other libraries."""
+        if not self._prepare or not can_be_converted(preset):
+            return snapshot
+        return self.conversions.find(snapshot) or snapshot
+
+    def forsake(self, snapshot: str) -> bool:
+        if not self.conversions.is_one(snapshot):
+            return False
+        self.conversions.give_up(Path(snapshot))
+        return True
+
+    def sweep(self) -> None:
+        self.conversions.sweep()
+
+    @property
+    def converted(self) -> Mapping[str, int]:
+        return self.conversions.sizes
+
+    def adapters(self, preset: Preset) -> list[AdapterSource]:
+        return [replace(each, path=self._adapter(each) or each.path) for each in preset.adapters]
+
+    def missing_adapters(self, preset: Preset) -> list[Download]:
+        if self._offline or not preset.adapter_slots:
+            return []
+        return [self.adapter_download(each.path) for each in preset.adapters if not self._adapter(each)]
+
+    def adapter_download(self, path: str) -> Download:
+        """How to fetch `hub:org/name:revision`."""
+        repo, _, revision = path.removeprefix(HUB).partition(":")
+        return Download(repo=repo, revision=revision, cache=self._cache, adapter=True)
+
+    def _adapter(self, source: AdapterSource) -> str | None:
+        """Its folder; None if it is on the hub only."""
+        if not source.path.startswith(HUB):
+            return source.path
+        repo, _, revision = source.path.removeprefix(HUB).partition(":")
+        return find_snapshot(repo, revision, self._cache, adapter=True)
+
+    def can_mend(self, preset: Preset) -> bool:
+        return not (preset.path or preset.demo or self._offline)
+
+    def download(self, preset: Preset) -> Download:
+        if preset.demo:
+            return Download(demo=preset.demo, target=str(self._demo))
+        if self._offline:
+            raise LoadFailed(
+                f"{preset.id}: {preset.repo} at {preset.revision} is not in the cache, and --offline forbids fetching"
+                " it; start once without --offline, or point `model` at a folder"
+            )
+        return Download(repo=preset.repo, revision=preset.revision, cache=self._cache)
+
+
+def _outside(entry: os.DirEntry[str]) -> tuple[int, int]:
+    """Size and time of a file; of what a link leads to, as in the hub cache."""
+    try:
+        facts = entry.stat()
+    except OSError:
+        return -1, -1
+    return facts.st_size, facts.st_mtime_ns

@@ -1,0 +1,109 @@
+"""What `router ps` shows of a router's answer."""
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from router.cli.client import Unreachable, get, models, processes
+from router.cli.main import main
+
+
+@contextlib.contextmanager
+def answering(text: str) -> Iterator[str]:
+    """The URL of a server that answers everything so."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def model(id: str, value: str, **status: Any) -> dict[str, Any]:
+    return {"id": id, "status": {"value": value, "in_flight": 0, "queued": 0, **status}}
+
+
+def test_models_are_shown_with_what_they_take_and_where_their_load_went() -> None:
+    spent = {"fork": 0.02, "config": 0.001, "standby": 3.0, "read": 0.2, "build": 0.05, "first_token": 0.03}
+    memory = {"cpu": {"estimated_mib": 90, "measured_mib": 80, "reserved_mib": 90}}
+    asleep = {"cpu": {"estimated_mib": 70, "measured_mib": None, "reserved_mib": 70}}
+    lines = processes(
+        [
+            model("one", "loaded", memory=memory, spent=spent, in_flight=2, draining=True),
+            model("two", "sleeping", memory=asleep),
+            model("three", "unloaded"),
+        ],
+        now=0.0,
+    ).splitlines()
+    assert [line.split() for line in lines] == [
+        ["NAME", "STATE", "DEVICE", "EST/MEAS", "MiB", "ACTIVE", "QUEUE", "LOAD", "WHERE", "IT", "WENT"],
+        ["one", "loaded", "(draining)", "cpu", "90/80", "2", "0", "0.27", "s",
+         "fork", "0.02", "standby", "3.00", "read", "0.20", "build", "0.05", "first_token", "0.03"],
+        ["two", "sleeping", "cpu", "70/-", "0", "0", "-", "-"],
+    ]  # fmt: skip
+    assert (
+        processes([model("three", "unloaded")], now=0.0, everything=True).splitlines()[1].startswith("three  unloaded")
+    )
+
+
+def test_models_that_failed_are_shown_with_why_and_when_they_are_tried_again() -> None:
+    lines = processes(
+        [
+            model("one", "unloaded", failed=True, error="out of host memory,\ntwice", retry_at=1012.2),
+            model("two", "unloaded", failed=True, error="two: no such device", retry_at=1000.0),
+            model("three", "loaded", draining=True, error="died", retry_at=1300.0),
+            model("four", "unloaded"),
+        ],
+        now=1000.0,
+    ).splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["one", "failed"], ["two", "failed"], ["three", "loaded"]]
+    assert lines[4:] == [
+        "one: out of host memory, twice (next attempt in 12 s)",
+        "two: no such device (next attempt with its next request)",
+        "three: died (next attempt in 300 s)",
+    ]
+
+
+def test_without_a_router_it_is_said_what_to_do() -> None:
+    with pytest.raises(
+        Unreachable, match=r"no router answers at http://127\.0\.0\.1:1 .*give --url, or set ROUTER_URL"
+    ):
+        get("http://127.0.0.1:1", "/models")
+    with pytest.raises(Unreachable, match="no address"):
+        get("ftp://x", "/models")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["[]", '"x"', "{}", '{"data": null}', '{"data": [5]}', '{"data": [{"id": "x"}]}',
+     '{"data": [{"id": "x", "status": "loaded"}]}', '{"data": [{"id": "x", "status": {"value": "loaded"}}]}'],
+)  # fmt: skip
+def test_another_server_is_not_taken_for_a_router(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(answer) as url:
+        assert main(["ps", "--url", url]) == 3
+        said = f"router ps: what answers at {url} is not this kind of router; give --url, or set ROUTER_URL\n"
+        assert capsys.readouterr() == ("", said)
+
+
+def test_a_router_is_asked_itself_whatever_proxy_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with answering('{"data": [{"id": "x", "status": {"value": "unloaded", "in_flight": 0}}]}') as url:
+        assert [each["id"] for each in models(url)] == ["x"]

@@ -1,0 +1,461 @@
+"""`router estimate`: with no server, from a folder, the cache, or a hub of which only headers are read."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.cli import hub_headers
+from router.cli.estimate import cost, find
+from router.cli.hub_headers import RemoteError
+from router.cli.main import main
+from router.config.resolve import Loaded
+from router.memory import checkpoint, learned
+from router.memory.learned import Calibration
+from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, Overhead
+from router.memory.sharding import Choice
+from router.planner.ledger import HOST, LOCAL, DeviceId
+from router.store.snapshots import Snapshots
+from tests.children import Child
+from worker.protocol.snapshot_files import MANIFEST, Manifest, encode_manifest
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[3]
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512,
+    "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.startswith(("ROUTER_", "LLAMA_", "HF_", "CUDA_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty-cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def write(folder: Path, *, shards: int = 1, padding: int = 0, **config: Any) -> Path:
+    """A snapshot with real headers; `padding`: bytes of metadata that make each header longer."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    names = (
+        ["model.safetensors"] if shards == 1 else [f"model-{n:05}-of-{shards:05}.safetensors" for n in range(shards)]
+    )
+    weight_map = {}
+    for number, name in enumerate(names):
+        tensors: dict[str, Any] = {f"model.layers.{number}.mlp.weight": [300, 100]}
+        if number == 0:
+            tensors["model.embed_tokens.weight"] = [512, 64]
+        table: dict[str, Any] = {"__metadata__": {"padding": "x" * padding}} if padding else {}
+        end = 0
+        for tensor, shape in tensors.items():
+            size = shape[0] * shape[1] * 2
+            table[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+            weight_map[tensor] = name
+            end += size
+        header = json.dumps(table).encode()
+        (folder / name).write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
+    if shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def estimate(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    """Exit code and JSON document of `router estimate WORDS`."""
+    code = main(["estimate", *words, "--json"])
+    said = capsys.readouterr()
+    assert said.err == ""
+    return code, json.loads(said.out)
+
+
+class FakeHub:
+    def __init__(self, url: str, root: Path):
+        self.url, self.root = url, root
+
+    def journal(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/_journal") as answer:
+            return list(answer.read().decode().splitlines())
+
+    def fails(self, **faults: Any) -> None:
+        body = json.dumps(faults).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/_faults", body, method="PUT")).close()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    root = tmp_path_factory.mktemp("hub")
+    with Child([sys.executable, str(ROOT / "tests" / "fake_hub.py"), str(root)]) as child:
+        url = child.line()
+        assert url is not None
+        yield FakeHub(url, root)
+
+
+def test_a_folder_is_weighed_and_the_segments_sum_to_the_total(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = estimate(capsys, str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2")
+    assert (code, said["schema"], said["source"], said["fits"], said["downloaded"]) == (0, 1, "static", True, True)
+    assert said["weights"] >= (300 * 100 + 512 * 64) * 2
+    assert said["context"] == 2 * 2 * 2 * 16 * 2 * 512, "layers, keys and values, heads, elements, bytes, tokens"
+    parts = sum(said[segment] for segment in ("weights", "context", "compute", "runtime", "host"))
+    assert parts == said["total"]
+    [room] = said["devices"]
+    assert (room["device"], room["needs"], room["fits"]) == ("cpu", said["total"], True)
+
+
+def test_a_cache_in_other_numbers_is_weighed_and_explained_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--parallel", "2", "-ctk", "q8_0", "-ctv", "q8_0"]
+    _, said = estimate(capsys, *words)
+    assert (said["kv_cache_dtype"], said["dtype"]) == ("int8", "bfloat16")
+    assert said["context"] == 2 * 2 * 2 * (16 + 2) * 512, "layers, keys and values, heads, a head's bytes, tokens"
+    main(["estimate", *words])
+    assert "2 layers x 2 KV heads x 36 B of int8 x 512 tokens" in capsys.readouterr().out
+
+
+def test_what_was_asked_for_is_in_the_words_as_it_is_in_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--ctx-size", "256", "--kv-tokens", "4096", "--reserved-memory", "300"]
+    assert estimate(capsys, *words)[1]["context"] == 2 * 2 * 2 * 16 * 2 * 4096
+    main(["estimate", *words])
+    said = capsys.readouterr().out
+    assert "2 KV heads x 32 elements x 2 B x 4096 tokens" in said
+    assert "and tables for grammars; reserved-memory, 300.0 MiB" in said
+
+
+def test_a_converted_snapshot_is_weighed_where_loads_take_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, state = write(tmp_path / "m"), tmp_path / "own"
+    target = Snapshots(cache="", state=state, offline=True).conversions.target(str(folder))
+    assert target is not None
+    write(target, padding=100_000)
+    facts = (target / "model.safetensors").stat()
+    manifest = Manifest(source=str(folder), files={"model.safetensors": [facts.st_size, facts.st_mtime_ns]})
+    (target / MANIFEST).write_bytes(encode_manifest(manifest))
+    found = [
+        estimate(capsys, str(folder), "--ctx-size", "256", "--state-dir", str(state), *words)[1]["weights"]
+        for words in ((), ("--no-prepare",))
+    ]
+    assert found[0] > found[1] + 90_000
+
+
+def test_what_if_flags_change_what_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write(tmp_path / "m"))
+    base = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1")[1]
+    longer = estimate(capsys, folder, "--ctx-size", "1024", "--parallel", "1")[1]
+    more = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "4")[1]
+    wider = estimate(capsys, folder, "--ctx-size", "256", "--parallel", "1", "--dtype", "float32")[1]
+    assert longer["context"] == more["context"] == 4 * base["context"]
+    assert (wider["context"], wider["dtype"]) == (2 * base["context"], "float32")
+
+
+def test_packing_on_load_is_a_what_if_that_says_what_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write(tmp_path / "m", torch_dtype="bfloat16"))
+    elements = 300 * 100
+    plain = estimate(capsys, folder)[1]
+    for method, packed in (
+        ("bnb-8bit", elements + 4 * 300),
+        ("bnb-4bit", elements // 2 + 4 * -(-elements // 64) + 64),
+    ):
+        code, said = estimate(capsys, folder, "--quantization", method)
+        assert (code, said["quantization"], said["packed"], said["unpacked"]) == (0, method, packed, 512 * 64 * 2)
+        assert said["weights"] == packed + 512 * 64 * 2 < plain["weights"]
+    assert main(["estimate", folder, "--load-in-4bit"]) == 0
+    told = capsys.readouterr().out
+    assert "bnb-4bit, bfloat16" in told
+    assert "1 linear layer with its scales takes" in told
+    assert "stay in bfloat16: embeddings, head, norms, routers and experts" in told
+    assert main(["estimate", folder, "--quantization", "awq"]) == 1
+    assert "the checkpoint is not quantised" in capsys.readouterr().err
+
+
+def test_where_only_the_weights_are_known_the_guess_is_called_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "m")
+    config = {"model_type": "alien", "architectures": ["AlienForCausalLM"], "depth": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    code, said = estimate(capsys, str(folder))
+    assert (code, said["source"]) == (0, "weights")
+    assert "weights x 2" in said["note"]
+    assert main(["estimate", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "a guess from the weights alone" in told
+    assert "config.json of alien does not state its layers" in told
+
+
+def test_a_built_in_model_is_weighed_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = estimate(capsys, "demo-chat", "--state-dir", str(tmp_path))
+    assert (code, said["source"], said["fits"], said["downloaded"]) == (0, "static", True, True)
+    assert 1 << 20 < said["weights"] < 8 << 20
+    assert not (tmp_path / "demo").exists(), "it is shipped"
+
+
+def test_what_a_nursery_spares_is_part_of_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write(tmp_path / "m"))
+    forked = estimate(capsys, folder)[1]
+    executed = estimate(capsys, folder, "--no-nursery")[1]
+    assert (forked["forked"], executed["forked"]) == (True, False)
+    assert executed["runtime"] - forked["runtime"] == RUNTIME_HOST - RUNTIME_FORKED
+
+
+def test_what_a_worker_measured_without_its_model_is_counted_with_and_said_to_be_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write(tmp_path / "m")), "--no-nursery", "--state-dir", str(tmp_path / "own")]
+    assumed = estimate(capsys, *words)[1]
+    Calibration(tmp_path / "own" / "estimates.json").record_overhead("cpu", Overhead(host=MIB), forked=False)
+    measured = estimate(capsys, *words)[1]
+    assert (assumed["runtime_source"], measured["runtime_source"]) == ("assumed", "measured")
+    assert assumed["runtime"] - measured["runtime"] == RUNTIME_HOST - SERVING_HOST - MIB
+    main(["estimate", *words])
+    assert "libraries (measured on main memory)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_config.json", "is an adapter, which needs the model that it was made for"),
+        ("model-q4.gguf", "has GGUF files"),
+        ("readme.txt", "has no config.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_called_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, message: str
+) -> None:
+    (tmp_path / file).write_text("{}")
+    assert main(["estimate", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_parts_without_their_index_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "m", shards=2)
+    (folder / "model.safetensors.index.json").unlink()
+    assert main(["estimate", str(folder)]) == 1
+    assert "no index that names parts" in capsys.readouterr().err
+
+
+def test_a_name_of_the_presets_is_read_with_its_keys_and_told_who_fits_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+    ini = tmp_path / "models.ini"
+    ini.write_text(f"[small]\nmodel = {one}\nctx-size = 128\nalias = tiny\n[other]\nmodel = {two}\nctx-size = 64\n")
+    common = ("--models-preset", str(ini), "--models-memory-margin", "0")
+    code, said = estimate(capsys, "tiny", *common)
+    assert (code, said["model"], said["ctx_size"], said["beside"]) == (0, "small", 128, ["other"])
+    needs = said["total"] >> 20
+    code, said = estimate(capsys, "small", *common, "--device-limit", f"cpu={needs + 8}")
+    assert (code, said["beside"]) == (0, [])
+
+
+def test_a_model_that_no_empty_device_holds_ends_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write(tmp_path / "m"))
+    code, said = estimate(capsys, folder, "--device-limit", "cpu=1100")
+    assert (code, said["fits"], said["devices"][0]["fits"]) == (4, False, False), "a limit less the margin of 1024"
+    assert main(["estimate", folder, "--device-limit", "cpu=1100"]) == 4
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_margin_that_leaves_nothing_is_what_is_to_be_lowered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write(tmp_path / "m"))
+    assert main(["estimate", folder, "--models-memory-margin", "100000000"]) == 4
+    assert "lower --models-memory-margin (97656.2 GiB), ctx-size or parallel" in capsys.readouterr().out
+    assert main(["estimate", folder, "--required-memory", "100000000"]) == 4
+    assert "usable when empty; lower required-memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["nobody"], 2, "is no model, no folder and no repository (org/name); models are: demo-chat, "),
+        (["demo-cht"], 2, "is no model, no folder and no repository (org/name); did you mean demo-chat?"),
+        ([""], 2, "is no model, no folder and no repository"),
+        ([__file__], 2, "is a file; name the model's folder"),
+        (["demo:chta"], 2, "is no built-in model; there are chat, "),
+        (["x/y", "--models-memory-margin", "cuda:9=1"], 2, "--models-memory-margin: 'cuda:9' is no device of this"),
+        (["org/absent", "--offline"], 1, "are not here, and --offline forbids asking"),
+        (["nobody", "--ctx-sise", "3"], 2, "No such option"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
+) -> None:
+    assert main(["estimate", *words]) == code
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_a_failure_is_a_json_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = estimate(capsys, "org/absent", "--offline")
+    assert (code, said["error"]["code"]) == (1, "estimate_failed")
+
+
+def test_a_required_memory_is_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = estimate(capsys, str(write(tmp_path / "m")), "--required-memory", "700")
+    assert (code, said["source"], said["total"]) == (0, "preset", 700 << 20)
+
+
+@pytest.mark.parametrize(("shards", "padding"), [(1, 0), (3, 0), (1, 200_000)])
+def test_a_repository_is_weighed_like_its_files_of_which_only_headers_are_read(
+    hub: FakeHub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shards: int,
+    padding: int,
+) -> None:
+    repo = f"org/m{shards}-{padding}"
+    folder = write(hub.root / repo, shards=shards, padding=padding)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    code, said = estimate(capsys, repo, "--ctx-size", "256")
+    assert (code, said["downloaded"]) == (0, False)
+    here = estimate(capsys, str(folder), "--ctx-size", "256")[1]
+    for segment in ("weights", "context", "compute", "runtime", "total"):
+        assert said[segment] == here[segment]
+    asked = [line for line in hub.journal() if f"/{repo}/resolve/" in line and ".safetensors " in line]
+    assert len(asked) == shards * (2 if padding else 1)
+    assert all("bytes=" in line for line in asked), "never a whole file"
+    assert not (tmp_path / "empty-cache").exists(), "nothing is kept"
+
+
+def test_of_two_layouts_of_weights_the_one_is_weighed_that_a_download_takes(hub: FakeHub, tmp_path: Path) -> None:
+    folder = write(hub.root / "org" / "both", shards=2)
+    (folder / "model.safetensors").write_bytes((folder / "model-00000-of-00002.safetensors").read_bytes())
+    spare = tmp_path / "spare"
+    hub_headers.skeleton("org/both", "main", spare, environ={"HF_ENDPOINT": hub.url})
+    assert sorted(file.name for file in spare.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_skeleton_is_read_as_the_snapshot_that_it_stands_for(hub: FakeHub, tmp_path: Path) -> None:
+    folder = write(hub.root / "org" / "whole", shards=2)
+    spare = tmp_path / "spare"
+    hub_headers.skeleton("org/whole", "main", spare, environ={"HF_ENDPOINT": hub.url})
+    assert checkpoint.read(spare) == checkpoint.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"status": 403, "code": "GatedRepo"}, "is gated"),
+        ({"status": 404, "code": "RepoNotFound"}, "has no such repository"),
+        ({"status": 503}, "answers 503"),
+        ({"token": "secret"}, "needs --hf-token"),
+    ],
+)
+def test_what_the_hub_refuses_is_said(hub: FakeHub, tmp_path: Path, fault: dict[str, Any], message: str) -> None:
+    if not (hub.root / "org" / "refused").is_dir():
+        write(hub.root / "org" / "refused")
+    hub.fails(**{"org/refused": fault})
+    with pytest.raises(RemoteError, match=message):
+        hub_headers.skeleton("org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url})
+    if "token" in fault:
+        hub_headers.skeleton(
+            "org/refused", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url}, token="secret"
+        )
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": "x"}, "is an adapter, which needs the model"),
+        ({"model-q4.gguf": "x"}, "has GGUF files only"),
+        ({"README.md": "x"}, "has no config.json"),
+        ({"config.json": "{}", "pytorch_model.bin": "x"}, "only pytorch_model.bin, and pickled weights are never"),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, "has no safetensors weights; choose"),
+        (
+            {"config.json": "{}", "a.safetensors": "x", "model.safetensors.index.json": '{"weight_map": {"w": "b"}}'},
+            "lacks b, of which its weights are made",
+        ),
+    ],
+)
+def test_a_repository_that_is_no_model_is_called_what_it_is(
+    hub: FakeHub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    message: str,
+) -> None:
+    repo = f"org/{tmp_path.name}"
+    (hub.root / repo).mkdir(parents=True)
+    for name, content in files.items():
+        (hub.root / repo / name).write_text(content)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    assert main(["estimate", repo]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"router: {repo} ")
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_a_hub_that_ignores_ranges_costs_no_more_than_a_header(hub: FakeHub, tmp_path: Path) -> None:
+    folder = write(hub.root / "org" / "whole-only", padding=200_000)
+    hub.fails(**{"org/whole-only/model.safetensors": {"ranges": False}})
+    hub_headers.skeleton("org/whole-only", "main", tmp_path / "spare", environ={"HF_ENDPOINT": hub.url})
+    assert checkpoint.read(tmp_path / "spare") == checkpoint.read(folder)
+
+
+def test_what_is_no_safetensors_file_and_a_silent_hub_are_named(hub: FakeHub, tmp_path: Path) -> None:
+    folder = write(hub.root / "org" / "broken")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(RemoteError, match="no safetensors file"):
+        hub_headers.skeleton("org/broken", "main", tmp_path / "a", environ={"HF_ENDPOINT": hub.url})
+    with pytest.raises(RemoteError, match="cannot be reached"):
+        hub_headers.skeleton("org/broken", "main", tmp_path / "b", environ={"HF_ENDPOINT": "http://127.0.0.1:9"})
+
+
+def test_an_estimate_never_imports_torch(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    code = (
+        "import sys; from router.cli.main import main\n"
+        "print(main(['estimate', *sys.argv[1:]]), *{'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
+    )
+    env = {name: value for name, value in os.environ.items() if name in ("PATH", "XDG_STATE_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "0\n"
+    assert "static; not learned yet" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_exact_figure_is_the_workers_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests import tiny
+
+    folder = str(tiny.make("llama", tmp_path / "m"))
+    static = estimate(capsys, folder, "--ctx-size", "128")[1]
+    code, said = estimate(capsys, folder, "--ctx-size", "128", "--exact")
+    assert (code, said["source"], said["context"]) == (0, "exact", static["context"])
+    assert 0.5 * static["total"] < said["total"] < 1.5 * static["total"], "both are of a forked worker"
+    assert said["forked"]
+    state, flags = tmp_path / "own", {"ctx-size": "128"}
+    preset, facts = find(folder, Loaded({}), flags, {}), checkpoint.read(Path(folder))
+    known = Calibration(state / "estimates.json")
+    weighed = cost(preset, facts, Choice(devices=frozenset({DeviceId(LOCAL, HOST)})), [], None, nursery=True)
+    known.record(learned.key(facts, preset, ["cpu"], forked=True), weighed, [99 * MIB])
+    words = [folder, "--ctx-size", "128", "--state-dir", str(state)]
+    assert [estimate(capsys, *words, *more)[1]["source"] for more in ([], ["--exact"])] == ["learned", "exact"]
+    (Path(folder) / "tokenizer.json").unlink()
+    (Path(folder) / "tokenizer_config.json").unlink()
+    code, said = estimate(capsys, folder, "--exact")
+    assert code == 1
+    assert "tokenizer" in said["error"]["message"]

@@ -1,0 +1,303 @@
+"""The command line: real commands, in this process where nothing is served."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from router.cli import main as cli
+from router.cli.main import main
+from router.config import preset_keys, presets, settings
+
+ROOT = Path(__file__).parents[3]
+ENVIRON = {"PATH": os.environ["PATH"], "HF_HUB_CACHE": "/nowhere", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("ROUTER_", "LLAMA_", "HF_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `router WORDS`."""
+    code = main(words)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def preset(folder: Path, text: str) -> str:
+    path = folder / "models.ini"
+    path.write_text(text)
+    return str(path)
+
+
+GOOD = "[a]\nmodel = demo:a\nctx-size = 512\nenv.API_KEY = hidden\n[b]\nmodel = demo:b\nalias = bee\n"
+BAD = "[a]\nmodel = demo:a\nctx-sise = 512\n[b]\n"
+
+
+# Serving
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--models-preset", "missing.ini"], "missing.ini: no such file or directory\n"),
+        (["serve", "--models-preset", "missing.ini"], "missing.ini: no such file or directory\n"),
+        (["--models-preset", "missing.ini", "serve"], "missing.ini: no such file or directory\n"),
+        (["--port", "x"], '--port: "x" is not a whole number between 0 and 65535\n'),
+        (["--host", "0.0.0.0"], "--host: 0.0.0.0 is open to other machines; give --api-key-file, or"),
+        (["--api-key-file", "/gone"], "/gone: no such file or directory\n"),
+        (["--ctx-size", "x"], '--ctx-size: "x" is not a whole number of 0 or more\n'),
+        (["-np", "0"], '--np: "0" is not a whole number between 1 and 4096\n'),
+        (["--cpu-offload", "4"], "--cpu-offload: cpu-offload is not offered by this version: remove it"),
+        (["-m", "x.gguf"], "-m: names one model; write a section [id] with it in a file for --models-preset"),
+        (["--default-model", "gpt-5"], '--default-model: there is no model "gpt-5"\n'),
+        (["--models-preset", "/"], "/: is a folder; give it as --models-dir, or name an INI file\n"),
+        (["--models-dir", "/dev/null"], "/dev/null: is a file; give it as --models-preset, or name a folder"),
+        (["--strict-presets", "--numa", "x"], '--numa: "numa" has no meaning here; remove it\n'),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(message)
+
+
+def test_all_faults_of_a_preset_are_printed_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = preset(tmp_path, BAD)
+    code, out, err = run(capsys, "--models-preset", path)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f'{path}:3: [a] unknown key "ctx-sise"; did you mean "ctx-size"?',
+        f"{path}:4: [b] names no model; add model = a folder or org/name, or hf-repo = org/name",
+    ]
+
+
+def test_garbage_is_collected_again_after_what_could_not_be_served(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run(capsys, "--models-preset", preset(tmp_path, BAD))
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ctx-sise", "1"], "No such option '--ctx-sise'. Did you mean '--ctx-size'?"),
+        (["--model-max", "1"], "No such option '--model-max'. Did you mean '--models-max'?"),
+        (["serve", "--prot", "1"], "No such option '--prot'. Did you mean '--port'?"),
+        (["--zzzzzz"], "No such option '--zzzzzz'."),
+        (["--log-file", "x"], "--log-file is not offered by this version; remove it."),
+        (["--cluster", "auto"], "--cluster is not offered by this version; remove it."),
+        (["--port"], "Option '--port' requires an argument."),
+        (["chek"], "No such command 'chek'."),
+        (["--port", "1", "estimate", "x"], "--port does not belong to `estimate`."),
+        (["estimate", "x", "--port", "1"], "--port does not belong to `estimate`."),
+        (["estimate", "x", "--no-models-watch"], "--no-models-watch does not belong to `estimate`."),
+    ],
+)
+def test_an_unknown_option_is_an_error_with_the_nearest_known_one(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert f"Error: {message}" in err
+
+
+def test_an_unsafe_key_file_stops_the_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("secret")
+    path.chmod(0o644)
+    code, _, err = run(capsys, "--api-key-file", str(path))
+    assert (code, err) == (2, f"{path}: other users may read it; chmod 600 {path}\n")
+
+
+def test_variables_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUTER_MODELS_PRESET", "missing.ini")
+    monkeypatch.setenv("ROUTER_MODELS_MAX", "-1")
+    assert run(capsys)[2].startswith('ROUTER_MODELS_MAX: "-1" is not')
+    assert run(capsys, "--models-max", "1")[2] == "missing.ini: no such file or directory\n"
+
+
+# Check
+
+
+def test_a_right_preset_checks_with_exit_code_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = preset(tmp_path, GOOD)
+    for words in (["check", path], ["--models-preset", path, "check"], ["check", "--models-preset", path]):
+        assert run(capsys, *words) == (0, "2 models, no fault: a b\n", "")
+
+
+def test_every_fault_is_reported_with_its_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = preset(tmp_path, "[b]\nmodel = demo:b\nnuma = x\n" + BAD.replace("[b]", "[c]"))
+    code, out, err = run(capsys, "check", path)
+    assert (code, err) == (1, "")
+    assert out.splitlines() == [
+        f'{path}:6: [a] unknown key "ctx-sise"; did you mean "ctx-size"?',
+        f"{path}:7: [c] names no model; add model = a folder or org/name, or hf-repo = org/name",
+        f'warning: {path}:3: [b] "numa" has no meaning here; remove it',
+        "2 faults",
+    ]
+
+
+SHARED = "[exact]\nmodel = demo:a\ntemp = 0\n[alone]\nmodel = demo:a\nctx-size = 512\n[poet]\nmodel = demo:a\n"
+
+
+def test_check_says_which_presets_share_a_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = preset(tmp_path, SHARED)
+    assert run(capsys, "check", path) == (0, "one worker for exact poet\n3 models, no fault: exact alone poet\n", "")
+    code, out, _ = run(capsys, "check", "--json", path)
+    shares = {model["id"]: model["shares"] for model in json.loads(out)["models"]}
+    assert (code, shares) == (0, {"exact": ["poet"], "alone": [], "poet": ["exact"]})
+    assert run(capsys, "check", path, "--temp", "1", "--ctx-size", "64")[1].splitlines() == [
+        "one worker for exact alone poet", "3 models, no fault: exact alone poet",
+    ], "flags win over sections"  # fmt: skip
+
+
+def test_check_without_a_file_reads_what_serving_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check")
+    assert code == 0
+    assert "demo-chat" in out
+
+
+def test_check_reads_the_very_command_line_that_would_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = preset(tmp_path, GOOD)
+    words = ("--port", "0", "--models-memory-margin", "2048", "--no-nursery")
+    assert run(capsys, "check", path, *words) == (0, "2 models, no fault: a b\n", "")
+    assert run(capsys, *words, "check", path)[0] == 0
+    assert run(capsys, "check", path, "--port", "x")[::2] == (
+        2,
+        '--port: "x" is not a whole number between 0 and 65535\n',
+    )
+
+
+def test_what_cannot_be_written_is_said_and_nothing_else() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "router", "check"], env=ENVIRON, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"router: No space left on device\n")
+
+
+def test_a_missing_file_is_a_fault_of_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "check", "gone.ini")[:2] == (1, "gone.ini: no such file or directory\n1 fault\n")
+
+
+def test_effective_settings_come_with_their_origin_and_without_secrets(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = preset(tmp_path, GOOD)
+    code, out, _ = run(capsys, "--parallel", "2", "check", path, "--effective", "--seed", "7", "--no-pin")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert ["ctx-size", "=", "512", ";", f"{path}:3"] in rows
+    assert ["parallel", "=", "2", ";", "--parallel"] in rows
+    assert ["seed", "=", "7", ";", "--seed"] in rows
+    assert ["pin", "=", "off", ";", "--no-pin"] in rows
+    assert ["dtype", "=", "auto", ";", "built-in"] in rows
+    assert "hidden" not in out
+
+
+def test_check_speaks_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "check", "--json", "--effective", preset(tmp_path, GOOD))
+    document = json.loads(out)
+    assert (code, document["schema"], document["problems"]) == (0, 1, [])
+    assert [(model["id"], model["aliases"]) for model in document["models"]] == [("a", []), ("b", ["bee"])]
+    assert {"key": "model", "value": "demo:a", "origin": f"{tmp_path}/models.ini:2"} in document["models"][0][
+        "settings"
+    ]
+    code, out, _ = run(capsys, "check", "--json", preset(tmp_path, BAD))
+    document = json.loads(out)
+    assert (code, document["models"]) == (1, [])
+    assert document["problems"][0] == {
+        "file": f"{tmp_path}/models.ini", "line": 3, "section": "a", "key": "ctx-sise",
+        "message": 'unknown key "ctx-sise"', "suggestion": "ctx-size",
+    }  # fmt: skip
+    code, out, _ = run(capsys, "check", "--json", "--swap-patience", "x")
+    assert code == 2
+    assert json.loads(out)["error"]["code"] == "configuration"
+
+
+# Help
+
+
+def test_help_shows_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    places = [out.index(f"\n{group}:\n") for group in settings.GROUPS]
+    assert places == sorted(places)
+    shown = " ".join(out.split())
+    for option in settings.OPTIONS:
+        assert f"--{'[no-]' if option.is_flag else ''}{option.flag}" in shown
+        assert all(name in shown for name in option.env)
+    assert "check Read presets" in shown
+    assert "..." not in out.partition("Commands:")[2]
+    assert "tensor-parallel" not in out
+
+
+def test_help_shows_what_a_command_makes_use_of(capsys: pytest.CaptureFixture[str]) -> None:
+    check, estimate = (run(capsys, command, "--help")[1] for command in ("check", "estimate"))
+    assert all(flag in check for flag in ("--models-preset", "--default-model", "--swap-patience"))
+    assert not any(flag in check for flag in ("--port", "nursery", "--state-dir"))
+    assert all(flag in estimate for flag in ("--device-limit", "nursery", "--state-dir"))
+    assert not any(flag in estimate for flag in ("--port", "models-watch", "--default-model"))
+
+
+def test_help_of_model_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help-model-keys")
+    assert code == 0
+    assert all(f"\n  {key.name} " in out for key in presets.KEYS)
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    from router import __version__
+
+    assert run(capsys, "--version")[:2] == (0, f"router, version {__version__}\n")
+
+
+def test_a_command_line_needs_neither_server_nor_gpu_libraries() -> None:
+    code = (
+        "import sys, router.cli.main; print([m for m in ('aiohttp', 'pynvml', 'torch', 'asyncio') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_interrupted_start_says_so_and_nothing_else(tmp_path: Path) -> None:
+    """The preset is a pipe that nobody writes to, so the start waits for it until it is interrupted."""
+    pipe = tmp_path / "models.ini"
+    os.mkfifo(pipe)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "router", "--models-preset", str(pipe)],
+        env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    writer = None
+    while writer is None and process.poll() is None:
+        with contextlib.suppress(OSError):  # no reader yet
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    process.send_signal(signal.SIGINT)
+    assert writer is not None
+    os.close(writer)  # a signal just before the read would be looked at only after it
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.strip()) == (130, b"", b"router: interrupted")
+
+
+def test_all_words_that_a_preset_knows_are_flags() -> None:
+    known = {name for _, (name, _) in cli._MODELS.items()}
+    assert known == set(preset_keys.WORDS) - {"queue-size"}

@@ -1,0 +1,117 @@
+"""What ends a router, beside its signals (those: tests/processes/test_router_life.py)."""
+
+import asyncio
+import contextlib
+import gc
+import os
+
+import pytest
+
+from router.cli.serve import (
+    ESSENTIAL,
+    _check_locking,
+    _say,
+    _spare_the_collector,
+    _state_folder,
+    _Stop,
+    reload_when_told,
+)
+from router.config.settings import Settings
+from router.errors import ConfigError, PresetInvalid
+
+
+async def dies(name: str) -> _Stop:
+    """Why a router ends whose task of that name has ended in an error, told as its owner tells it."""
+    stop = _Stop()
+
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    task = asyncio.create_task(fail(), name=name)
+    await asyncio.wait({task})
+    loop = asyncio.get_running_loop()
+    loop.call_exception_handler({"message": "has ended", "exception": task.exception(), "task": task})
+    return stop
+
+
+def test_what_is_there_when_a_router_begins_to_serve_is_searched_for_garbage_no_more_and_all_else_is() -> None:
+    before = gc.get_threshold()
+    gc.disable()
+    try:
+        _spare_the_collector()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+        gc.enable()
+
+
+def test_memory_that_this_user_may_not_lock_cannot_be_slept_in() -> None:
+    _check_locking(64 << 20, None)
+    _check_locking(64 << 20, 64 << 20)
+    _check_locking(0, 0)
+    with pytest.raises(ConfigError) as refused:
+        _check_locking(65 << 20, 64 << 20)
+    assert "--sleep-memory 65: this user may lock only 64 MiB of main memory; raise that (ulimit -l" in str(
+        refused.value
+    )
+
+
+def test_a_state_folder_that_cannot_be_is_told_with_the_way_out() -> None:
+    with pytest.raises(OSError, match=r"cannot use the state folder /dev/null/x: .*; give another --state-dir"):
+        _state_folder(Settings(state_dir="/dev/null/x"))
+
+
+def test_a_log_on_a_full_disk_keeps_no_router_from_starting() -> None:
+    with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
+        _say("router 0.0.0")
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), full.fileno())  # so that it can be closed
+
+
+async def test_a_router_does_not_live_on_without_readings() -> None:
+    assert {"devices"} == ESSENTIAL
+    assert (await dies("devices")).failed.is_set()
+
+
+async def test_a_router_lives_on_without_a_task_that_serves_one_request() -> None:
+    stop = await dies("a request")
+    assert not stop.failed.is_set()
+    assert not stop.wanted.is_set()
+
+
+class Slow:
+    """A site that takes its time to read presets, and fails at that first in one way, then in another."""
+
+    def __init__(self) -> None:
+        self.failures = [PresetInvalid("a bad edit"), RuntimeError("a bug")]
+        self.turns: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def reload(self) -> None:
+        over = asyncio.Event()
+        await self.turns.put(over)
+        await over.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+async def test_hangups_while_presets_are_read_are_one_more_reload_and_no_failure_is_the_last() -> None:
+    site, told = Slow(), asyncio.Event()
+    reloading = asyncio.create_task(reload_when_told(site, told))
+    async with asyncio.timeout(60):
+        told.set()
+        for _ in range(3):
+            over = await site.turns.get()
+            for _ in range(5):
+                told.set()
+            over.set()
+        last = await site.turns.get()
+        last.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert site.turns.empty()
+    assert not reloading.done()
+    reloading.cancel()

@@ -1,0 +1,201 @@
+"""The file watcher, with real files."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from router.config.file_watcher import watching
+
+DEADLINE = 60.0
+
+
+class Calls:
+    """A callback that counts its calls."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._event = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.times += 1
+        self._event.set()
+
+    async def once_more(self) -> None:
+        async with asyncio.timeout(DEADLINE):
+            await self._event.wait()
+        self._event.clear()
+
+
+def put(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def put_below(path: Path, text: str) -> None:
+    """Write a file and create its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, text)
+
+
+@pytest.fixture
+async def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.ini"
+    path.write_text("[a]\n")
+    return path
+
+
+async def test_a_write_to_a_file_is_reported(file: Path, calls: Calls) -> None:
+    async with watching([file], calls, quiet=0.02):
+        put(file, "[a]\nmodel = demo:a\n")
+        await calls.once_more()
+        put(file, "[b]\n")
+        await calls.once_more()
+
+
+async def test_a_file_replaced_by_rename_is_reported(file: Path, calls: Calls) -> None:
+    """As editors save. Twice, because the second file is not the one that was registered at the start."""
+    async with watching([file], calls, quiet=0.02):
+        for text in ("[b]\n", "[c]\n"):
+            (file.parent / "new").write_text(text)
+            os.replace(file.parent / "new", file)
+            await calls.once_more()
+
+
+async def test_a_switched_link_is_reported(tmp_path: Path, calls: Calls) -> None:
+    """As Kubernetes mounts configurations: the file is a link through a folder that is a link itself."""
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "models.ini").write_text(f"[{version}]\n")
+    (tmp_path / "current").symlink_to("one")
+    (tmp_path / "models.ini").symlink_to("current/models.ini")
+    async with watching([tmp_path / "models.ini"], calls, quiet=0.02):
+        (tmp_path / "next").symlink_to("two")
+        os.replace(tmp_path / "next", tmp_path / "current")
+        await calls.once_more()
+
+
+async def test_a_switched_link_in_the_middle_is_reported_and_so_are_changes_of_its_new_target(
+    tmp_path: Path, calls: Calls
+) -> None:
+    """As releases are deployed: a link to a link to a file, and only the link in the middle is switched."""
+    for version in ("one", "two"):
+        put_below(tmp_path / "releases" / version / "models.ini", f"[{version}]\n")
+    (tmp_path / "releases" / "current").symlink_to("one")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "models.ini").symlink_to("../releases/current/models.ini")
+    async with watching([tmp_path / "etc" / "models.ini"], calls, quiet=0.02):
+        (tmp_path / "next").symlink_to("two")
+        os.replace(tmp_path / "next", tmp_path / "releases" / "current")
+        await calls.once_more()
+        put(tmp_path / "releases" / "two" / "models.ini", "[three]\n")
+        await calls.once_more()
+
+
+async def test_a_link_to_a_missing_file_and_a_cycle_of_links_are_watched(file: Path, calls: Calls) -> None:
+    os.makedirs(file.parent / "there" / "and")
+    async with watching([file], calls, quiet=0.02):
+        os.unlink(file)
+        os.symlink("there/and/nowhere.ini", file)
+        await calls.once_more()
+        put(file.parent / "there" / "and" / "nowhere.ini", "[a]\n")
+        await calls.once_more()
+        (file.parent / "ring").symlink_to("models.ini")
+        os.replace(file.parent / "ring", file)
+        await calls.once_more()
+        os.unlink(file)
+        put(file, "[b]\n")
+        await calls.once_more()
+
+
+async def test_a_replaced_folder_is_reported_and_watched(tmp_path: Path, calls: Calls) -> None:
+    file = tmp_path / "config" / "models.ini"
+    put_below(file, "[a]\n")
+    async with watching([file], calls, quiet=0.02):
+        os.rename(file.parent, tmp_path / "old")
+        await calls.once_more()
+        put_below(tmp_path / "new" / "models.ini", "[b]\n")
+        os.rename(tmp_path / "new", file.parent)
+        await calls.once_more()
+        put(file, "[c]\n")
+        await calls.once_more()
+
+
+async def test_a_file_that_becomes_readable_is_reported(file: Path, calls: Calls) -> None:
+    os.chmod(file, 0)
+    async with watching([file], calls, quiet=0.02):
+        os.chmod(file, 0o644)
+        await calls.once_more()
+
+
+async def test_continuous_writes_to_another_file_delay_nothing(file: Path, calls: Calls) -> None:
+    async def write() -> None:
+        while True:
+            put(file.parent / "log", "x")
+            await asyncio.sleep(0)
+
+    writing = asyncio.create_task(write())
+    async with watching([file], calls, quiet=0.1):
+        put(file, "[b]\n")
+        await calls.once_more()
+    writing.cancel()
+
+
+async def test_a_new_model_folder_is_reported(tmp_path: Path, calls: Calls) -> None:
+    async with watching([tmp_path], calls, quiet=0.02):
+        (tmp_path / "qwen").mkdir()
+        await calls.once_more()
+
+
+@pytest.mark.parametrize("name", ["qwen", "org/qwen"])
+async def test_a_model_that_is_copied_file_by_file_is_reported_when_complete(
+    name: str, tmp_path: Path, calls: Calls
+) -> None:
+    """The first file of a copy is reported before the copy is complete."""
+    model, size = tmp_path / name, 1 << 20
+    async with watching([tmp_path], calls, quiet=0.02):
+        put_below(model / "config.json", "{}")
+        await calls.once_more()
+        with (model / "model.safetensors").open("wb") as file:
+            await calls.once_more()
+            file.write(bytes(size))
+        await calls.once_more()
+        assert (model / "model.safetensors").stat().st_size == size
+
+
+async def test_changes_in_quick_succession_are_reported_once(file: Path, calls: Calls) -> None:
+    async with watching([file], calls, quiet=0.05):
+        for number in range(20):
+            (file.parent / f"log{number}").write_text("x")
+            put(file, "[a]\n" * number)
+        await calls.once_more()
+        (file.parent / "beside").write_text("x")
+        (file.parent / "log1").unlink()
+        os.unlink(file)
+        await calls.once_more()
+        assert calls.times == 2
+
+
+async def test_changes_of_another_file_are_not_reported(file: Path, calls: Calls) -> None:
+    beside, later = file.parent / "beside", Calls()
+    async with watching([file], calls, quiet=0.02), watching([beside], later, quiet=0.3):
+        put(beside, "x")
+        await later.once_more()  # the first watcher has compared by now
+        assert calls.times == 0
+
+
+async def test_a_folder_that_appears_later_is_reported_and_no_descriptor_stays_open(
+    tmp_path: Path, calls: Calls
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    gone = tmp_path / "gone"
+    async with watching([gone / "models.ini"], calls, quiet=0.02):  # it does not exist yet: no error, no call
+        assert calls.times == 0
+        put_below(gone / "models.ini", "[a]\n")
+        await calls.once_more()
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -1,0 +1,70 @@
+"""What a cache takes that keeps keys and values in other numbers, from facts alone."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from router.config.kv_types import head_bytes, is_compact
+from router.config.presets import Preset
+from router.memory.activations import compute_bytes
+from router.memory.checkpoint_facts import Checkpoint
+from router.memory.estimate import context_bytes, estimate
+from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
+
+KINDS = ("auto", "f32", "f16", "bf16", "int8", "int4")
+
+
+def test_a_head_takes_its_codes_and_a_scale_for_each_group() -> None:
+    assert [head_bytes(name, 128, 2) for name in KINDS] == [256, 512, 256, 256, 128 + 4 * 2, 64 + 4 * 4]
+    assert head_bytes("int8", 80, 4) == 80 + 4 * 2, "groups of 20"
+    assert head_bytes("int8", 37, 4) == 37 + 2, "no group divides it"
+
+
+def test_the_cache_takes_what_its_heads_do() -> None:
+    tokens = 4 * 4096 * 36 * 2 * 8
+    assert context_bytes(QWEN3_4B, preset(kv_cache_dtype="int8"), 4096, on_host=False) == tokens * 136
+    assert context_bytes(QWEN3_4B, preset(kv_cache_dtype="int4"), 4096, on_host=False) == tokens * 80
+    deepseek = replace(QWEN3_4B, kv_heads=1, head_dim=512, value_dim=64, aligned=True)
+    row = 4096 * 36 * ((512 + 32) + (64 + 4))
+    found = context_bytes(deepseek, preset(kv_cache_dtype="int8", parallel=1), 4096, on_host=False)
+    assert found == row + 4096 * (512 + 32), "and a row of the larger ones, on its way"
+
+
+def test_states_stay_as_they_are() -> None:
+    headless = replace(QWEN3_4B, heads=0, kv_heads=0, head_dim=0, layers=8, aligned=True)
+    mamba = replace(headless, state_layers=8, state_elements=1000)
+    plain, packed = (context_bytes(mamba, preset(kv_cache_dtype=name), 96, on_host=True) for name in ("auto", "int4"))
+    assert plain == packed
+
+
+def test_only_another_type_than_the_models_is_unpacked() -> None:
+    assert not is_compact("auto", "float32")
+    assert not is_compact("bf16", "bfloat16")
+    assert is_compact("bf16", "float16")
+    assert is_compact("f32", "bfloat16")
+    assert is_compact("int8", "float32")
+    same = compute_bytes(QWEN3_4B, preset(kv_cache_dtype="bf16"), 4096, on_host=True)
+    assert same == compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, on_host=st.booleans(), name=st.sampled_from(["int8", "int4"]))
+def test_quantised_keys_and_values_never_enlarge(facts: Checkpoint, said: Preset, on_host: bool, name: str) -> None:
+    """A layer is unpacked at a time, so a model with but a few has nothing to gain: real ones have dozens."""
+    assume(facts.layers >= 12)
+    plain = estimate(facts, said, on_host=on_host)
+    packed = estimate(facts, replace(said, kv_cache_dtype=name), on_host=on_host)
+    assert packed.total <= plain.total
+    assert packed.context[0] <= plain.context[0]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_model_of_real_size_takes_much_less(on_host: bool) -> None:
+    plain, int8, int4 = (
+        estimate(QWEN3_4B, preset(kv_cache_dtype=name), on_host=on_host).total for name in ("auto", "int8", "int4")
+    )
+    cache = 4 * 4096 * 36 * 2 * 8 * 128 * 2
+    assert plain - int8 > 0.3 * cache
+    assert plain - int4 > 0.5 * cache

@@ -1,0 +1,138 @@
+"""The option types."""
+
+from typing import Any
+
+import click
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config.option_types import (
+    MIB,
+    Choice,
+    Devices,
+    Flag,
+    Integer,
+    JsonObject,
+    Kind,
+    Memory,
+    MemoryByDevice,
+    Names,
+    Number,
+    Seconds,
+    Strings,
+    Text,
+)
+
+steady = settings(derandomize=True, deadline=None)
+TIME = Seconds(off=-1.0, words={"auto": -2.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        *((Flag(), word, True) for word in ("on", "true", "Yes", "ENABLED", "1")),
+        *((Flag(), word, False) for word in ("off", "false", "no", "Disabled", "0")),
+        (Integer(), " 12 ", 12),
+        (Integer(-1), "-1", -1),
+        (Integer(1, words={"-1": 4, "auto": 4}), "AUTO", 4),
+        (Number(), "0.7", 0.7),
+        (Number(), ".5", 0.5),
+        (Number(), "1e-2", 0.01),
+        (TIME, "30", 30.0),
+        (TIME, "1.5", 1.5),
+        (TIME, "500ms", 0.5),
+        (TIME, "5m", 300.0),
+        (TIME, "2 h", 7200.0),
+        (TIME, "1d", 86400.0),
+        (TIME, "-1", -1.0),
+        (TIME, "auto", -2.0),
+        (Memory(), "9000", 9000 * MIB),
+        (Memory(), "9GiB", 9 << 30),
+        (Memory(), "1.5 gib", 3 << 29),
+        (Memory(), "512MB", 512_000_000),
+        (Memory(), "4g", 4 << 30),
+        (MemoryByDevice(), "9000", {"": 9000 * MIB}),
+        (MemoryByDevice(), "cuda:0=2048, cpu=4GiB", {"cuda:0": 2 << 30, "cpu": 4 << 30}),
+        (MemoryByDevice(), "1,2", {"cuda:0": MIB, "cuda:1": 2 * MIB}),
+        (Devices(), "auto", ()),
+        (Devices(), "none", ("cpu",)),
+        (Devices(), "0,gpu1,CUDA2,cuda:3", ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+        (Devices(), "GPU-8a1b-77", ("GPU-8a1b-77",)),
+        (Names(), "a, b,,a", ("a", "b")),
+        (Names(), '["a,b", "c"]', ("a,b", "c")),
+        (Strings(), "a, b", ("a", " b")),
+        (Strings(), '["\\n\\n", "x,y"]', ("\n\n", "x,y")),
+        (Choice(("a",), {"b": "a"}), "B", "a"),
+        (JsonObject(), '{"b": 1, "a": [true]}', '{"a":[true],"b":1}'),
+        (JsonObject(), " ", ""),
+    ],
+)
+def test_what_is_written_is_read(kind: Kind, text: str, value: Any) -> None:
+    assert kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (Flag(), "perhaps", "neither on nor off"),
+        (Integer(0, 5), "6", "between 0 and 5"),
+        (Integer(), "1_000", "whole number"),
+        (Integer(), "9" * 5000, "whole number"),
+        (Integer(), "٣", "whole number"),
+        (Number(), "nan", "number"),
+        (Number(), "1e999", "number"),
+        (Number(0, 1), "1.01", "between 0 and 1"),
+        (Seconds(), "-1", "cannot be turned off"),
+        (Seconds(), "soon", "write seconds, or 5m"),
+        (Seconds(low=0.1), "0", "0.1 seconds or more"),
+        (Seconds(), "9" * 12 + "d", "30 years"),
+        (Memory(), "-5", "not a size"),
+        (Memory(), "9 parsecs", "not a size"),
+        (Memory(), "99999999999999", "more than any device has"),
+        (Memory(1), "0", "not a size of at least 1B"),
+        (Integer(), "99999999999", "not a whole number between 0 and 2147483648"),
+        (Integer(), "-1", "not a whole number of 0 or more"),
+        (Memory(low=MIB), "0", "at least 1 MiB"),
+        (MemoryByDevice(named=True), "600", "names no device"),
+        (MemoryByDevice(), "tpu:0=5", "no device"),
+        (MemoryByDevice(), "cpu=5,none=6", "twice"),
+        (MemoryByDevice(), "", "no size"),
+        (Devices(), "cpu,cuda:0", "do not mix"),
+        (Devices(), "gpu-zero", "no device"),
+        (Devices(), "mps", "is not supported by this version"),
+        (Devices(), "cuda:0,rocm:1", "is not supported by this version"),
+        (Names("[a-z]+", "is not small"), "a,B", "is not small"),
+        (Strings(), '["a", 1]', "JSON list of strings"),
+        (Strings(), '["\\ud800"]', "surrogate"),
+        (Strings(), "[a", "JSON list"),
+        (Choice(("a", "b")), "c", "none of a, b"),
+        (Choice(("a",), refused={"b": "use a"}), "b", "not offered by this version: use a"),
+        (Text("x", "[0-9]+", "is no number"), "a", "is no number"),
+        (JsonObject(), "[1]", "not a JSON object"),
+        (JsonObject(), "{", "not JSON"),
+        (JsonObject(), '{"a": NaN}', "not JSON"),
+        (JsonObject(), '{"a": "\\udc00"}', "surrogate"),
+        (JsonObject(), '{"a":' * 100_000, "not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_explained(kind: Kind, text: str, message: str) -> None:
+    with pytest.raises(click.BadParameter, match=message) as caught:
+        kind(text)
+    assert len(caught.value.message) < 200
+
+
+KINDS = [
+    Flag(), Integer(-1, words={"auto": -5}), Number(), TIME, Memory(), MemoryByDevice(), Devices(), Names(), Strings(),
+    JsonObject(), Choice(("a", "b")), Text(),
+]  # fmt: skip
+
+
+@steady
+@given(st.sampled_from(KINDS), st.text(max_size=30) | st.from_regex(r"[-0-9.a-z=,:{}\[\]\"]{0,12}", fullmatch=True))
+def test_any_text_is_read_or_refused_and_what_was_read_can_be_written(kind: Kind, text: str) -> None:
+    try:
+        value = kind(text)
+    except click.BadParameter:
+        return
+    assert kind(kind.write(value)) == value

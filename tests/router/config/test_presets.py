@@ -1,0 +1,678 @@
+"""Sections to presets: meaning, precedence, complaints."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config import preset_keys
+from router.config.effective import args, effective
+from router.config.option_types import MIB
+from router.config.presets import ALL_DEVICES, KEYS, Preset, same_load
+from router.config.resolve import Found, Loaded
+from tests.router.preset_texts import Disk, complaint, complaints, one, read
+from worker.fetch import demo
+
+steady = settings(derandomize=True, deadline=None)
+CONFIG = Path(__file__).parents[3] / "config"
+
+
+def warnings(text: str, **rest: Any) -> list[str]:
+    loaded = read(text, **rest)
+    assert not loaded.problems, [str(problem) for problem in loaded.problems]
+    return [str(warning) for warning in loaded.warnings]
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("ctx-size = 4096", "ctx_size", 4096),
+        ("c = 4096", "ctx_size", 4096),
+        ("--ctx_size = 4096", "ctx_size", 4096),
+        ("LLAMA_ARG_CTX_SIZE = 4096", "ctx_size", 4096),
+        ("max-model-len = 0", "ctx_size", 0),
+        ("kv-tokens = 9000", "kv_tokens", 9000),
+        ("kv-tokens = auto", "kv_tokens", 0),
+        ("kv-cache-dtype = bfloat16", "kv_cache_dtype", "bf16"),
+        ("ctk = q8_0", "kv_cache_dtype", "int8"),
+        ("cache-type-k = q4_0\nctv = int4", "kv_cache_dtype", "int4"),
+        ("LLAMA_ARG_CACHE_TYPE_V = f16", "kv_cache_dtype", "f16"),
+        ("cache-8bit = on", "kv_cache_dtype", "int8"),
+        ("cache-8bit = off", "kv_cache_dtype", "auto"),
+        ("prefix-caching = off", "prefix_caching", False),
+        ("enable-prefix-caching = off", "prefix_caching", False),
+        ("no-prefix-caching = on", "prefix_caching", False),
+        ("np = -1", "parallel", 4),
+        ("LLAMA_ARG_N_PARALLEL = 2", "parallel", 2),
+        ("max_batch_size = 2", "parallel", 2),
+        ("ub = 128", "prefill_chunk", 128),
+        ("b = 64", "chunk", 64),
+        ("batch-size = 4096", "chunk", 512),
+        ("ub = 4096", "chunk", 4096),
+        ("max-input-len = 5", "max_input_tokens", 5),
+        ("n = -2", "n_predict", -1),
+        ("job-queue-size = 7", "queue_size", 7),
+        ("predict-timeout = 5m", "request_timeout", 300.0),
+        ("request-timeout = -1", "request_timeout", 0.0),
+        ("torch-dtype = bf16", "dtype", "bfloat16"),
+        ("quantize = none", "quantization", "none"),
+        ("load-in-8bit = off", "quantization", "auto"),
+        ("load-in-4bit = on", "quantization", "bnb-4bit"),
+        ("quantize = gptq", "quantization", "gptq"),
+        ("flash-attn = off", "attention", "eager"),
+        ("flash-attn = on", "attention", "auto"),
+        ("fa = auto", "attention", "auto"),
+        ("t = -1", "threads", 0),
+        ("enforce-eager = on", "enforce_eager", True),
+        ("no-enforce-eager = on", "enforce_eager", False),
+        ("ENABLE_CUDA_GRAPHS = off", "enforce_eager", True),
+        ("ENABLE_CUDA_GRAPHS = on", "enforce_eager", False),
+        ("s = 42", "seed", 42),
+        ("device = 0,gpu1", "device", ("cuda:0", "cuda:1")),
+        ("dev = none", "device", ("cpu",)),
+        ("main-gpu = 1", "device", ("cuda:1",)),
+        ("ngl = 0", "device", ("cpu",)),
+        ("ngl = 99", "device", ()),
+        ("n-gpu-layers = all", "device", ()),
+        ("required-memory = 9000", "required_memory", {"": 9000 * MIB}),
+        ("required-memory-mb = cuda:0=9000,cpu=1500", "required_memory", {"cuda:0": 9000 * MIB, "cpu": 1500 * MIB}),
+        ("reserved-memory = 1GiB", "reserved_memory", 1 << 30),
+        ('config-override = {"b": 1, "a": 2}', "config_override", '{"a":2,"b":1}'),
+        ('chat-template = "{{ messages }}"', "chat_template", "{{ messages }}"),
+        ("embedding = on", "task", "embed"),
+        ("embeddings = off", "task", "auto"),
+        ("reranking = on", "task", "rerank"),
+        ("task = rerank", "task", "rerank"),
+        ("pooling = rank", "pooling", "rank"),
+        ("no-embedding = on", "task", "auto"),
+        ("task = text-generation", "task", "generate"),
+        ("pooling = mean", "pooling", "mean"),
+        ("embd-normalize = -1", "embd_normalize", -1),
+        ("load-format = dummy", "load_format", "dummy"),
+        ("trust-remote-code = yes", "trust_remote_code", True),
+        ("a = x, y , m", "aliases", ("x", "y")),
+        ("tags = x,y", "tags", ("x", "y")),
+        ("temp = 0.5", "sampling", {"temp": 0.5}),
+        ("stop = a,b", "sampling", {"stop": ("a", "b")}),
+        ('stop = ", "', "sampling", {"stop": (", ",)}),
+        ('stop-sequence = ["a,b", "c"]', "sampling", {"stop": ("a,b", "c")}),
+        ("load-on-startup = on", "load_on_startup", True),
+        ("autoload = off", "autoload", False),
+        ("no-autoload = on", "autoload", False),
+        ("no-pin = off", "pin", True),
+        ("keep-alive = 10m", "ttl", 600.0),
+        ("ttl = -1", "ttl", -1.0),
+        ("linger = auto", "linger", -1.0),
+        ("linger = -1", "linger", 0.0),
+        ("min-residency = 0", "min_residency", 0.0),
+        ("model-loading-timeout = 30", "start_timeout", 30.0),
+        ("retry-threshold = 1", "max_restarts", 1),
+        ("engine = transformers", "engine", "transformers"),
+        ("python = python3.12", "python", "python3.12"),
+        ("env.A_b = x", "env", {"A_b": "x"}),
+        ("env = A=1, B=x=y\nenv.B = 2", "env", {"A": "1", "B": "2"}),
+        ("dedup-cache-models = on", "dedup_cache_models", True),
+    ],
+)
+def test_a_key_sets_its_field_in_any_spelling(line: str, field: str, value: Any) -> None:
+    assert getattr(one(line), field) == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "replicas = 1", "split-mode = none", "sm = auto", "fit = off",
+        "cont-batching = on", "cb = 1",
+        "gpu-balance = on", "sleep-idle-seconds = -1", "cpu-offload = 0", "b = 2048",
+        "reasoning-format = none", "stream-interval = 1", "pipeline-parallel = 1",
+    ],
+)  # fmt: skip
+def test_a_key_that_is_not_built_may_say_what_happens_anyway(line: str) -> None:
+    assert warnings(f"[m]\nmodel = demo:a\n{line}") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("model-draft = x", "model-draft is not offered by this version: remove it"),
+        ("md = x", "model-draft is not offered"),
+        ("min-workers = 2", "min-workers is not offered by this version: remove it; write replicas = MIN-MAX"),
+        ("cpu-offload = 4", "device = cpu keeps all of it in host memory"),
+        ("rope-scaling = yarn", "config-override"),
+        ("yarn-orig-ctx = 4096", "config-override"),
+        ("cont-batching = off", "parallel = 1"),
+        ("ctk = q5_1", "ctk: q5_1 is not offered by this version: int4 and int8 are"),
+        ("fit = on", "choose ctx-size and parallel yourself"),
+        ("hf-file = x.gguf", "use a safetensors repository"),
+        ("model-url = http://x", "download the model"),
+        ("import = x", "as a section"),
+        ("cmd = x", "only engine"),
+        ("engine = vllm", "engine: vllm is not offered by this version"),
+        ("engine = llama-server", "engine: llama-server is not offered"),
+        ("quantization = squeezellm", "quantization: squeezellm is not offered"),
+        ("load-format = gguf", "gguf is not offered"),
+        ("attention = flash", "leave attention at auto, which uses PyTorch's FlashAttention kernel"),
+        ("attention = flash_attention_2", "leave attention at auto"),
+        ("ngl = 20", "ngl: layers in host memory are not offered by this version: remove it, or write 0 for cpu"),
+        ("conv-template = vicuna", "chat-template"),
+    ],
+)
+def test_a_key_that_is_not_built_is_refused_with_what_to_do_instead(line: str, message: str) -> None:
+    said = complaint(line)
+    assert said.startswith("models.ini:3: [m] ")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ctx-sise = 1", 'unknown key "ctx-sise"; did you mean "ctx-size"?'),
+        ("C = 1x\nzzz = 1", 'unknown key "zzz"'),
+        ("ctx-size = much", 'ctx-size: "much" is not a whole number of 0 or more'),
+        ("parallel = 0", 'parallel: "0" is not a whole number between 1 and 4096'),
+        ("pin = perhaps", 'pin: "perhaps" is neither on nor off'),
+        ("no-pin = perhaps", 'no-pin: "perhaps" is neither on nor off'),
+        ("ttl = soon", 'ttl: "soon" is not a time'),
+        ("start-timeout = -1", "start-timeout: this time cannot be turned off (-1)"),
+        ("ctk = f16\nctv = q8_0", "ctv: ctk says f16, and both have to agree; write one kv-cache-dtype"),
+        ("ctk = q3", 'ctk: "q3" is none of auto, f32, f16, bf16, int8, int4'),
+        ("dtype = int3", 'dtype: "int3" is none of auto, float32, float16, bfloat16'),
+        ("device = cpu,0", "device: cpu and accelerators do not mix"),
+        ("device = tpu", 'device: "tpu" is no device'),
+        ("config-override = {]", 'config-override: "{]" is not JSON'),
+        ("chat-template-kwargs = [1]", "is not a JSON object"),
+        ("chat-template = chatml", "chat-template: is no Jinja text"),
+        ("chat-template-file = gone.jinja", "chat-template-file: /etc/llm/gone.jinja: No such file or directory"),
+        ("chat-template-file = /x/not-utf8", "is not UTF-8 text"),
+        ("tokenizer = org/name", "tokenizer: no folder /etc/llm/org/name"),
+        ("python = ./gone", "python: no file /etc/llm/gone"),
+        ("alias = a b", 'alias: "a b" is no model name'),
+        ("env = A", "env: write NAME=value"),
+        ("env.1A = x", 'unknown key "env.1A"'),
+        ("env.CUDA_VISIBLE_DEVICES = 0", "write device = instead"),
+        ("temp = hot", 'temp: "hot" is not a number'),
+        ("replicas = 3-1", 'replicas: "3-1" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("num-workers = none", 'num-workers: "none" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("replicas = 0", 'replicas: "0" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("replicas = 0-2", 'replicas: "0-2" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("replicas = 1-2-3", 'replicas: "1-2-3" is not a number from 1 to 1000, nor two such as 1-3'),
+        ("queue-size = 0", 'queue-size: "0" is not a whole number of 1 or more'),
+        ("max-concurrent = -2", 'max-concurrent: "-2" is not a whole number of 1 or more'),
+        ("revision = v1", "revision belongs to a repository of the hub"),
+        ("ctx-size = 10\nmax-input-tokens = 10", "max-input-tokens must be less than ctx-size"),
+        ("min-residency = 11", "min-residency must not be more than --swap-patience, 10 s"),
+        ("ngl = 0\ndevice = cuda:1", "n-gpu-layers = 0 means device = cpu, but device is cuda:1"),
+        ("chat-template = {{ x }}\nchat-template-file = qwen.jinja", "are both set; remove one"),
+        ("hf-repo = a/b", "hf-repo and model (line 2) both name a source; remove one"),
+    ],
+)
+def test_a_wrong_setting_names_file_line_section_and_the_way_out(line: str, message: str) -> None:
+    said = complaint(line, disk=Disk(_etc_llm_qwen_jinja="x"))
+    assert said.startswith("models.ini:")
+    assert "[m] " in said
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("host = x", '"host" is an option of the router, not of a model: use --host'),
+        ("LLAMA_ARG_PORT = 1", "use --port"),
+        ("models-max = 1", "use --models-max"),
+        ("timeout = 5", "use --timeout, or request-timeout for one model"),
+        ("ssl-key-file = x", '"ssl-key-file" is an option of the router that this version does not offer: remove it'),
+        ("sleep-memory = 1", "use --sleep-memory"),
+    ],
+)
+def test_an_option_of_the_router_is_no_key(line: str, message: str) -> None:
+    assert message in complaint(line)
+
+
+def test_options_without_meaning_are_warned_of_once_each_and_errors_when_strict() -> None:
+    text = "[a]\nmodel = demo:a\nnuma = x\nno-mmap = 1\njinja = on\n[b]\nmodel = demo:b\nnuma = y\nmmproj = z\n"
+    said = [
+        'models.ini:3: [a] "numa" has no meaning here; remove it',
+        'models.ini:4: [a] "no-mmap" has no meaning here; remove it',
+        'models.ini:5: [a] "jinja" has no meaning here; remove it',
+        'models.ini:9: [b] "mmproj" has no meaning here; remove it',
+    ]
+    assert warnings(text) == said
+    assert complaints(text, strict=True) == said
+
+
+def test_a_repeated_key_is_warned_of_and_the_last_counts() -> None:
+    text = "[m]\nmodel = demo:a\nctx-size = 1\nc = 2\n"
+    assert warnings(text) == ['models.ini:4: [m] "c" repeats "ctx-size" of line 3; the last counts']
+    assert read(text).presets["m"].ctx_size == 2
+
+
+def test_types_of_keys_and_of_values_agree_wherever_both_are_written() -> None:
+    model = "[m]\nmodel = demo:a\n"
+    both = {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}
+    assert read(model, environ=both).presets["m"].kv_cache_dtype == "int8"
+    (said,) = complaints(model, environ={**both, "LLAMA_ARG_CACHE_TYPE_V": "f16"})
+    assert said == "LLAMA_ARG_CACHE_TYPE_V: cache-type-k says int8, and both have to agree; write one kv-cache-dtype"
+    assert read(model, flags={"ctk": "q4_0", "cache-type-v": "int4"}).presets["m"].kv_cache_dtype == "int4"
+    assert complaints(model, flags={"ctk": "q4_0", "ctv": "q8_0"}) == [
+        "--ctv: ctk says int4, and both have to agree; write one kv-cache-dtype"
+    ]
+    assert complaints(model, flags={"ctk": "q4_0", "kv-cache-dtype": "int4"}) == [
+        "--kv-cache-dtype: --ctk says the same; give one of the two"
+    ]
+    assert warnings(f"{model}ctk = q8_0\ncache-type-v = q8_0") == []
+    assert warnings(f"{model}ctk = q8_0\nkv-cache-dtype = f16") == [
+        'models.ini:4: [m] "kv-cache-dtype" repeats "ctk" of line 3; the last counts'
+    ]
+
+
+def test_all_faults_of_all_sections_are_told() -> None:
+    text = "x = 1\n[a]\nmodel = demo:q\nctx = 1\n[b]\n[c]\nparallel = no\n[a]\n"
+    assert [line.split(":")[1] for line in complaints(text)] == ["1", "8", "4", "3", "5", "7", "6", "8"]
+
+
+# Sources
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("model = demo:chat", {"demo": "chat"}),
+        ("model = models/qwen", {"path": "/etc/llm/models/qwen"}),
+        ("model = ./models/qwen", {"path": "/etc/llm/models/qwen"}),
+        ("model = /etc/llm/models/qwen", {"path": "/etc/llm/models/qwen"}),
+        ("m = ~/snap", {"path": "/home/you/snap"}),
+        ("model = Qwen/Qwen3-0.6B", {"repo": "Qwen/Qwen3-0.6B", "revision": "main"}),
+        ("hf = Qwen/Qwen3-0.6B:v1.0", {"repo": "Qwen/Qwen3-0.6B", "revision": "v1.0"}),
+        ("hf-repo = a/b\nrevision = refs/pr/1", {"repo": "a/b", "revision": "refs/pr/1"}),
+    ],
+)
+def test_a_model_is_a_folder_a_repository_or_built_in(line: str, fields: Mapping[str, str]) -> None:
+    loaded = read(f"[m]\n{line}", disk=Disk("/home/you/snap/config.json"), environ={"HOME": "/home/you"})
+    assert not loaded.problems
+    preset = loaded.presets["m"]
+    assert {name: getattr(preset, name) for name in ("path", "repo", "demo") if getattr(preset, name)} == {
+        name: value for name, value in fields.items() if name != "revision"
+    }
+    assert preset.revision == fields.get("revision", "main")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "models.ini:1: [m] names no model; add model = a folder or org/name, or hf-repo = org/name"),
+        (
+            "model = demo:chta",
+            '"demo:chta" is no built-in model; there are chat, embed, a, b, c; did you mean "demo:chat"?',
+        ),
+        ("model = gpt2", '"gpt2" is neither a folder (/etc/llm/gpt2) nor org/name'),
+        ("model = ./gone/away", '"./gone/away" is neither a folder'),
+        ("model = /gone", '"/gone" is neither a folder nor org/name'),
+        ("model = x.gguf", "GGUF needs the llama-server engine, which this version does not offer"),
+        ("hf-repo = ggml-org/gemma-GGUF:Q4_K_M", "GGUF needs the llama-server engine"),
+        ("hf-repo = org/name:IQ2_XS", "GGUF needs the llama-server engine"),
+        ("model = s3://bucket/x", "is a URL; download the model"),
+        ("model = lmi", "/etc/llm/lmi has serving.properties; such folders are not offered"),
+        ("model = empty", "/etc/llm/empty has no config.json"),
+        ("model = note.txt", "/etc/llm/note.txt is a file; name the model's folder"),
+        ("hf-repo = name", '"name" is not org/name'),
+        ("hf-repo = ../x", '"../x" is not org/name'),
+        ("hf-repo = a/b:v1\nrevision = v2", "a revision stands in line 2 already; remove one of the two"),
+        ("hf-repo = a/b\nrevision = ../x", "is no branch, tag or commit"),
+    ],
+)
+def test_a_source_that_cannot_be_used_is_explained(line: str, message: str) -> None:
+    disk = Disk("/etc/llm/lmi/serving.properties", "/etc/llm/empty/", "/etc/llm/note.txt", "/etc/llm/x.gguf")
+    (said,) = complaints(f"[m]\n{line}", disk=disk)
+    assert message in said
+
+
+def test_a_relative_path_starts_at_the_file_and_is_found_in_the_working_directory_with_a_warning() -> None:
+    disk = Disk("/home/me/snap/config.json")
+    loaded = read("[m]\nmodel = snap", disk=disk)
+    assert loaded.presets["m"].path == "/home/me/snap"
+    (warning,) = loaded.warnings
+    assert "snap is not in /etc/llm but in the working directory; write /home/me/snap" in str(warning)
+
+
+def test_what_is_on_disk_is_listed_and_sections_configure_it() -> None:
+    found = [
+        Found("phi", "models_dir", path="/m/phi"),
+        Found("Qwen/Qwen3", "cache", repo="Qwen/Qwen3", revision="main"),
+        Found("PHI", "cache", repo="x/phi"),
+    ]
+    loaded = read("[*]\nctx-size = 100\n[qwen/qwen3]\nparallel = 2\nalias = q", found=found)
+    assert not loaded.problems
+    assert list(loaded.presets) == ["qwen/qwen3", "phi"]  # the folder's phi wins over the cache's PHI
+    qwen, phi = loaded.presets.values()
+    assert (qwen.source, qwen.repo, qwen.parallel, qwen.ctx_size) == ("preset", "Qwen/Qwen3", 2, 100)
+    assert (phi.source, phi.path, phi.ctx_size) == ("models_dir", "/m/phi", 100)
+
+
+def test_a_section_may_hide_the_cached_repository_it_uses() -> None:
+    found = [Found("a/b", "cache", repo="a/b")]
+    text = "[m]\nhf-repo = a/b\n"
+    assert list(read(text, found=found).presets) == ["m", "a/b"]
+    assert list(read(text + "dedup-cache-models = on", found=found).presets) == ["m"]
+
+
+def test_a_section_with_a_source_of_its_own_wins_over_what_is_on_disk() -> None:
+    loaded = read("[phi]\nmodel = demo:a", found=[Found("phi", "models_dir", path="/m/phi")])
+    assert loaded.presets["phi"].demo == "a"
+    assert loaded.presets["phi"].path == ""
+
+
+# Names
+
+
+def test_ids_and_aliases_are_unique_together() -> None:
+    text = "[a]\nmodel = demo:a\nalias = b, x\n[b]\nmodel = demo:b\nalias = x\n"
+    assert complaints(text) == [
+        'models.ini:3: [a] alias "b" is the id of another model; choose another',
+        'models.ini:6: [b] alias "x" is already an alias of a; choose another',
+    ]
+
+
+def test_a_model_on_disk_gives_way_to_an_alias() -> None:
+    loaded = read("[a]\nmodel = demo:a\nalias = x/y\n", found=[Found("x/y", "cache", repo="x/y")])
+    assert list(loaded.presets) == ["a"]
+    assert [str(warning) for warning in loaded.warnings] == ['x/y: is not listed: "x/y" is an alias of another model']
+
+
+@pytest.mark.parametrize("line", ["model = demo:a", "hf-repo = a/b", "alias = x", "revision = v1"])
+def test_what_belongs_to_one_model_stands_neither_in_the_defaults_nor_among_flags(line: str) -> None:
+    key, _, value = line.partition(" = ")
+    (said,) = complaints(f"[*]\n{line}\n[m]\nmodel = demo:a")
+    assert said == f"models.ini:2: [*] {key}: names one model, so it cannot stand in [*]; write it into [id]"
+    (said,) = complaints("[m]\nmodel = demo:a", flags={key: value})
+    assert said.startswith(f"--{key}: names one model; write a section [id]")
+
+
+# Precedence
+
+
+def test_flags_win_over_sections_over_defaults_over_the_environment() -> None:
+    environ = {"ROUTER_CTX_SIZE": "1", "ROUTER_PARALLEL": "1", "ROUTER_SEED": "1", "LLAMA_ARG_THREADS": "1"}
+    text = "[*]\nctx-size = 2\nparallel = 2\nseed = 2\n[m]\nmodel = demo:a\nctx-size = 3\nparallel = 3\n"
+    preset = read(text, environ=environ, flags={"c": "4"}).presets["m"]
+    assert (preset.ctx_size, preset.parallel, preset.seed, preset.threads, preset.n_predict) == (4, 3, 2, 1, -1)
+    origins = {key: origin for key, _, origin in effective(preset)}
+    assert origins["ctx-size"] == "-c"
+    assert origins["parallel"] == "models.ini:8"
+    assert origins["seed"] == "models.ini:4"
+    assert origins["threads"] == "LLAMA_ARG_THREADS"
+    assert origins["n-predict"] == "built-in"
+    assert origins["model"] == "models.ini:6"
+
+
+def test_the_routers_variable_wins_over_llama_servers_and_that_over_lmis() -> None:
+    names = ["ROUTER_PARALLEL", "LLAMA_ARG_N_PARALLEL", "OPTION_MAX_ROLLING_BATCH_SIZE", "MAX_BATCH_SIZE"]
+    for first in range(len(names)):
+        environ = {name: str(names.index(name) + 1) for name in names[first:]}
+        preset = one("", environ=environ)
+        assert preset.parallel == first + 1
+
+
+def test_lmis_variables_are_read_where_they_mean_a_key() -> None:
+    environ = {"MAX_CONCURRENT_REQUESTS": "9", "HF_MODEL_TRUST_REMOTE_CODE": "true", "OPTION_DTYPE": "fp16"}
+    preset = one("", environ=environ)
+    assert (preset.queue_size, preset.trust_remote_code, preset.dtype) == (9, True, "float16")
+    assert one("", environ={"TENSOR_PARALLEL_DEGREE": "max"}).tensor_parallel == ALL_DEVICES
+
+
+def test_variables_of_the_router_itself_are_left_to_it() -> None:
+    assert one("", environ={"ROUTER_QUEUE_SIZE": "5", "LLAMA_ARG_PORT": "9", "ROUTER_URL": "x"}).queue_size == 1000
+
+
+def test_variables_that_mean_nothing_or_one_model_are_told_of() -> None:
+    environ = {"ROUTER_CTX_SISE": "1", "ROUTER_PARALLEL": "", "LLAMA_ARG_MODEL": "/m", "OPTION_FOO": "1", "PATH": "/"}
+    assert warnings("[m]\nmodel = demo:a", environ=environ) == [
+        'ROUTER_CTX_SISE: is no variable that this router reads; did you mean "ROUTER_CTX_SIZE"?',
+        "LLAMA_ARG_MODEL: names one model, so it is not read; write a section in a file for --models-preset",
+    ]
+
+
+def test_a_wrong_flag_is_told_once_however_many_models_there_are() -> None:
+    text = "[a]\nmodel = demo:a\n[b]\nmodel = demo:b"
+    assert complaints(text, flags={"ctx-size": "x"}) == ['--ctx-size: "x" is not a whole number of 0 or more']
+    assert complaints(text, flags={"min-residency": "1h"}) == [
+        "--min-residency: min-residency must not be more than --swap-patience, 10 s"
+    ]
+
+
+def test_a_flag_given_in_two_spellings_is_a_contradiction() -> None:
+    assert complaints("", flags={"ctx-size": "1", "c": "2"}) == ["-c: --ctx-size says the same; give one of the two"]
+
+
+def test_flags_may_be_negated() -> None:
+    preset = one("pin = on\nautoload = on", flags={"no-pin": "on", "autoload": "off"})
+    assert (preset.pin, preset.autoload) == (False, False)
+
+
+def test_gpu_layers_and_device_follow_precedence() -> None:
+    assert one("device = cuda:1", flags={"ngl": "0"}).device == ("cpu",)
+    text = "[*]\nngl = 0\n[m]\nmodel = demo:a\ndevice = {}"
+    assert read(text.format("cuda:1")).presets["m"].device == ("cuda:1",)
+    assert read(text.format("auto")).presets["m"].device == ()
+    assert read(text.format("cpu")).presets["m"].device == ("cpu",)
+
+
+def test_a_template_is_read_from_its_file_and_the_stronger_spelling_counts() -> None:
+    disk = Disk(_etc_llm_t="{{ file }}")
+    preset = one("chat-template-file = t", disk=disk)
+    assert (preset.chat_template, preset.chat_template_file) == ("{{ file }}", "/etc/llm/t")
+    text = "[*]\nchat-template-file = t\n[m]\nmodel = demo:a\nchat-template = {{ own }}"
+    preset = read(text, disk=disk).presets["m"]
+    assert (preset.chat_template, preset.chat_template_file) == ("{{ own }}", "")
+
+
+# Seen from outside
+
+
+def test_the_effective_settings_name_every_key_and_mask_secrets() -> None:
+    preset = one('env.API = abc\nchat-template-kwargs = {"api_key": "abc", "x": [{"token": "abc"}], "tokens": 3}')
+    rows = effective(preset)
+    names = {key.name for key in KEYS} - {"env", "hf-repo", "revision", "n-gpu-layers"}
+    assert {key for key, _, _ in rows} == names | {"env.API"}
+    assert "abc" not in json.dumps(rows) + json.dumps(args(preset))
+    assert ("chat-template-kwargs", '{"api_key":"***","tokens":3,"x":[{"token":"***"}]}', "models.ini:4") in rows
+    assert all(isinstance(part, str) for row in rows for part in row)
+
+
+def test_flags_show_what_differs_from_the_built_in() -> None:
+    assert args(one("c = 100\nautoload = off\npin = off\nstop = a\nenv.X = 1")) == [
+        "--model", "demo:a", "--ctx-size", "100", "--stop", '["a"]', "--no-autoload", "--env", "X=***",
+    ]  # fmt: skip
+    assert args(read("[m]\nhf-repo = a/b").presets["m"]) == ["--hf-repo", "a/b", "--revision", "main"]
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "ctx-size": st.integers(0, 1 << 20).map(str),
+        "parallel": st.integers(1, 64).map(str),
+        "alias": st.lists(st.from_regex(r"[a-z]{2,5}", fullmatch=True), min_size=1, max_size=3).map(",".join),
+        "temp": st.floats(0, 2).map(repr),
+        "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=4), max_size=3).map(json.dumps),
+        "ttl": st.integers(-1, 1000).map(str),
+        "pin": st.sampled_from(["on", "off"]),
+        "device": st.sampled_from(["auto", "cpu", "0", "cuda:0,cuda:1", "GPU-12-ab"]),
+        "required-memory": st.sampled_from(["900", "1.5GiB", "cuda:0=9,cpu=1", "700001B"]),
+        "chat-template-kwargs": st.dictionaries(st.text(max_size=4), st.integers(), max_size=3).map(json.dumps),
+        "dtype": st.sampled_from(["auto", "fp16"]),
+        "linger": st.sampled_from(["auto", "0.5", "-1"]),
+        "request-timeout": st.sampled_from(["-1", "5m"]),
+    },
+)
+
+
+@steady
+@given(SETTINGS)
+def test_the_flags_of_a_preset_make_the_same_preset_again(wanted: dict[str, str]) -> None:
+    loaded = read("[m]\nmodel = demo:a\n" + "".join(f"{key} = {value}\n" for key, value in wanted.items()))
+    assert not loaded.problems
+    preset = loaded.presets["m"]
+    lines = ["[m]"]
+    words = args(preset)
+    while words:
+        name = words.pop(0)
+        value = words.pop(0) if words and not words[0].startswith("--") else "on"
+        lines.append(f"{name} = {value}")
+    assert read("\n".join(lines)).presets["m"] == preset
+
+
+@steady
+@given(st.text(st.characters(codec="utf-8") | st.sampled_from("[]=\n"), max_size=300))
+def test_any_file_is_read_without_an_exception(text: str) -> None:
+    assert isinstance(read(text, environ={}), Loaded)
+
+
+@steady
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(preset_keys.WORDS)), st.text(st.characters(codec="utf-8"), max_size=12)))
+)
+def test_any_value_of_any_key_is_read_without_an_exception(pairs: list[tuple[str, str]]) -> None:
+    body = "".join(f"{key} = {json.dumps(value)}\n" for key, value in pairs)
+    assert isinstance(read(f"[m]\n{body}"), Loaded)
+    assert isinstance(read("[m]\nmodel = demo:a", flags=dict(pairs)), Loaded)
+
+
+# Hot reload
+
+
+def test_spelling_order_and_comments_change_nothing() -> None:
+    first = read('[*]\nc = 1024\n[m]\nmodel = demo:a\nconfig-override = {"a": 1, "b": 2}\n')
+    second = read('; hello\n[m]\nconfig-override = {"b":2,"a":1}\nLLAMA_ARG_CTX_SIZE = 1024 ; here\nmodel = demo:a\n')
+    assert first.presets == second.presets
+
+
+@pytest.mark.parametrize("line", ["alias = x", "tags = x", "pin = on", "priority = 3", "ttl = 5", "queue-size = 5",
+                                  "autoload = off", "min-residency = 1", "stall-timeout = 5"])  # fmt: skip
+def test_a_live_key_leaves_the_worker_alone(line: str) -> None:
+    assert preset_keys.BY_NAME[line.split()[0]].live
+    assert one(line) != one("")
+    assert same_load(one(line), one(""))
+
+
+@pytest.mark.parametrize("line", ["ctx-size = 5", "dtype = fp32", "device = cpu", "env.X = 1", "temp = 0.1",
+                                  "chat-template = {{ x }}", "required-memory = 5", "seed = 3"])  # fmt: skip
+def test_any_other_key_needs_a_new_worker(line: str) -> None:
+    assert not same_load(one(line), one(""))
+
+
+# The tables
+
+
+def test_every_key_has_a_field_that_exists() -> None:
+    fields = {field.name for field in dataclasses.fields(Preset)}
+    assert {key.field for key in KEYS if key.field} <= fields
+    read_by_the_loader = {"id", "source", "path", "repo", "demo", "env", "strict_fields", "origins",
+                          "adapters"}  # fmt: skip
+    assert fields == {key.field for key in KEYS if key.field} | read_by_the_loader
+
+
+def test_no_word_is_written_twice_and_none_is_also_an_option_of_the_router() -> None:
+    from router.config.settings import BY_FLAG, LATER
+
+    assert set(preset_keys.WORDS) & {*BY_FLAG, *LATER} == {"queue-size"}
+
+
+def test_the_built_in_models_are_those_that_a_worker_makes() -> None:
+    assert set(preset_keys.DEMOS) == set(demo.NAMES)
+
+
+def test_the_reference_names_every_key_and_its_comments_are_right() -> None:
+    lines = (CONFIG / "models.ini").read_text().splitlines()
+    commented = [line[2:] for line in lines if line.startswith("; ") and " = " in line.split(";")[1]]
+    entries = {line.split("=")[0].strip() for line in [*commented, *lines]}
+    assert {key.name for key in KEYS} <= entries
+    start, end = lines.index("[*]"), lines.index("[demo-chat]")
+    body = [
+        line.removeprefix("; ") for line in lines[start:end] if " = " in line or line.endswith("=") or " =  " in line
+    ]
+    loaded = read("[*]\n" + "\n".join(body) + "\n[m]\nmodel = demo:a", swap_patience=10.0)
+    assert [str(problem) for problem in loaded.problems] == []
+
+
+def test_replicas_are_a_number_or_the_least_and_the_most() -> None:
+    body = "[a]\nmodel = demo:a\nreplicas = 2\n[b]\nmodel = demo:b\nnum-workers = 1-3\n[c]\nmodel = demo:c"
+    loaded = read(body)
+    assert [preset.replicas for preset in loaded.presets.values()] == [(2, 2), (1, 3), (1, 1)]
+    assert args(loaded.presets["b"]).count("1-3") == 1
+
+
+def test_a_number_may_have_as_many_places_as_a_float_is_written_with() -> None:
+    assert one("temp = 0.0034277451171562676").sampling["temp"] == 0.0034277451171562676
+
+
+def test_llama_servers_word_for_idle_time_is_a_time_of_its_own() -> None:
+    found = read("[a]\nmodel = demo:a\nsleep-idle-seconds = 5m\nttl = 1h").presets["a"]
+    assert (found.sleep_idle, found.ttl) == (300.0, 3600.0)
+
+
+def test_companions_are_models_that_there_are() -> None:
+    body = "[a]\nmodel = demo:a\nalias = one\n[b]\nmodel = demo:b\ncompanions = "
+    assert read(body + "a, one").presets["b"].companions == ("a", "one")
+    assert 'companions names "aa", and there is no such model' in complaints(body + "a, aa")[0]
+
+
+# Several devices
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("split-mode = layer", "split_mode", "layer"),
+        ("sm = none", "split_mode", "none"),
+        ("pipeline-parallel = 3", "pipeline_parallel", 3),
+        ("pipeline-parallel-degree = max", "pipeline_parallel", ALL_DEVICES),
+        ("num-gpus = 2", "tensor_parallel", 2),
+        ("tp = 4", "tensor_parallel", 4),
+        ("tensor-parallel-degree = max", "tensor_parallel", ALL_DEVICES),
+        ("split-mode = row", "split_mode", "tensor"),
+        ("gpu-split = 16,24.5", "gpu_split", (16 << 30, 49 << 29)),
+        ("max-gpu-memory = 20GiB", "gpu_split", (20 << 30,)),
+        ("exllama-gpu-split = 0, 8000MiB", "gpu_split", (0, 8000 << 20)),
+        ("tensor-split = 3,1", "tensor_split", (3.0, 1.0)),
+        ("ts = 1/0/2.5", "tensor_split", (1.0, 0.0, 2.5)),
+    ],
+)
+def test_a_split_is_said_in_the_words_of_many_servers(line: str, field: str, value: object) -> None:
+    preset = one(line)
+    assert getattr(preset, field) == value
+    key = next(key for key in KEYS if key.field == field)
+    assert key.kind(key.kind.write(value)) == value
+    assert not same_load(preset, one("")), "it takes effect with a fresh worker"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("tensor-split = 1", 'tensor-split: "1" names no two shares; for one device, write device = it'),
+        ("tensor-split = 0,1", "names no two shares"),
+        ("tensor-split = 1,-1", "is not a number of 0 or more"),
+        ("gpu-split = 0", "gpu-split: no size above 0 is given"),
+        ("gpu-split = x", 'gpu-split: "x" is not a size'),
+        ("pipeline-parallel = 0", 'pipeline-parallel: "0" is not a whole number between 1 and 64'),
+        ("tensor-split = 1,1\ngpu-split = 8,8", "tensor-split and gpu-split both say what goes where; remove one"),
+        ("tensor-split = 1,1\npipeline-parallel = 3", "tensor-split is for 2 devices, pipeline-parallel for another"),
+        ("pipeline-parallel = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
+        ("tensor-split = 1,1\ndevice = cpu", "wants accelerators, and device is cpu"),
+        ("pipeline-parallel = 2\nngl = 0", "wants accelerators, and device is cpu"),
+        ("tp = 0", 'tp: "0" is not a whole number between 1 and 64'),
+        ("tp = 2\npipeline-parallel = 2", "pipeline-parallel splits it by layers, and this divides each: remove one"),
+        ("tp = 2\nsplit-mode = layer", "split-mode = layer forbids what this asks for; remove one of the two"),
+        ("tp = 2\nsplit-mode = none", "split-mode = none forbids what this asks for"),
+        ("split-mode = tensor\ntensor-split = 3,1", "all devices get equal parts of each matrix: remove tensor-split"),
+        ("tp = max\ndevice = cpu", "max counts accelerators, and device is cpu; write how many processes"),
+    ],
+)
+def test_a_split_that_contradicts_itself_is_refused(lines: str, message: str) -> None:
+    assert message in complaint(lines)

@@ -1,0 +1,259 @@
+"""The router's own options and its keys."""
+
+import contextlib
+import dataclasses
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config.option_types import MIB
+from router.config.settings import (
+    BY_VARIABLE,
+    GROUPS,
+    OPTIONS,
+    Key,
+    Settings,
+    configured_keys,
+    hub_cache,
+    is_local,
+    parse,
+    parse_keys,
+)
+from router.errors import ConfigError
+
+steady = settings(derandomize=True, deadline=None)
+
+
+def told(given: dict[str, str] | None = None, environ: dict[str, str] | None = None) -> Settings:
+    """The settings; there must be no problem."""
+    found, problems = parse(given or {}, environ or {})
+    assert not problems, [str(problem) for problem in problems]
+    return found
+
+
+def complaints(given: dict[str, str], environ: dict[str, str] | None = None) -> list[str]:
+    return [str(problem) for problem in parse(given, environ or {})[1]]
+
+
+def test_each_option_is_written_once_and_has_its_field() -> None:
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert fields == {option.field for option in OPTIONS} | {"hub_cache"}
+    assert len(BY_VARIABLE) == sum(len(option.variables) for option in OPTIONS)
+    assert {option.group for option in OPTIONS} == set(GROUPS)
+
+
+def test_nothing_said_means_the_defaults() -> None:
+    assert told() == Settings(hub_cache="/.cache/huggingface/hub")
+    for option in OPTIONS:
+        default = getattr(Settings(), option.field)
+        if default not in (None, "", (), {}) and not option.unset:
+            assert option.kind(option.kind.write(default)) == default
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("models-preset", "x.ini", "x.ini"),
+        ("models-cache", "off", False),
+        ("models-autoload", "no", False),
+        ("models-max", "2", 2),
+        ("models-memory-margin", "2048", {"": 2048 * MIB}),
+        ("models-memory-margin", "cuda:0=2048,cpu=4GiB", {"": 1024 * MIB, "cuda:0": 2048 * MIB, "cpu": 4096 * MIB}),
+        ("device-limit", "cpu=6000,0=9GiB", {"cpu": 6000 * MIB, "cuda:0": 9216 * MIB}),
+        ("host", "::1", "::1"),
+        ("host", "127.0.0.1,[::1]", "127.0.0.1,[::1]"),
+        ("host", "/run/router.sock", "/run/router.sock"),
+        ("port", "0", 0),
+        ("api-key", "a,b", ("a", "b")),
+        ("timeout", "0", 0.0),
+        ("timeout", "-1", 0.0),
+        ("queue-timeout", "5m", 300.0),
+        ("evict-timeout", "-1", -1.0),
+        ("sse-ping-interval", "-1", -1.0),
+        ("max-body-size", "8", 8 * MIB),
+        ("log-level", "WARN", "warning"),
+        ("cors-origins", "localhost,https://a.example", ("localhost", "https://a.example")),
+        ("allowed-hosts", "*.a.example,[::1],b", ("*.a.example", "[::1]", "b")),
+    ],
+)
+def test_an_option_sets_its_field(flag: str, text: str, value: Any) -> None:
+    assert getattr(told({flag: text}), flag.replace("-", "_")) == value
+
+
+def test_a_flag_wins_over_the_routers_variable_and_that_over_llama_servers() -> None:
+    environ = {"ROUTER_PORT": "1", "LLAMA_ARG_PORT": "2", "ROUTER_HOST": "", "LLAMA_ARG_HOST": "localhost"}
+    assert told({"port": "3"}, environ).port == 3
+    assert told({}, environ).port == 1
+    assert told({}, {**environ, "ROUTER_PORT": ""}).port == 2
+    assert told({}, environ).host == "localhost"
+    assert told({}, {"HF_TOKEN": "hf_x"}).hf_token == "hf_x"
+    assert told({}, {"LLAMA_API_KEY": "k"}).api_key == ("k",)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"port": "99999"}, '--port: "99999" is not a whole number between 0 and 65535'),
+        ({"models-max": "-1"}, '--models-max: "-1" is not a whole number between 0 and 100000'),
+        ({"swap-patience": "-3"}, '--swap-patience: "-3" is not a time'),
+        ({"drain-timeout": "-1"}, "--drain-timeout: this time cannot be turned off (-1)"),
+        ({"models-memory-margin": "-5"}, '--models-memory-margin: "-5" is not a size'),
+        ({"models-memory-margin": "tpu=5"}, '--models-memory-margin: "tpu" is no device'),
+        ({"device-limit": "600"}, '--device-limit: "600" names no device; write DEV=MiB'),
+        ({"device-limit": "cpu=0"}, "--device-limit: "),
+        ({"device-limit": "cpu=600"}, "--device-limit: cpu=600 leaves nothing beside the margin of 1024 MiB; raise it"),
+        ({"device-limit": "cpu=600", "models-memory-margin": "cpu=600"}, "cpu=600 leaves nothing beside the margin"),
+        ({"queue-size": "0"}, "--queue-size: "),
+        ({"log-level": "loud"}, '--log-level: "loud" is none of debug, info, warning, error'),
+        ({"access-log": "some"}, "--access-log: "),
+        ({"unknown-model": "default"}, "--unknown-model: default needs --default-model"),
+        ({"max-body-size": "1GiB"}, "--max-body-size: at most 512 MiB"),
+        ({"cors-origins": "a.example"}, '--cors-origins: "a.example" is no origin'),
+        ({"cors-origins": "*,localhost"}, "--cors-origins: * already allows all origins"),
+        ({"allowed-hosts": "a b"}, '--allowed-hosts: "a b" is no host name'),
+        ({"host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines; give --api-key-file, or --allow-unauthent"),
+        ({"host": "300.1.1.1"}, "--host: 300.1.1.1 is no address; write four numbers up to 255, or a name"),
+        ({"host": "127.0.0.1,::"}, "--host: :: is open to other machines"),
+        ({"host": "box.example"}, "--host: box.example is open to other machines"),
+        ({"host": "127.0.0.1,"}, "--host: an address is empty"),
+        ({"api-key": "k", "allow-unauthenticated": "on"}, "--allow-unauthenticated: keys are given as well"),
+        ({"api-key": "k,k"}, "--api-key: the same key stands there twice"),
+        ({"api-key": "k", "admin-key": "k"}, "--admin-key: a key is given to users as well"),
+    ],
+)
+def test_a_wrong_or_contradictory_setting_has_one_clear_message(given: dict[str, str], message: str) -> None:
+    (said,) = complaints(given)
+    assert said.startswith(message) or message in said
+
+
+def test_a_fault_names_the_variable_it_came_from() -> None:
+    assert complaints({}, {"LLAMA_ARG_PORT": "x"})[0].startswith("LLAMA_ARG_PORT: ")
+
+
+@pytest.mark.parametrize("flag", ["api-key", "admin-key", "hf-token"])
+def test_a_secret_is_never_repeated(flag: str) -> None:
+    (said,) = complaints({flag: "very secret"})
+    assert "secret" not in said
+    found = told({flag: "verysecret"})
+    assert "verysecret" not in repr(found)
+
+
+@pytest.mark.parametrize("key", ["api-key", "api-key-file", "admin-key", "admin-key-file"])
+def test_a_public_address_is_allowed_with_any_kind_of_key(key: str) -> None:
+    assert told({"host": "0.0.0.0", key: "k"}).host == "0.0.0.0"
+
+
+def test_a_public_address_is_allowed_without_a_key_if_that_is_said() -> None:
+    assert told({"host": "0.0.0.0", "allow-unauthenticated": "on"}).allow_unauthenticated
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True),
+     ("a.localhost", True),
+     ("/x/y.sock", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)],
+)  # fmt: skip
+def test_only_loopback_and_socket_files_are_local(host: str, local: bool) -> None:
+    assert is_local(host) is local
+
+
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [({}, 0), ({"models-max": "3"}, 3), ({"models-memory-margin": "0"}, 4), ({"models-memory-margin": "cpu=0"}, 0),
+     ({"models-memory-margin": "0", "models-max": "0"}, 0)],
+)  # fmt: skip
+def test_without_a_margin_a_count_decides(given: dict[str, str], workers: int) -> None:
+    assert told(given).workers_at_once == workers
+
+
+def test_a_margin_holds_for_all_devices_that_have_none_of_their_own() -> None:
+    found = told({"models-memory-margin": "cuda:0=2048"})
+    assert (found.margin("cuda:0"), found.margin("cuda:1")) == (2048 * MIB, 1024 * MIB)
+
+
+def test_the_hub_cache_is_where_the_hub_library_looks() -> None:
+    assert hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == "/a"
+    assert hub_cache({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}) == "/b/hub"
+    assert hub_cache({"XDG_CACHE_HOME": "/c", "HOME": "/d"}) == "/c/huggingface/hub"
+    assert hub_cache({"HOME": "/d"}) == "/d/.cache/huggingface/hub"
+
+
+@steady
+@given(st.dictionaries(st.sampled_from([option.flag for option in OPTIONS]), st.text(max_size=12)))
+def test_any_text_for_any_option_is_read_or_refused(given: dict[str, str]) -> None:
+    parse(given, {})
+
+
+# Keys
+
+
+def sha(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def test_a_key_file_holds_a_key_a_line_and_what_it_may_do() -> None:
+    text = f"""# keys
+sk-one name=alice models=qwen*,demo-? max-concurrent=2   # a comment
+sk#two
+sha256:{sha("three").hex()} admin name=root
+"""
+    assert parse_keys(text, False) == (
+        Key(name="alice", digest=sha("sk-one"), models=("qwen*", "demo-?"), max_concurrent=2),
+        Key(digest=sha("sk#two")),
+        Key(name="root", digest=sha("three"), admin=True),
+    )
+    assert parse_keys("a", True) == (Key(digest=sha("a"), admin=True),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("clé", "keys:1: the key must be 1 to 512 ASCII characters"),
+        ("sha256:123", "keys:1: the key must be"),
+        ("x" * 513, "keys:1: the key must be"),
+        ("a\n\nsecret1\na", "keys:4: the same key as in line 1"),
+        ("secret1 max-concurrent=0", "keys:1: max-concurrent= needs a number of 1 or more"),
+        ("secret1 name=", "keys:1: name= needs a plain value"),
+        ("secret1 models=", "keys:1: models= needs a plain value"),
+        ("secret1 models=a admin", "keys:1: an admin key may use every model"),
+        ("secret1 secret2", "keys:1: after the key only name=, admin, models= and max-concurrent= may stand"),
+    ],
+)
+def test_a_wrong_line_of_a_key_file_is_told_without_the_key(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_keys(text, False, file="keys")
+    (said,) = caught.value.problems
+    assert said.startswith(message)
+    assert "secret" not in said
+
+
+def test_keys_of_flags_and_files_are_one_set() -> None:
+    found = told({"api-key": "a,b", "admin-key": "c", "api-key-file": "u", "admin-key-file": "v"})
+    keys = configured_keys(found, user_file="d\ne admin", admin_file="f")
+    assert [(key.digest, key.admin) for key in keys] == [
+        (sha("a"), False), (sha("b"), False), (sha("c"), True), (sha("d"), False), (sha("e"), True), (sha("f"), True),
+    ]  # fmt: skip
+
+
+def test_a_key_file_must_have_a_key_and_no_key_that_is_given_elsewhere() -> None:
+    found = told({"api-key": "a", "api-key-file": "u", "admin-key-file": "v"})
+    with pytest.raises(ConfigError) as caught:
+        configured_keys(found, user_file="# none", admin_file="a")
+    assert caught.value.problems == [
+        "u: has no key; write one a line",
+        "v: has a key that is given elsewhere as well; remove one of the two",
+    ]
+
+
+def test_a_key_does_not_show_its_digest() -> None:
+    assert "digest" not in repr(Key(digest=sha("a")))
+
+
+@steady
+@given(st.text(max_size=80), st.booleans())
+def test_any_key_file_is_read_or_refused(text: str, admin: bool) -> None:
+    with contextlib.suppress(ConfigError):
+        assert all(len(key.digest) == 32 for key in parse_keys(text, admin))

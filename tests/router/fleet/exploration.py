@@ -1,0 +1,369 @@
+"""Random fleets, clients and misfortunes in virtual time: one world by its seed, and what must hold at every step.
+
+A world is *wild* or *calm*. In a wild one workers crash, run out of memory and hang on to it, clients leave, operators
+load, unload, rewrite presets, neighbours take memory. In a calm one nobody does, so that the bound of a wait is known
+as soon as somebody joins the queue, and is held to. Some worlds are *crowded*: most clients want the same model and
+hardly think, so that it never idles by itself.
+"""
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+from router.config.presets import Preset, same_load
+from router.errors import ApiError
+from router.events import Event
+from router.fleet.fleet import Fleet
+from router.fleet.limits import Limits
+from router.fleet.state import State
+from router.fleet.worker import Worker
+from router.launch.interface import WorkerLost
+from router.planner.ledger import DeviceId, Resident
+from tests.fakes import CPU, GIB, GPU0, GPU1, FakeLauncher, FakeModel, run_virtual
+from tests.router.fleet.worlds import Schedule
+from tests.router.planner.fleets import overdrawn
+from tests.router.planner.questions import Fleet as Question
+from tests.router.planner.questions import overtaken, starts_too_much, superfluous
+
+MARGIN = GIB // 2
+CALM = 3
+"""Every so manyth seed is a calm world."""
+CROWDED = (1, 3, 4, 6)
+"""Of every eight seeds those are crowded worlds."""
+LONGEST, LOAD, STOP, TURN = 8.0, 8.0, 3.0, 10.0
+"""Seconds: of a request in a calm world, of a load, of stopping and settling; the turn."""
+
+
+class Exploration:
+    """One random world and what is to be true of it."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        pick = self.random
+        self.calm = seed % CALM == 0
+        self.crowded = seed % 8 in CROWDED
+        names = [f"m{number}" for number in range(pick.randint(2, 5))]
+        self.totals: dict[DeviceId, int] = {CPU: 8 * GIB}
+        pools: dict[DeviceId, DeviceId] = {}
+        match pick.choice(["cpu", "cpu", "gpus", "gpus", "gpus", "unified"]):
+            case "gpus":
+                self.totals = {CPU: 64 * GIB, GPU0: 8 * GIB, GPU1: 6 * GIB}
+            case "unified":
+                self.totals, pools = {CPU: 12 * GIB, GPU0: 12 * GIB}, {GPU0: CPU}
+        self.beside = pick.choice([0, GIB // 8]) if len(self.totals) > 1 else 0
+        sizes = {name: pick.randint(1, 14) * GIB // 2 for name in names}
+        stated = {name: {"": size} | ({"cpu": self.beside} if self.beside else {}) for name, size in sizes.items()}
+        parted = self.parted(names) if seed % 4 == 2 and not self.calm else {}
+        for name, parts in parted.items():
+            stated[name] = {f"cuda:{index}": size for index, size in enumerate(parts)} | {"cpu": self.beside}
+            if not self.beside:
+                del stated[name]["cpu"]
+        limits = Limits(
+            models_max=pick.choice([0, 0, 1, 2, 3]),
+            patience=pick.choice([0.0, 2.0, 10.0]),
+            queue_timeout=600.0,
+            sleep_memory=pick.choice([0, GIB // 4]),
+        )
+        if self.crowded:
+            limits = replace(limits, drain_timeout=pick.choice([0.0, 5.0, 30.0]))
+            limits = replace(limits, evict_timeout=-1.0 if self.calm else pick.choice([-1.0, -1.0, 0.0, 4.0]))
+        launcher = FakeLauncher(self.totals, {name: self.model(size) for name, size in sizes.items()}, pools=pools)
+        for name, parts in parted.items():
+            launcher.models[name].shards = parts
+        launcher.reading_lag = 0.0 if self.calm else pick.choice([0.0, 0.2, 1.0])
+        self.world = Schedule(
+            sizes, margin=MARGIN, limits=limits, launcher=launcher,
+            keys={name: {"required_memory": stated[name], "pipeline_parallel": 2 if name in parted else 1}
+                  | self.keys(limits) for name in names},
+            missing=() if self.calm else tuple(name for name in names if pick.random() < 0.3),
+        )  # fmt: skip
+        self.events = self.world.events
+        self.events.fold(self.check)
+        self.most = {name: preset.replicas[1] for name, preset in self.world.presets.items()}
+        self.states: dict[int, State] = {}
+        self.answers = 0
+        self.prepared = 0
+        """How often a newcomer was prepared while it waited."""
+        self.refusals = 0
+        self.longest = 0.0
+        """Of all waits in a calm world, as a share of what it might have been."""
+        self._looking = False
+        self._broken: list[str] = []
+
+    def parted(self, names: list[str]) -> dict[str, tuple[int, int]]:
+        """Some models of a world with two accelerators lie on both, seldom as much on one as on the other."""
+        if GPU1 not in self.totals:
+            return {}
+        pick = random.Random(self.random.getstate()[1][0])
+        return {
+            name: (pick.randint(1, 12) * GIB // 2, pick.randint(1, 12) * GIB // 2)
+            for name in names
+            if pick.random() < 0.5
+        }
+
+    def model(self, size: int) -> FakeModel:
+        pick, wild = self.random, not self.calm
+        return FakeModel(
+            shards=(size,),
+            host=self.beside,
+            load_seconds=pick.uniform(0.1, LOAD),
+            stop_seconds=pick.uniform(0.0, STOP),
+            download_seconds=pick.uniform(0.1, 20.0),
+            estimate_seconds=pick.uniform(0.1, 2.0),
+            prepare_seconds=pick.uniform(0.0, 4.0),
+            prepared=pick.choice([GIB // 16, GIB // 4, GIB // 2]),
+            prepare_fails=[self.misfortune() for _ in range(pick.choice([0, 0, 0, 1]) if wild else 0)],
+            start_fails=[self.misfortune() for _ in range(pick.choice([0, 0, 0, 1, 2]) if wild else 0)],
+            dies_after=pick.choice([None, None, None, pick.uniform(1.0, 60.0)]) if wild else None,
+        )
+
+    def keys(self, limits: Limits) -> dict[str, Any]:
+        pick = self.random
+        if self.calm:
+            return {"min_residency": min(TURN, limits.patience)}
+        return {
+            "ttl": pick.choice([-1.0, -1.0, 5.0]),
+            "priority": pick.choice([0, 0, 1]),
+            "parallel": 1,
+            "replicas": pick.choice([(1, 1), (1, 1), (1, 2), (2, 3)]),
+            "replica_idle": pick.choice([1.0, 30.0]),
+            "companions": pick.choice([(), (), ("m0", "m1")]),
+            "max_concurrent": pick.choice([0, 0, 3]),
+        }
+
+    def misfortune(self) -> WorkerLost:
+        return self.random.choice(
+            [
+                WorkerLost("crash", cause="crashed", exit=1),
+                WorkerLost("no memory", cause="oom", exit=6, memory="host"),
+                WorkerLost("unusable", cause="load_failed", exit=3),
+            ]
+        )
+
+    # What must hold
+
+    def check(self, event: Event) -> None:
+        """After every event; an event log swallows what its listeners raise, so it is kept for the end."""
+        try:
+            self._check(event)
+        except AssertionError as broken:
+            self._broken.append(str(broken))
+
+    def _check(self, event: Event) -> None:
+        fleet = self.world.fleet
+        for device, total in self.totals.items():
+            reserved = sum(worker.reserved.get(device, 0) for worker in fleet.workers())
+            reserved += sum(each.wish.size for each in fleet.holdings if device == CPU)
+            assert reserved <= total - MARGIN, f"{device}: {reserved} reserved"
+        if fleet.limits.models_max:
+            assert sum(worker.state.holds_memory for worker in fleet.workers()) <= fleet.limits.models_max
+        for worker in fleet.workers():
+            assert worker.state < State.STOPPING or not worker.open
+        if event.kind == "state":
+            state = State[event.data["state"].upper()]
+            assert state >= self.states.get(event.data["worker"], state), "a state went back"
+            self.states[event.data["worker"]] = state
+        if event.kind == "plan" and event.data["decision"] == "prepare":
+            self.prepared += 1
+            assert worker_of(fleet, event).state is State.QUEUED
+        if event.kind == "plan" and event.data["decision"] == "start":
+            self._margins()
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _margins(self) -> None:
+        """By driver and by ledger, what the plan starts fits beside all who are here."""
+        fleet = self.world.fleet
+        assert fleet.last_plan is not None
+        start = fleet.last_plan.start
+        here = [one for one in fleet._residents() if one.id not in start]
+        # a standby is in the driver's figure already; in the ledger, it is what its worker has beside the claim
+        for worker in (worker for worker in fleet.workers() if worker.id in start):
+            claim = start[worker.id].claim
+            held = {id: size - claim.get(id, 0) for id, size in worker.reserved.items() if size > claim.get(id, 0)}
+            here.append(Resident(id=-worker.id, model="", reserved=held, starting=True))
+        over = overdrawn(fleet.devices, here, [], [each.claim for each in start.values()])
+        assert over == [], f"margin exceeded on {over}"
+
+    def _look(self) -> None:
+        """Ask the planner once more as things stand, and hold its answer to its laws."""
+        self._looking = False
+        fleet = self.world.fleet
+        if fleet.closing:
+            return
+        queued = [w for w in fleet.workers() if w.state is State.QUEUED and not (w.room.done() or w.retired.is_set())]
+        waiting = [worker.demand() for worker in queued if worker.costs]
+        question = Question(waiting, fleet._residents(), fleet.cautious_devices(), fleet.now(), fleet.limits.patience)
+        try:
+            for model in fleet.models.values():
+                ours = model.all_open
+                assert len(ours) <= self.most[model.preset.id], "too many are open"
+                presets = [worker.preset for worker in ours if worker.preset is not model.preset]
+                assert all(same_load(preset, model.preset) for preset in presets), "two generations admit"
+                assert sum(not worker.luxury for worker in ours) <= 1, "two needs of one model"
+            if not waiting:
+                return
+            answer = question.ask()
+            assert starts_too_much(question, answer) == [], "a plan exceeds the margin"
+            assert superfluous(question, answer) == [], "a victim is superfluous"
+            assert overtaken(question, answer) == [], "somebody takes the place of somebody ahead"
+            if not self._is_about_to_plan():
+                assert not answer.start, "room that nobody looked at"
+                assert not answer.evict, "victims that nobody looked at"
+        except AssertionError as broken:
+            self._broken.append(str(broken))
+
+    def _is_about_to_plan(self) -> bool:
+        fleet = self.world.fleet
+        again = fleet.last_plan.look_again if fleet.last_plan is not None else None
+        looks = fleet._looking is not None and not fleet._looking.done()
+        return fleet._arranging or looks or (again is not None and again <= fleet.now())
+
+    def bound(self, model: str) -> float:
+        """Seconds that a request for `model` may wait that asks now, in a calm world."""
+        fleet, patience = self.world.fleet, self.world.fleet.limits.patience
+        mine = fleet.models[model].open
+        queue = [w for w in fleet.workers() if w.state is State.QUEUED]
+        ahead = [w for w in queue if mine is None or w.state is not mine.state or w.since < mine.since]
+        k = 1 + sum(w is not mine for w in ahead) + sum(w.state is State.STARTING for w in fleet.workers())
+        return patience + k * (LONGEST + LOAD + STOP) + (k - 1) * min(TURN, patience) + 0.1
+
+    # What happens
+
+    async def client(self) -> None:
+        pick, names = self.random, list(self.world.presets)
+        favourite = names[0] if self.crowded and pick.random() < 0.7 else None
+        for _ in range(pick.randint(10, 30) if favourite else pick.randint(1, 6)):
+            await asyncio.sleep(pick.expovariate(5.0 if favourite else 0.2))
+            seconds = min(LONGEST, pick.expovariate(0.3)) if self.calm else pick.expovariate(0.3)
+            request = asyncio.create_task(self.request(favourite or pick.choice(names), seconds))
+            if pick.random() < (0.05 if favourite else 0.2):
+                await asyncio.sleep(pick.uniform(0.0, 10.0))
+                request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            if not request.cancelled() and request.exception() is not None:
+                raise AssertionError(f"a request ended in {request.exception()!r}")
+
+    async def request(self, model: str, seconds: float) -> None:
+        bound = self.bound(model) if self.calm else 0.0
+        worker = self.world.fleet.models[model].open if model in self.world.fleet.models else None
+        ready = worker is not None and worker.state is State.READY
+        try:
+            waited = await self.ask(model, seconds)
+        except ApiError as refused:
+            self.refusals += 1
+            if self.calm and refused.status != 507:
+                raise AssertionError(f"a calm world refused: {refused}") from refused
+            return
+        self.answers += 1
+        assert not ready or waited == 0.0 or not self.calm, f"{model} was ready, and waited {waited}"
+        if self.calm:
+            self.longest = max(self.longest, waited / bound)
+            assert waited <= bound, f"{model} waited {waited:.1f} s where {bound:.1f} are stated"
+
+    async def ask(self, model: str, seconds: float) -> float:
+        """Like `Schedule.ask`; and nobody may have ended the worker meanwhile who had no right to."""
+        fleet = self.world.fleet
+        arrived = fleet.now()
+        with fleet.lease(model) as lease:
+            process = await lease.ready()
+            began = fleet.now()
+            await asyncio.sleep(seconds)
+            worker, over = lease.worker, fleet.now()
+            if lease.aborted is None and worker.lost is None:
+                assert worker.process is process, "the lease is another worker's by now"
+                assert worker.state is State.READY, f"{worker} was stopped under its lease: {worker.reason}"
+            elif lease.aborted is not None and worker.lost is None:
+                assert worker.deadline is not None, f"{worker} was cut, and nobody had said when: {worker.reason}"
+                assert over >= worker.deadline, f"{worker} was cut too early: {worker.reason}"
+        return began - arrived
+
+    async def meddle(self) -> None:
+        """Operators and neighbours."""
+        pick, names, fleet = self.random, list(self.world.presets), self.world.fleet
+        for _ in range(0 if self.calm else pick.randint(0, 6)):
+            await asyncio.sleep(pick.expovariate(0.1))
+            try:
+                match pick.choice(["load", "unload", "force", "foreign", "reload", "files", "die", "plan"]):
+                    case "load":
+                        fleet.load(pick.choice(names))
+                    case "unload":
+                        fleet.unload(pick.choice(names))
+                    case "force":
+                        fleet.unload(pick.choice(names), force=True)
+                    case "reload":
+                        fleet.apply(self.edited())
+                    case "files":
+                        self.world.files.change(pick.choice(names))
+                    case "die":
+                        self.kill(pick.choice(names))
+                    case "plan":
+                        await fleet.preview(pick.choice(names))
+                    case "foreign":
+                        self.world.launcher.set_foreign(pick.choice(list(self.totals)), pick.randint(0, 1) * GIB)
+            except ApiError:
+                continue
+
+    def edited(self) -> dict[str, Preset]:
+        """Presets as somebody may have rewritten them: one removed, one changed, all of them back, ..."""
+        pick, presets = self.random, dict(self.world.presets)
+        for name in tuple(presets):
+            match pick.choice(["keep", "keep", "keep", "remove", "restart", "pin", "live"]):
+                case "remove":
+                    del presets[name]
+                case "restart":
+                    presets[name] = replace(presets[name], ctx_size=pick.choice([128, 256]))
+                case "pin":
+                    presets[name] = replace(presets[name], ctx_size=512, pin=True, ttl=5.0)
+                case "live":
+                    most = pick.choice([1, 2])
+                    self.most[name] = max(most, self.most[name])  # those beyond end when they idle
+                    presets[name] = replace(presets[name], priority=pick.choice([0, 1]), replicas=(1, most))
+        return presets
+
+    def kill(self, name: str) -> None:
+        if any(worker.program.model == name and not worker.is_lost for worker in self.world.launcher.running.values()):
+            self.world.launcher.die(name)
+
+    # One world from its beginning to its end
+
+    async def run(self) -> None:
+        """Returns once everything is over and nobody is left; AssertionError if something did not hold."""
+        clients = [asyncio.create_task(self.client()) for _ in range(self.random.randint(2, 12))]
+        meddler = asyncio.create_task(self.meddle())
+        async with asyncio.timeout(20_000):
+            await asyncio.gather(*clients, meddler)
+        fleet = self.world.fleet
+        await asyncio.sleep(700)  # explicit loads have found room or given up, too
+        assert self._broken == [], self._broken[:3]
+        assert all(not worker.leases for worker in fleet.workers())
+        assert {worker.state for worker in fleet.workers()} <= {State.READY}
+        await fleet.close()
+        assert fleet.workers() == []
+        assert self.world.launcher.running == {}
+        assert self.world.launcher.held == {}
+        assert set(self.states.values()) <= {State.STOPPED}
+        if self.calm:
+            assert self.world.launcher.over_commits == []
+        assert self._broken == [], self._broken[:3]
+
+
+def worker_of(fleet: Fleet, event: Event) -> Worker:
+    return next(worker for worker in fleet.workers() if worker.id == event.data["worker"])
+
+
+def explore(seed: int) -> Exploration:
+    """One world, lived through, the same each time. Raises AssertionError that names the seed."""
+    random.seed(seed)  # what the router draws of its own: how long it backs off
+
+    async def live() -> Exploration:
+        exploration = Exploration(seed)
+        await exploration.run()
+        return exploration
+
+    try:
+        return run_virtual(live())
+    except BaseException as failed:
+        raise AssertionError(f"seed {seed}: {failed!r}") from failed

@@ -1,0 +1,296 @@
+"""Further workers of one model: they come when there is more to do than one can, where memory is free, and go when
+there is not; they are nobody's need."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.api.status import status
+from router.errors import QueueFull
+from router.fleet.limits import Limits
+from router.fleet.model import COPY_PAUSE
+from router.fleet.state import State
+from router.fleet.worker import Worker
+from router.launch.interface import WorkerLost
+from tests.fakes import CPU, GIB, GPU0, GPU1, GPU2, MIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+TWO = {GPU0: 8 * GIB, GPU1: 8 * GIB, CPU: 64 * GIB}
+
+
+def world(sizes: dict[str, int], replicas: tuple[int, int] = (1, 2), **more: Any) -> Schedule:
+    """Model `a` may have copies, and takes one request at a time well."""
+    keys = {"a": {"replicas": replicas, "parallel": 1, "replica_idle": 20.0, **more.pop("a", {})}}
+    return Schedule(sizes, **{"totals": TWO, "keys": keys, **more})
+
+
+def workers(world: Schedule, model: str = "a") -> list[Worker]:
+    return [worker for worker in world.fleet.workers() if worker.preset.id == model]
+
+
+async def load_of(world: Schedule, count: int, seconds: float = 30.0) -> list[asyncio.Task[float]]:
+    """`count` requests for `a`, one after another within a second, each of `seconds`."""
+    asking = []
+    for _ in range(count):
+        asking.append(asyncio.create_task(world.ask("a", seconds)))
+        await asyncio.sleep(0.1)
+    return asking
+
+
+@virtual
+async def test_a_model_with_more_to_do_than_one_worker_can_gets_another_on_the_emptier_device() -> None:
+    scene = world({"a": 3 * GIB})
+    await scene.ask("a")
+    asking = await load_of(scene, 3)
+    await asyncio.sleep(5)
+    assert [(worker.place, worker.luxury) for worker in workers(scene)] == [((GPU0,), False), ((GPU1,), True)]
+    await asyncio.gather(*asking)
+    await scene.stop()
+
+
+@virtual
+async def test_there_are_never_more_than_the_most() -> None:
+    scene = world({"a": GIB}, (1, 3))
+    await scene.ask("a")
+    asking = await load_of(scene, 12)
+    for _ in range(5):
+        asking += await load_of(scene, 4)
+        await asyncio.sleep(4)
+        assert len(workers(scene)) <= 3
+    assert len(workers(scene)) == 3
+    await asyncio.gather(*asking)
+    await scene.stop()
+
+
+@virtual
+async def test_leases_go_to_the_least_loaded() -> None:
+    scene = world({"a": 3 * GIB})
+    await scene.ask("a")
+    asking = await load_of(scene, 3)
+    await asyncio.sleep(5)
+    asking += await load_of(scene, 3)
+    assert [len(worker.leases) for worker in workers(scene)] == [3, 3]
+    await asyncio.gather(*asking)
+    await scene.stop()
+
+
+@virtual
+async def test_a_copy_that_idles_ends_and_the_first_worker_stays() -> None:
+    scene = world({"a": 3 * GIB})
+    await scene.ask("a")
+    await asyncio.gather(*await load_of(scene, 3, 15.0))
+    assert len(workers(scene)) == 2
+    await asyncio.sleep(25)
+    [left] = workers(scene)
+    assert (left.luxury, left.state) == (False, State.READY)
+    await scene.stop()
+
+
+@virtual
+async def test_the_least_number_begins_with_the_first_use_and_stays() -> None:
+    scene = world({"a": GIB}, (3, 3))
+    await scene.ask("a")
+    await asyncio.sleep(120)
+    assert [worker.state for worker in workers(scene)] == [State.READY] * 3
+    await scene.stop()
+
+
+@virtual
+async def test_a_copy_makes_room_for_another_models_need() -> None:
+    """Though it is in constant use itself once patience is over, and at once while it idles."""
+    scene = world({"a": 5 * GIB, "b": 5 * GIB}, (2, 2))
+    await scene.ask("a")
+    await asyncio.sleep(10)
+    need, copy = workers(scene)
+    await asyncio.gather(scene.ask("a", 0.1), scene.ask("a", 3.0))  # the copy is the one that was used last
+    assert copy.last_used > need.last_used
+    assert await scene.ask("b") < 5
+    assert (workers(scene), copy.reason) == ([need], "evicted")
+    await scene.stop()
+
+
+@virtual
+async def test_models_that_cannot_all_have_their_least_number_do_not_take_copies_from_each_other() -> None:
+    """Three devices for four workers. Whoever came into use last has two; and takes another one's copy, which idles,
+    once it has more to do than that."""
+    keys = {name: {"replicas": (2, 3), "parallel": 1} for name in "ab"}
+    scene = Schedule({"a": 5 * GIB, "b": 5 * GIB}, totals=TWO | {GPU2: 8 * GIB}, keys=keys)
+
+    async def client(model: str) -> None:
+        for _ in range(300):
+            await scene.ask(model, 0.3)
+            await asyncio.sleep(0.7)
+
+    first = asyncio.create_task(client("a"))
+    await asyncio.sleep(20)
+    second = asyncio.create_task(client("b"))
+    await asyncio.sleep(200)
+    assert scene.journal == ["start a", "start a", "start b", "stop a", "start b"]
+    crowd = [asyncio.create_task(scene.ask("a", 30.0)) for _ in range(4)]
+    await asyncio.sleep(30)
+    assert len(workers(scene)) == 2
+    await asyncio.gather(first, second, *crowd)
+    await scene.stop()
+
+
+@virtual
+async def test_a_copy_takes_the_room_of_weights_that_sleep_whenever_they_were_used_last() -> None:
+    """`b` is used after `a` has come into use, and falls asleep: a copy of `a` fits without its weights only."""
+    keys: dict[str, dict[str, Any]] = {
+        "a": {"replicas": (2, 2)}, "b": {"sleep_idle": 5.0, "required_memory": {"": 3 * GIB // 2}}
+    }  # fmt: skip
+    sizes = {"a": 2 * GIB, "b": 3 * GIB // 2}
+    limits = Limits(sleep_memory=GIB)
+    scene = Schedule(sizes, totals={CPU: 4 * GIB + 64 * MIB}, keys=keys, limits=limits)
+
+    async def client() -> None:
+        for _ in range(60):
+            await scene.ask("a", 0.3)
+            await asyncio.sleep(0.7)
+
+    using = asyncio.create_task(client())
+    await asyncio.sleep(1)
+    await scene.ask("b")
+    await asyncio.sleep(12)
+    assert (scene.fleet.models["b"].sleeps, len(workers(scene))) == (True, 1)
+    await asyncio.sleep(30)
+    assert (scene.fleet.models["b"].sleeps, len(workers(scene))) == (False, 2)
+    await using
+    await scene.stop()
+
+
+@virtual
+async def test_where_there_is_no_room_a_copy_is_dropped_and_not_tried_with_every_request() -> None:
+    scene = world({"a": 5 * GIB, "b": 5 * GIB})
+    await scene.ask("b")
+    await scene.ask("a")
+    asking = await load_of(scene, 8, 10.0)
+    drops = [event for event in scene.events.since(0) or () if event.data.get("decision") == "drop"]
+    assert (len(drops), len(workers(scene))) == (1, 1)
+    assert {worker.preset.id for worker in scene.fleet.workers()} == {"a", "b"}
+    await asyncio.gather(*asking)
+    assert scene.fleet.models["a"].failure is None
+    await scene.stop()
+
+
+@virtual
+async def test_when_room_appears_a_model_that_is_still_crowded_gets_its_copy() -> None:
+    scene = world({"a": 5 * GIB, "b": 5 * GIB})
+    await scene.ask("b")
+    await scene.ask("a")
+    asking = await load_of(scene, 4, 60.0)
+    scene.fleet.unload("b")
+    await asyncio.sleep(COPY_PAUSE + 1)
+    asking += await load_of(scene, 1, 1.0)
+    await asyncio.sleep(5)
+    assert len(workers(scene)) == 2
+    await asyncio.gather(*asking)
+    await scene.stop()
+
+
+@virtual
+async def test_a_copy_that_fails_harms_nobody() -> None:
+    models = {"a": FakeModel(shards=(3 * GIB,))}
+    scene = world({"a": 3 * GIB}, models=models)
+    await scene.ask("a")
+    models["a"].start_fails.append(WorkerLost("crash", cause="crashed", exit=1))
+    asking = await load_of(scene, 3)
+    await asyncio.gather(*asking)
+    assert scene.fleet.models["a"].failure is None
+    assert await scene.ask("a") == 0.0
+    await scene.stop()
+
+
+@virtual
+async def test_when_the_first_worker_dies_the_copy_takes_its_place() -> None:
+    scene = world({"a": 3 * GIB, "b": 8 * GIB}, (2, 2))
+    await scene.ask("a")
+    await asyncio.sleep(10)
+    scene.launcher.die("a")
+    await asyncio.sleep(0.1)
+    assert await scene.ask("a", 0.1) == 0.0
+    assert next(worker.luxury for worker in workers(scene) if worker.open) is False
+    await scene.stop()
+
+
+@virtual
+async def test_copies_of_a_model_that_nobody_uses_are_not_begun_again() -> None:
+    """Neither by the time to live of the first one, nor by crashes."""
+    scene = world({"a": GIB}, (2, 3), a={"ttl": 5.0}, models={"a": FakeModel(shards=(GIB,), dies_after=7.0)})
+    await scene.ask("a")
+    await asyncio.sleep(60)
+    begun = len(scene.journal)
+    await asyncio.sleep(600)
+    assert (workers(scene), len(scene.journal)) == ([], begun)
+    await scene.stop()
+
+
+@virtual
+async def test_an_unload_ends_all_of_them() -> None:
+    scene = world({"a": 3 * GIB}, (2, 2))
+    await scene.ask("a")
+    await asyncio.sleep(10)
+    ended = scene.fleet.unload("a")
+    await asyncio.gather(*(worker.stopped.wait() for worker in ended))
+    assert (len(ended), scene.launcher.running) == (2, {})
+    await scene.stop()
+
+
+@virtual
+async def test_fewer_replicas_take_effect_without_a_restart() -> None:
+    scene = world({"a": 3 * GIB}, (2, 2))
+    await scene.ask("a")
+    await asyncio.sleep(10)
+    fewer = {id: replace(preset, replicas=(1, 1)) for id, preset in scene.presets.items()}
+    assert scene.fleet.apply(fewer)["restarted"] == []
+    await asyncio.sleep(25)
+    assert len(workers(scene)) == 1
+    assert scene.journal == ["start a", "start a", "stop a"]
+    await scene.stop()
+
+
+@virtual
+async def test_a_status_counts_them() -> None:
+    scene = world({"a": 3 * GIB}, (2, 4))
+    await scene.ask("a")
+    await asyncio.sleep(10)
+    told = status(scene.fleet, scene.fleet.models["a"], admin=False)
+    assert told["replicas"] == {"ready": 2, "open": 2, "least": 2, "most": 4}
+    assert {told["memory"][device]["reserved_mib"] for device in ("cuda:0", "cuda:1")} == {3072}
+    await scene.stop()
+
+
+# Limits of one model
+
+
+@virtual
+async def test_a_model_takes_so_many_requests_at_once_and_says_when_to_come_back() -> None:
+    scene = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 2}})
+    await scene.ask("a", 8.0)
+    both = [asyncio.create_task(scene.ask("a", 8.0)) for _ in range(2)]
+    await asyncio.sleep(1)
+    with pytest.raises(QueueFull, match="max-concurrent") as refused:
+        await scene.ask("a")
+    assert refused.value.retry_after == pytest.approx(4.0)  # two at a time, eight seconds each
+    await asyncio.gather(*both)
+    await scene.ask("a")
+    await scene.stop()
+
+
+@virtual
+async def test_who_is_turned_away_hears_how_long_loads_take() -> None:
+    scene = Schedule(
+        {"a": 8 * GIB, "b": 8 * GIB},
+        models={name: FakeModel(shards=(8 * GIB,), load_seconds=20.0) for name in "ab"},
+        limits=Limits(queue_size=1),
+    )
+    await scene.ask("a")
+    await scene.ask("b")
+    first = asyncio.create_task(scene.ask("a"))
+    await asyncio.sleep(10)
+    with pytest.raises(QueueFull) as refused:
+        await scene.ask("a")
+    assert await first - 10 == pytest.approx(refused.value.retry_after, abs=0.1)
+    await scene.stop()

@@ -1,0 +1,191 @@
+"""Who may have its process before its room, as values."""
+
+from dataclasses import replace
+from typing import Any
+
+from router.fleet.early_start import Candidate, Decision, cautious, decide, less, place_in_line, readable, spare
+from router.planner.planner import plan
+from router.planner.types import Policy
+from tests.router.planner.fleets import CPU, GPU, NOW, demand, machine, resident
+
+TOTAL, RUNTIME = 100, 10
+
+
+def host(id: int, size: int, **facts: Any) -> Any:
+    return demand(id, size, on=[CPU], **facts)
+
+
+def asked(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) -> Any:
+    """The decision about these demands, each of which would hold RUNTIME, or what `runtime` says by its id; `standing`
+    names those that have a standby."""
+    standing, runtime = facts.pop("standing", ()), facts.pop("runtime", {})
+    devices = machine(residents, totals, **facts)
+    found = plan(waiting, residents, devices, NOW, Policy(patience=0.0))
+    candidates = [
+        Candidate(
+            demand=one, runtime=0 if one.id in standing else runtime.get(one.id, RUNTIME), stands_by=one.id in standing
+        )
+        for one in waiting
+    ]
+    return decide(found, candidates, residents, devices)
+
+
+def test_only_the_first_who_lacks_main_memory_is_prepared() -> None:
+    residents = [resident(1, {CPU: 45}), resident(2, {CPU: 45})]
+    decision = asked([host(10, 40), host(11, 40, since=NOW + 1)], residents, {CPU: TOTAL})
+    assert (dict(decision.begin), decision.end) == ({10: RUNTIME}, frozenset())
+
+
+def test_who_waits_for_more_than_those_who_leave_is_not_prepared() -> None:
+    busy = resident(1, {CPU: 85}, busy=True, turn_ends=NOW + 9)
+    assert not asked([host(10, 40)], [busy], {CPU: TOTAL}).begin
+
+
+def test_a_process_that_does_not_fit_beside_its_victim_is_not_prepared() -> None:
+    assert not asked([host(10, 40)], [resident(1, {CPU: 91})], {CPU: TOTAL}).begin
+    assert asked([host(10, 40)], [resident(1, {CPU: 90})], {CPU: TOTAL}).begin
+
+
+def test_main_memory_that_somebody_ahead_is_going_to_take_is_not_given_to_a_standby() -> None:
+    """Both wait for an accelerator; of main memory there is enough for what each needs, but not for more."""
+    residents = [resident(1, {GPU[0]: 100}), resident(2, {GPU[1]: 100})]
+    ahead = demand(10, 50, on=[GPU[0]], host=60)
+    behind = demand(11, 50, on=[GPU[1]], host=20, since=NOW + 1)
+    totals = {CPU: TOTAL, GPU[0]: TOTAL, GPU[1]: TOTAL}
+    assert asked([ahead, behind], residents, totals).begin == {10: RUNTIME, 11: RUNTIME}
+    assert asked([ahead, behind], residents, totals, foreign={CPU: 35}).begin == {10: RUNTIME}
+
+
+def test_a_standby_goes_as_soon_as_somebody_ahead_lacks_main_memory() -> None:
+    residents = [resident(1, {CPU: 60}, leaving=True), resident(11, {CPU: 10}, pinned=True)]
+    behind, ahead = host(11, 50), host(12, 95, priority=1)
+    assert asked([behind], residents, {CPU: TOTAL}, standing=[11]).end == frozenset()
+    assert asked([behind, ahead], residents, {CPU: TOTAL}, standing=[11]).end == {11}
+
+
+def test_what_a_standby_holds_and_what_it_still_lacks_are_what_its_worker_takes() -> None:
+    assert less(host(1, 50), 10).shards == (40,)
+    assert less(demand(1, 50, host=20), 10) == demand(1, 50, host=10)
+    assert less(host(1, 50), 0) == host(1, 50)
+
+
+def test_memory_that_a_standby_may_still_take_counts_as_used() -> None:
+    devices = machine([resident(1, {CPU: 30, GPU[0]: 40})], {CPU: TOTAL, GPU[0]: TOTAL})
+    assert {each.id: each.used for each in cautious(devices, 7)} == {CPU: 37, GPU[0]: 40}
+
+
+def test_a_standby_is_not_begun_behind_a_demand_that_lacks_main_memory() -> None:
+    """There is memory for the process, but the first in line waits for main memory and is not to be prepared."""
+    residents = [resident(1, {CPU: 60}), resident(2, {GPU[0]: 100}, leaving=True)]
+    ahead, behind = host(10, 80, priority=1), demand(11, 50, on=[GPU[0]], host=5)
+    totals = {CPU: TOTAL, GPU[0]: TOTAL}
+    assert asked([behind], residents, totals).begin == {11: RUNTIME}
+    assert asked([ahead, behind], residents, totals, runtime={10: 0}).begin == {}
+
+
+def test_a_demand_that_lacks_main_memory_may_have_its_own_standby() -> None:
+    residents = [resident(1, {CPU: 60}, leaving=True), resident(11, {CPU: 10}, pinned=True)]
+    assert asked([host(11, 80)], residents, {CPU: TOTAL}, standing=[11]).end == frozenset()
+
+
+def test_without_a_demand_that_may_begin_or_stands_by_there_is_nothing_to_decide() -> None:
+    residents = [resident(1, {CPU: 45})]
+    assert asked([host(10, 80)], residents, {CPU: TOTAL}, runtime={10: 0}) == Decision()
+
+
+def test_the_most_of_a_standby_and_its_shards_is_taken_off_what_those_behind_may_have() -> None:
+    """The first takes 0 bytes of main memory for its worker, but RUNTIME for its process."""
+    residents = [resident(1, {GPU[0]: 100}, leaving=True), resident(2, {GPU[1]: 100}, leaving=True)]
+    waiting = [demand(10, 50, on=[GPU[0]]), demand(11, 50, on=[GPU[1]], since=NOW + 1)]
+    totals = {CPU: 2 * RUNTIME, GPU[0]: TOTAL, GPU[1]: TOTAL}
+    assert asked(waiting, residents, totals).begin == {10: RUNTIME, 11: RUNTIME}
+    assert asked(waiting, residents, totals, foreign={CPU: 1}).begin == {10: RUNTIME}
+
+
+def test_what_starts_in_a_plan_is_not_given_to_a_standby() -> None:
+    residents = [resident(1, {GPU[0]: 100}, leaving=True)]
+    waiting = [host(9, 91, priority=1), demand(10, 50, on=[GPU[0]])]
+    totals = {CPU: TOTAL, GPU[0]: TOTAL}
+    assert asked(waiting[1:], residents, totals).begin == {10: RUNTIME}
+    assert asked(waiting, residents, totals).begin == {}
+
+
+def test_an_early_start_stays_within_the_margin() -> None:
+    residents = [resident(1, {GPU[0]: 90}, leaving=True)]
+    totals = {CPU: 2 * RUNTIME, GPU[0]: TOTAL}
+    assert asked([demand(10, 50)], residents, totals, margin=RUNTIME).begin == {10: RUNTIME}
+    assert asked([demand(10, 50)], residents, totals, margin=RUNTIME + 1).begin == {}
+
+
+def test_those_who_wait_are_met_in_the_order_of_the_planner() -> None:
+    waiting = [
+        host(1, 5, luxury=True, priority=9, since=NOW - 9),
+        host(2, 5, since=NOW - 1),
+        host(3, 5, since=NOW - 1),
+        host(4, 5, since=NOW - 2),
+        host(5, 5, priority=1),
+    ]
+    assert [one.id for one in sorted(waiting, key=place_in_line)] == [5, 4, 2, 3, 1]
+
+
+def test_memory_that_nobody_has_seen_is_added_to_main_memory_alone() -> None:
+    devices = machine([], {CPU: TOTAL, GPU[0]: TOTAL})
+    assert cautious(devices, 0) == devices
+    assert [each.used for each in cautious(devices, 7)] == [7, 0]
+
+
+def test_less_is_never_negative() -> None:
+    assert less(host(1, 5), 10).shards == (0,)
+    assert less(demand(1, 50, host=5), 10).host == 0
+
+
+# Prefetch: files that are read ahead
+
+
+def test_files_are_read_ahead_only_into_memory_that_is_free_beside_the_margin() -> None:
+    devices = machine([], {CPU: 100, GPU[0]: 10}, foreign={CPU: 30}, margin=10)
+    assert readable([("a", 60)], devices) == ["a"]
+    assert readable([("a", 61)], devices) == []
+    assert readable([("a", 55)], devices, 5) == ["a"], "beside what is being read"
+    assert readable([("a", 56)], devices, 5) == []
+    assert readable([("a", 40), ("b", 21), ("c", 20), ("d", 1)], devices) == ["a", "c"], "in order, each that fits"
+    assert readable([("a", 0)], devices) == [], "there is nothing to read"
+    assert readable([("a", 1)], machine([], {GPU[0]: 100})) == [], "main memory is not known"
+
+
+# Memory for sleeping weights
+
+
+def left(waiting: list[Any], residents: list[Any], totals: Any, **facts: Any) -> int:
+    """Bytes of main memory for weights that are put to sleep."""
+    devices = machine(residents, totals, **facts)
+    return spare(plan(waiting, residents, devices, NOW, Policy(patience=0.0)), waiting, residents, devices)
+
+
+def test_what_starts_and_what_waits_is_not_left_for_weights_that_sleep() -> None:
+    there = [resident(1, {CPU: 20}), resident(2, {GPU[0]: 90}, leaving=True)]
+    totals = {CPU: TOTAL, GPU[0]: TOTAL}
+    assert left([], there, totals, margin=5) == 75
+    assert left([host(9, 30)], there, totals, margin=5) == 45, "it starts"
+    assert left([demand(9, 50, host=7)], there, totals, margin=5) == 68, "it waits for the accelerator"
+    assert left([demand(9, 50, host=7), host(10, 30)], there, totals, margin=5) == 38
+
+
+def test_no_weights_are_put_to_sleep_while_a_demand_lacks_main_memory() -> None:
+    there = [resident(1, {CPU: 60}, busy=True, turn_ends=NOW + 9)]
+    assert left([host(9, 30)], there, {CPU: TOTAL}) == 10
+    assert left([host(9, 41)], there, {CPU: TOTAL}) == 0
+    assert left([host(9, 41)], [replace(there[0], pinned=True)], {CPU: TOTAL}) == 0
+
+
+def test_main_memory_under_the_name_of_an_accelerator_is_the_same_memory() -> None:
+    """A demand for the accelerator takes its shards from main memory."""
+    there = [resident(1, {CPU: 60}, pinned=True)]
+    [cpu] = machine(there, {CPU: TOTAL})
+    devices = [cpu, replace(cpu, id=GPU[0], pool=CPU)]
+
+    def rest(size: int) -> int:
+        waiting = [demand(9, size, on=[GPU[0]])]
+        return spare(plan(waiting, there, devices, NOW, Policy(patience=0.0)), waiting, there, devices)
+
+    assert (rest(30), rest(41)) == (10, 0)

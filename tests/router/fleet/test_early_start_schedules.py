@@ -1,0 +1,215 @@
+"""Overlap: a newcomer prepares itself while its victim drains and stops, and is charged for what it holds."""
+
+import asyncio
+
+import pytest
+
+from router.errors import LoadFailed
+from router.fleet.limits import Limits
+from router.fleet.state import State
+from router.launch.interface import WorkerLost
+from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+HELD = 64 * MIB
+
+
+def two(**changes: object) -> Schedule:
+    """Models a and b of 4 GiB on main memory that has room for one of them and for what a process takes."""
+    models = {name: FakeModel(shards=(4 * GIB,), stop_seconds=3.0, prepared=HELD) for name in "ab"}
+    for name, value in changes.items():
+        setattr(models["b"], name, value)
+    keys = {name: {"min_residency": 0.0} for name in "ab"}
+    return Schedule({"a": 4 * GIB, "b": 4 * GIB}, totals={CPU: 6 * GIB}, models=models, keys=keys)
+
+
+def at(world: Schedule, entry: str) -> float:
+    """When it happened last."""
+    return max(seconds for seconds, noted in world.launcher.timeline if noted == entry)
+
+
+def told(world: Schedule) -> list[str]:
+    return [entry for _, entry in world.launcher.timeline]
+
+
+@virtual
+async def test_a_newcomer_prepares_itself_while_its_victim_stops() -> None:
+    world = two(prepare_seconds=2.0)
+    await world.ask("a")
+    waited = await world.ask("b")
+    assert at(world, "prepare b") == at(world, "stop a")
+    assert at(world, "prepared b") < at(world, "stopped a") <= at(world, "start b")
+    assert waited == pytest.approx(3.0 + 2.0, abs=0.1), "stop and load, and nothing for preparing"
+    assert "dismissed b" not in told(world)
+    await world.stop()
+
+
+@virtual
+async def test_a_newcomer_that_prepares_itself_for_longer_than_its_victim_stops_goes_on_where_it_is() -> None:
+    world = two(prepare_seconds=5.0)
+    await world.ask("a")
+    assert await world.ask("b") == pytest.approx(5.0 + 2.0, abs=0.1)
+    assert told(world).count("prepare b") == 1
+    await world.stop()
+
+
+@virtual
+async def test_what_a_standby_holds_is_reserved_and_then_part_of_its_worker() -> None:
+    world = two(prepare_seconds=1.0)
+    await world.ask("a")
+    request = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(0.5)
+    worker = next(each for each in world.fleet.workers() if each.preset.id == "b")
+    assert worker.state is State.QUEUED
+    assert worker.reserved[CPU] > 400 * MIB, "as much as such a process may take, until it says"
+    await asyncio.sleep(1.0)
+    assert worker.reserved == {CPU: HELD}
+    await request
+    starts = [event for event in world.events.since(0) or () if event.data.get("state") == "starting"]
+    assert starts[-1].data["reserved"] == {"cpu": 4 * GIB}, "from its start on, and not only what it measures"
+    assert worker.reserved[CPU] == 4 * GIB
+    await world.stop()
+
+
+@virtual
+async def test_no_weights_are_loaded_before_the_memory_is_back() -> None:
+    world = two()
+    world.launcher.reading_lag = 2.0
+    await world.ask("a")
+    await world.ask("b")
+    assert at(world, "start b") >= at(world, "stopped a") + 2.0
+    await world.stop()
+
+
+@virtual
+async def test_a_process_that_has_no_room_by_itself_waits_with_its_weights() -> None:
+    world = two()
+    world.launcher.set_foreign(CPU, 2 * GIB - 100 * MIB)
+    await world.ask("a")
+    await world.ask("b")
+    assert not any(entry.startswith("prepare") for entry in told(world))
+    await world.stop()
+
+
+@virtual
+async def test_a_standby_whose_client_has_left_goes_and_gives_everything_back() -> None:
+    world = two()
+    await world.ask("a")
+    request = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1.0)
+    assert "prepared b" in told(world)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await asyncio.sleep(10.0)
+    assert "dismissed b" in told(world)
+    assert world.fleet.workers() == []
+    assert world.launcher.used(CPU) == 0
+    await world.stop()
+
+
+@virtual
+async def test_a_standby_that_crashes_costs_the_request_nothing() -> None:
+    world = two(prepare_fails=[WorkerLost("b: ended by signal 9", cause="crashed", exit=-9)])
+    await world.ask("a")
+    assert await world.ask("b") == pytest.approx(3.0 + 2.0, abs=0.1)
+    assert told(world).count("prepare b") == 1, "once in a life"
+    assert world.fleet.models["b"].failure is None
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_cannot_even_be_prepared_fails_before_there_is_room() -> None:
+    world = two(prepare_fails=[WorkerLost("b: config.json names no architecture", cause="load_failed", exit=3)])
+    await world.ask("a")
+    with pytest.raises(LoadFailed, match=r"^b cannot be loaded: config\.json names no architecture$"):
+        await world.ask("b")
+    assert at(world, "dismissed b") < at(world, "stop a") + 1.0
+    await world.stop()
+
+
+@virtual
+async def test_a_victim_that_is_asked_for_again_waits_behind_the_newcomer() -> None:
+    world = two()
+    await world.ask("a")
+    newcomer = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1.0)
+    again = asyncio.create_task(world.ask("a"))
+    await asyncio.gather(newcomer, again)
+    assert [entry for entry in told(world) if entry.startswith("ready")] == ["ready a", "ready b", "ready a"]
+    await world.stop()
+
+
+@virtual
+async def test_a_standby_that_takes_more_than_it_was_given_goes() -> None:
+    world = two(prepared=GIB)
+    await world.ask("a")
+    await world.ask("b")
+    assert at(world, "dismissed b") < at(world, "start b")
+    await world.stop()
+
+
+@virtual
+async def test_a_standby_makes_way_for_whoever_comes_before_it() -> None:
+    """`first` has priority and needs what `b` holds: it does not have to wait for b's whole life."""
+    sizes = {"a": 4 * GIB, "b": 4 * GIB, "first": 6 * GIB - 100 * MIB}
+    models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
+    keys = {name: {"min_residency": 0.0} for name in "ab"} | {"first": {"priority": 1}}
+    world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, limits=Limits(patience=0.0))
+    await world.ask("a")
+    behind = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1.0)
+    assert "prepared b" in told(world)
+    await world.ask("first")
+    assert [entry for entry in told(world) if entry.startswith("ready")] == ["ready a", "ready first"]
+    assert at(world, "dismissed b") < at(world, "start first")
+    await behind
+    await world.stop()
+
+
+@virtual
+async def test_whoever_is_to_leave_with_a_standby_does_not_wait_for_its_end() -> None:
+    """`first` needs the room of `idle` and that of b's standby: both stop at once, and not one behind the other."""
+    sizes = {"a": 4 * GIB, "b": 4 * GIB, "idle": GIB, "first": 6 * GIB - 100 * MIB}
+    models = {name: FakeModel(shards=(size,), stop_seconds=3.0, prepared=200 * MIB) for name, size in sizes.items()}
+    keys = {name: {"min_residency": 0.0} for name in sizes} | {"first": {"priority": 1}}
+    world = Schedule(sizes, totals={CPU: 6 * GIB}, models=models, keys=keys, limits=Limits(patience=0.0))
+    await world.ask("a")
+    await world.ask("idle")
+    behind = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1.0)
+    assert "prepared b" in told(world)
+    world.launcher.reading_lag = 1.5
+    arrived = world.now
+    await world.ask("first")
+    assert at(world, "stop idle") == arrived
+    await behind
+    await world.stop()
+
+
+@virtual
+async def test_a_newcomer_on_an_accelerator_is_prepared_in_main_memory_alone() -> None:
+    models = {name: FakeModel(shards=(6 * GIB,), host=GIB, stop_seconds=3.0, prepared=HELD) for name in "ab"}
+    keys = {name: {"min_residency": 0.0, "required_memory": {"": 6 * GIB, "cpu": GIB}} for name in "ab"}
+    totals = {GPU0: 8 * GIB, CPU: 8 * GIB}
+    world = Schedule({"a": 6 * GIB, "b": 6 * GIB}, totals=totals, models=models, keys=keys)
+    await world.ask("a")
+    waited = await world.ask("b")
+    assert at(world, "prepared b") < at(world, "stopped a") <= at(world, "start b")
+    assert waited == pytest.approx(5.0, abs=0.1)
+    worker = world.fleet.models["b"].open
+    assert worker is not None
+    assert (worker.reserved[GPU0], worker.reserved[CPU]) == (6 * GIB, GIB)
+    await world.stop()
+
+
+@virtual
+async def test_a_router_that_closes_leaves_no_standby() -> None:
+    world = two()
+    await world.ask("a")
+    request = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1.0)
+    closing = asyncio.create_task(world.fleet.close())
+    await asyncio.gather(request, closing, return_exceptions=True)
+    assert told(world)[-1] in ("dismissed b", "stopped a")
+    assert world.launcher.used(CPU) == 0
+    await world.stop()

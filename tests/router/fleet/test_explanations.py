@@ -1,0 +1,190 @@
+"""What people are told of decisions: while they wait, beforehand, and afterwards."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router import log
+from router.config.settings import Key
+from router.errors import ApiError, DoesNotFit, QueueFull
+from router.fleet.limits import Limits
+from router.fleet.model import SECONDS
+from router.http.metrics import Metrics
+from router.http.proxy import status_comment
+from router.launch.interface import WorkerLost
+from router.registry.auth import Access
+from tests.fakes import GIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+from worker.protocol.events import Progress
+
+BUSY = {"a": 8 * GIB, "b": 8 * GIB, "c": 8 * GIB}
+
+
+def plans(world: Schedule) -> list[tuple[str, str]]:
+    events = world.events.since(0) or ()
+    return [(event.model, event.data["decision"]) for event in events if event.kind == "plan"]
+
+
+@virtual
+async def test_who_waits_hears_its_place_why_and_for_how_long() -> None:
+    models = {name: FakeModel(shards=(size,), load_seconds=6.0) for name, size in BUSY.items()}
+    world = Schedule(BUSY, models=models)
+    asking = [asyncio.create_task(world.ask("a", 60.0))]
+    await asyncio.sleep(7)
+    with world.fleet.lease("b") as first, world.fleet.lease("c") as second:
+        await asyncio.sleep(1)
+        patience = 9  # seconds of it are left, and then of a's turn none
+        assert status_comment(world.fleet, first) == f"queued position=1 waiting_for=turn eta_s={patience + 6}"
+        assert status_comment(world.fleet, second) == f"queued position=2 waiting_for=memory eta_s={patience + 6 + 6}"
+    await asyncio.gather(*asking)
+    await world.stop()
+
+
+@virtual
+async def test_who_waits_for_a_load_hears_how_far_it_is() -> None:
+    world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), load_seconds=6.0)})
+    with world.fleet.lease("a") as lease:
+        await asyncio.sleep(1)
+        assert status_comment(world.fleet, lease) == "loading stage=start"
+        world.launcher.say("a", Progress(stage="weights", done=43, total=100))
+        assert status_comment(world.fleet, lease) == "loading percent=43 stage=weights"
+        await lease.ready()
+        assert status_comment(world.fleet, lease) == "ping"
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_says_who_would_leave_and_changes_nothing() -> None:
+    world = Schedule({"a": 4 * GIB, "b": 3 * GIB, "c": 5 * GIB})
+    await world.ask("a")
+    await world.ask("b")
+    await asyncio.sleep(60)
+    told = await world.fleet.preview("c")
+    assert (told["decision"], told["evict"]) == ("evict", [{"model": "a", "reason": "evicted", "idle": True}])
+    assert told["keep"] == {"b": "unneeded"}
+    assert told["shortage"]["cpu"] == {"required": 5 * GIB, "available": GIB, "margin": 0, "used": 7 * GIB}
+    assert len(world.fleet.workers()) == 2
+    assert ("c", "evict") not in plans(world)
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_stands_in_line_as_its_request_would() -> None:
+    """There is room for `c`, and `b` is going to take it."""
+    world = Schedule({"a": 5 * GIB, "b": 6 * GIB, "c": 3 * GIB}, keys={"b": {"priority": -1}})
+    using = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    assert (await world.fleet.preview("c"))["decision"] == "start"
+    first = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    assert (await world.fleet.preview("c"))["decision"] == "start", "by its priority it comes before `b`"
+    world.fleet.change(replace(world.presets["b"], priority=0))
+    told = await world.fleet.preview("c")
+    assert (told["decision"], told["cause"], told["ahead"]) == ("wait", "memory", ["b"])
+    second = asyncio.create_task(world.ask("c"))
+    await asyncio.sleep(1)
+    assert "start c" not in world.journal
+    again = await world.fleet.preview("c")
+    assert {**told, "devices": ()} == {**again, "devices": ()}, "as it was told before"
+    assert (await world.fleet.preview("b"))["ahead"] == []
+    await asyncio.gather(using, first, second)
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_of_a_model_that_has_failed_is_what_its_request_hears() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    crash, unusable = WorkerLost("died", cause="crashed", exit=1), WorkerLost("odd", cause="load_failed", exit=3)
+    for name, lost in (("a", crash), ("b", unusable)):
+        world.launcher.models[name].start_fails = [lost]
+        with pytest.raises(ApiError):
+            await world.ask(name)
+        with pytest.raises(ApiError) as heard:
+            await world.ask(name)
+        told = await world.fleet.preview(name)
+        assert told == {
+            "decision": "refuse", "reason": heard.value.reason, "message": heard.value.message,
+            "retry_after": heard.value.retry_after,
+        }  # fmt: skip
+    await asyncio.sleep(2)
+    assert (await world.fleet.preview("a"))["decision"] == "start"
+    world.files.change("b")
+    assert (await world.fleet.preview("b"))["decision"] == "start"
+    assert world.fleet.models["b"].failure is not None, "looking at it changes nothing"
+    await world.ask("b")
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_is_being_fetched_is_expected_when_its_files_will_have_come_and_it_is_loaded() -> None:
+    models = {"a": FakeModel(shards=(GIB,), download_seconds=100.0, load_seconds=6.0)}
+    world = Schedule({"a": GIB}, models=models, missing=("a",), limits=Limits(queue_size=2))
+    assert "not here yet" in (await world.fleet.preview("a"))["message"]
+    first = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(20)
+    worker = world.fleet.models["a"].open
+    assert worker is not None
+    worker.stages.hear("download", 20, 100, world.now)
+    assert "being fetched" in (await world.fleet.preview("a"))["message"]
+    second = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull) as refused:
+        await world.ask("a")
+    assert refused.value.retry_after == 60.0, "as much as anybody is told"
+    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(80 + SECONDS)
+    await asyncio.gather(first, second)
+    await world.stop()
+
+
+@virtual
+async def test_every_decision_is_an_event_with_its_numbers() -> None:
+    """Started, waits, evicted, refused, dropped; and each is a line of the log."""
+    world = Schedule(
+        {"a": 5 * GIB, "b": 5 * GIB, "huge": 900 * GIB}, keys={"a": {"replicas": (2, 2)}, "huge": {"priority": 1}}
+    )
+    log.follow(world.events)
+    await world.ask("a")
+    await world.ask("b")
+    with pytest.raises(DoesNotFit):
+        await world.ask("huge")
+    found = plans(world)
+    for expected in [("a", "start"), ("a", "drop"), ("a", "evict"), ("b", "wait"), ("b", "start"), ("huge", "refuse")]:
+        assert expected in found
+    for event in world.events.since(0) or ():
+        if event.kind == "plan":
+            assert event.data["needs"]
+            assert event.data["devices"]["cpu"]["total"] == 8 * GIB
+            assert log.plan_line(event) if event.data["decision"] != "start" else True
+    await world.stop()
+
+
+@virtual
+async def test_a_key_at_its_limit_hears_how_long_requests_take() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a", 6.0)
+    key, access = Key(name="k", digest=b"k", admin=False, models=(), max_concurrent=1), Access(())
+    running = asyncio.create_task(world.ask("a", 6.0))
+    await asyncio.sleep(0.1)
+    with access.running(key, lambda: world.fleet.turnover("a")):
+        with pytest.raises(QueueFull) as refused, access.running(key, lambda: world.fleet.turnover("a")):
+            pass
+        assert refused.value.retry_after == pytest.approx(6.0)
+    await running
+    await world.stop()
+
+
+@virtual
+async def test_copies_and_reloads_are_counted() -> None:
+    world: Any = Schedule({"a": GIB}, keys={"a": {"replicas": (2, 2)}})
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    await asyncio.sleep(10)
+    world.fleet.apply(world.presets)
+    world.events.append("config_refused", "*", errors=["models.ini:3: x"])
+    told = metrics.render().decode()
+    assert 'router_model_workers{model="a"} 2.0' in told
+    assert 'router_reloads_total{result="applied"} 1.0' in told
+    assert 'router_reloads_total{result="refused"} 1.0' in told
+    await world.stop()

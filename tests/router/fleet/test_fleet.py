@@ -1,0 +1,674 @@
+"""The fleet's promises, in virtual time."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from router.errors import (
+    AlreadyRunning,
+    ApiError,
+    DoesNotFit,
+    Draining,
+    LoadBackoff,
+    LoadFailed,
+    ModelNotFound,
+    ModelNotLoaded,
+    NotRunning,
+    QueueFull,
+    QueueTimeout,
+)
+from router.fleet.fleet import IDLE_LOOK
+from router.fleet.limits import Limits
+from router.fleet.state import State
+from router.launch.interface import WorkerLost
+from tests.fakes import CPU, GIB, GPU0, GPU1, MIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+from worker.protocol.events import Estimated
+
+
+def crash(message: str = "died") -> WorkerLost:
+    return WorkerLost(message, cause="crashed", exit=1)
+
+
+async def gather(*requests: Awaitable[Any]) -> list[Any]:
+    return await asyncio.gather(*requests, return_exceptions=True)
+
+
+@virtual
+async def test_a_request_begins_a_life_and_the_next_one_finds_it_ready() -> None:
+    world = Schedule({"a": GIB})
+    assert await world.ask("a") == pytest.approx(2.0, abs=0.1)
+    assert await world.ask("a") == 0.0
+    assert world.journal == ["start a"]
+    await world.stop()
+    assert world.journal == ["start a", "stop a"]
+
+
+@virtual
+async def test_requests_that_come_and_go_cost_no_plan_each_while_nobody_waits() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a")
+    plans, began = [world.fleet.last_plan], world.now
+    for _ in range(200):
+        await world.ask("a", 0.005)
+        if world.fleet.last_plan is not plans[-1]:
+            plans.append(world.fleet.last_plan)
+    assert 2 < len(plans) <= (world.now - began) / IDLE_LOOK + 2
+    await world.stop()
+
+
+@virtual
+async def test_who_falls_idle_leaves_at_once_if_somebody_waits_and_on_time_if_nobody_does() -> None:
+    world = Schedule(
+        {"a": GIB, "b": GIB}, keys={"a": {"min_residency": 0}, "b": {"ttl": 1.0}}, limits=Limits(models_max=1)
+    )
+    await world.ask("a")
+    long = asyncio.create_task(world.ask("a", 3.0))
+    await asyncio.sleep(1.0)
+    model = world.launcher.models["b"]
+    waited = await world.ask("b", 0.0)
+    assert waited == pytest.approx(2.0 + model.stop_seconds + model.load_seconds, abs=IDLE_LOOK / 2)
+    await long
+    await world.ask("b", 7.0)
+    (worker,), idle_since = world.fleet.workers(), world.now
+    await worker.retired.wait()
+    assert worker.reason == "idle"
+    assert 1.0 <= world.now - idle_since <= 1.0 + 2 * IDLE_LOOK
+    await world.stop()
+
+
+@virtual
+async def test_many_cold_requests_begin_one_life() -> None:
+    world = Schedule({"a": GIB})
+    await gather(*(world.ask("a") for _ in range(500)))
+    assert world.journal == ["start a"]
+    await world.stop()
+
+
+@virtual
+async def test_a_download_that_nobody_waits_for_takes_no_place_and_goes_on_to_a_load_if_somebody_comes() -> None:
+    models = {name: FakeModel(shards=(GIB,), download_seconds=5.0) for name in "bc"}
+    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(models_max=1), models=models, missing=("b", "c"))
+    await world.ask("a")
+    worker = world.fleet.fetch("b")
+    await worker.stopped.wait()
+    assert (worker.reason, world.journal) == ("downloaded", ["start a", "download b"])
+    assert world.fleet.model("b").failure is None
+    world.fleet.fetch("c")
+    assert await world.ask("c") > 5.0
+    assert world.journal[2:] == ["download c", "stop a", "start c"]
+    await world.stop()
+
+
+@virtual
+async def test_one_that_gives_up_stops_nothing() -> None:
+    world = Schedule({"a": GIB})
+    leaver = asyncio.create_task(world.ask("a"))
+    stayer = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(1.0)
+    leaver.cancel()
+    assert await stayer == pytest.approx(2.0, abs=0.1)
+    await world.stop()
+
+
+@virtual
+async def test_the_least_recently_used_is_evicted() -> None:
+    world = Schedule({"a": 3 * GIB, "b": 3 * GIB, "c": 3 * GIB})
+    await world.ask("a")
+    await world.ask("b")
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("c")
+    assert world.journal == ["start a", "start b", "stop b", "start c"]
+    assert world.fleet.models["b"].reason == "evicted"
+    await world.stop()
+
+
+@virtual
+async def test_memory_is_reserved_before_spawn_and_returned_after_settling() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+    world.launcher.reading_lag = 1.5
+    await world.ask("a")
+    await asyncio.sleep(60)
+    asked = asyncio.create_task(world.ask("b"))
+    await asked
+    stopped = next(at for at, entry in world.launcher.timeline if entry == "stopped a")
+    started = next(at for at, entry in world.launcher.timeline if entry == "start b")
+    assert started >= stopped + 1.5
+    await world.stop()
+
+
+@virtual
+async def test_a_leased_worker_is_not_stopped() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+    long = asyncio.create_task(world.ask("a", 100.0))
+    await asyncio.sleep(10)
+    waited = await world.ask("b")
+    assert long.done()
+    assert waited > 90
+    assert world.journal == ["start a", "stop a", "start b"]
+    await world.stop()
+
+
+@virtual
+async def test_a_retired_worker_takes_no_new_leases() -> None:
+    """A hot model cannot starve a cold one: past patience its newcomers wait behind the cold one."""
+    world = Schedule({"hot": 5 * GIB, "cold": 5 * GIB})
+
+    async def heat() -> None:
+        while True:
+            await world.ask("hot", 3.0)
+
+    heaters = [asyncio.create_task(heat()) for _ in range(3)]
+    await asyncio.sleep(30)
+    waited = await world.ask("cold")
+    assert waited < 10 + 3 + 0.5 + 2 + 1  # patience, longest request, stop, load
+    for heater in heaters:
+        heater.cancel()
+    await gather(*heaters)
+    await world.stop()
+
+
+@virtual
+async def test_a_ready_model_waits_for_nobody() -> None:
+    world = Schedule({"a": GIB, "slow": GIB}, models={"slow": FakeModel(shards=(GIB,), load_seconds=500.0)})
+    await world.ask("a")
+    loading = asyncio.create_task(world.ask("slow"))
+    await asyncio.sleep(1)
+    assert [await world.ask("a") for _ in range(10)] == [0.0] * 10
+    assert not loading.done()
+    loading.cancel()
+    await gather(loading)
+    await world.stop()
+
+
+@virtual
+async def test_loads_run_in_parallel_when_both_fit() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    waits = await gather(world.ask("a"), world.ask("b"))
+    assert max(waits) < 2.5
+    await world.stop()
+
+
+@virtual
+async def test_models_max_counts_workers() -> None:
+    world = Schedule({"a": 1, "b": 1, "c": 1}, limits=Limits(models_max=2))
+    await world.ask("a")
+    await world.ask("b")
+    await asyncio.sleep(60)
+    await world.ask("c")
+    assert world.journal == ["start a", "start b", "stop a", "start c"]
+    await world.stop()
+
+
+@virtual
+async def test_without_a_margin_only_the_count_decides() -> None:
+    world = Schedule({"a": 3 * GIB, "b": 3 * GIB, "c": GIB}, limits=Limits(models_max=2, memory=False))
+    await world.ask("a")
+    await world.ask("b")
+    await asyncio.sleep(60)
+    await world.ask("c")
+    assert world.journal == ["start a", "start b", "stop a", "start c"]
+    await world.stop()
+
+
+@virtual
+async def test_what_can_never_fit_is_refused_with_the_arithmetic_and_evicts_nobody() -> None:
+    world = Schedule({"a": GIB, "huge": 20 * GIB}, margin=GIB)
+    await world.ask("a")
+    with pytest.raises(DoesNotFit) as refused:
+        await world.ask("huge")
+    row = refused.value.extra["devices"]["cpu"]
+    assert row == {"required_mib": 20480, "available_mib": 7168, "margin_mib": 1024}
+    assert world.journal == ["start a"]
+    assert world.fleet.models["huge"].open is None
+    await world.stop()
+
+
+@virtual
+async def test_nobody_is_evicted_or_refused_on_a_static_estimate() -> None:
+    sizes = {"a": 5 * GIB, "b": 5 * GIB}
+    world = Schedule(sizes, keys={"a": {"required_memory": {"": 5 * GIB}}}, totals={CPU: 5 * GIB + 300}, stated=False)
+    world.launcher.models["b"].shards = (GIB,)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    assert world.journal == ["start a", "estimate b", "stop a", "start b"]
+    await world.stop()
+
+
+@virtual
+async def test_an_exact_estimate_is_made_once() -> None:
+    world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB}, keys={"a": {"required_memory": {"": 5 * GIB}}},
+                     stated=False)  # fmt: skip
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    await asyncio.sleep(60)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    assert world.journal.count("estimate b") == 1
+    await world.stop()
+
+
+@virtual
+async def test_a_download_comes_before_the_queue_and_takes_no_memory() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("b",))
+    world.launcher.models["b"].download_seconds = 30.0
+    await world.ask("a")
+    coming = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(20)
+    assert await world.ask("a") == 0.0
+    await coming
+    assert world.journal == ["start a", "download b", "stop a", "start b"]
+    await world.stop()
+
+
+@virtual
+async def test_nobody_is_evicted_for_a_client_that_left() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+    busy = asyncio.create_task(world.ask("a", 5.0))
+    await asyncio.sleep(3)
+    leaver = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    leaver.cancel()
+    await gather(leaver)
+    await asyncio.sleep(60)
+    assert busy.done()
+    assert world.journal == ["start a"]
+    assert world.fleet.models["b"].workers == []
+    await world.stop()
+
+
+@virtual
+async def test_autoload_off_loads_nothing() -> None:
+    world = Schedule({"a": GIB}, limits=Limits(autoload=False))
+    with pytest.raises(ModelNotLoaded):
+        await world.ask("a")
+    await world.fleet.load("a")
+    assert await world.ask("a") == 0.0
+    await world.stop()
+
+
+@virtual
+async def test_a_preset_says_for_itself_whether_it_loads_on_demand() -> None:
+    world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"autoload": False}})
+    with pytest.raises(ModelNotLoaded):
+        await world.ask("a")
+    await world.ask("b")
+    await world.stop()
+
+
+@virtual
+async def test_an_unknown_model_is_not_found() -> None:
+    world = Schedule({"a": GIB})
+    with pytest.raises(ModelNotFound):
+        await world.ask("b")
+    await world.stop()
+
+
+@virtual
+async def test_load_and_unload_say_what_is_already_so() -> None:
+    world = Schedule({"a": GIB})
+    with pytest.raises(NotRunning):
+        world.fleet.unload("a")
+    loading = world.fleet.load("a")
+    with pytest.raises(AlreadyRunning):
+        world.fleet.load("a")
+    await loading
+    with pytest.raises(AlreadyRunning):
+        world.fleet.load("a")
+    (worker,) = world.fleet.unload("a")
+    with pytest.raises(NotRunning):
+        world.fleet.unload("a")
+    await worker.stopped.wait()
+    assert world.fleet.models["a"].reason == "requested"
+    await world.stop()
+
+
+@virtual
+async def test_an_unload_drains_and_cuts_only_after_the_drain_timeout() -> None:
+    world = Schedule({"a": GIB}, limits=Limits(drain_timeout=30.0))
+    outcome: list[tuple[float, ApiError | None]] = []
+
+    async def request() -> None:
+        with world.fleet.lease("a") as lease:
+            await lease.ready()
+            cut = asyncio.Event()
+            lease.on_abort = cut.set
+            await cut.wait()
+            outcome.append((world.now, lease.aborted))
+
+    asked = asyncio.create_task(request())
+    await asyncio.sleep(5)
+    began = world.now
+    (worker,) = world.fleet.unload("a")
+    newcomer = asyncio.create_task(world.ask("a"))
+    await asked
+    ((at, error),) = outcome
+    assert at - began == pytest.approx(30.0)
+    assert isinstance(error, Draining)
+    await worker.stopped.wait()
+    await newcomer
+    await world.stop()
+
+
+@virtual
+async def test_a_model_unloaded_while_it_drains_is_loaded_again_for_newcomers() -> None:
+    world = Schedule({"a": GIB})
+    long = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    world.fleet.unload("a")
+    assert await world.ask("a") == pytest.approx(2.0, abs=0.1)
+    assert not long.done()
+    await long
+    await world.stop()
+
+
+@virtual
+async def test_a_start_that_fails_backs_off_and_says_why() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [crash("no luck")]
+    with pytest.raises(LoadBackoff, match="no luck"):
+        await world.ask("a")
+    with pytest.raises(LoadBackoff, match="no luck"):
+        await world.ask("a")
+    assert world.journal == ["start a"]
+    await asyncio.sleep(1.1)
+    await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_what_would_fail_the_same_way_again_is_not_retried_by_itself() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [WorkerLost("no such architecture", cause="load_failed", exit=3)]
+    for _ in range(3):
+        with pytest.raises(LoadFailed, match="no such architecture"):
+            await world.ask("a")
+        await asyncio.sleep(100)
+    assert world.journal == ["start a"]
+    await world.fleet.load("a")
+    assert await world.ask("a") == 0.0
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_a_raised_estimate() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"required_memory": {}}})
+    world.launcher.models["a"].start_fails = [WorkerLost("oom", cause="oom", exit=6, memory="host")]
+    await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    costs = world.fleet.models["a"].workers[0].costs
+    assert costs is not None
+    assert costs.estimate.source == "learned"
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_runs_out_of_memory_sends_one_more_away_and_is_tried_once_more() -> None:
+    """It was said to need less than it does: beside `b` there is room for the one figure and not for the other."""
+    sizes = {"c": 32 * GIB, "b": 48 * GIB, "a": 33 * GIB}
+    said = Estimated(weights=[31 * GIB], context=[0], compute=[0], runtime=[0], host=0)
+    models = {"a": FakeModel(shards=(33 * GIB,), estimated=said)}
+    keys: dict[str, dict[str, Any]] = {"a": {"required_memory": {}}}
+    world = Schedule(sizes, totals={CPU: 80 * GIB + 300 * MIB}, models=models, keys=keys)
+    for name in ("c", "b"):
+        await world.ask(name)
+    await asyncio.sleep(60)
+    await world.ask("a")
+    assert world.journal == ["start c", "start b", "estimate a", "stop c", "start a", "stop b", "start a"]
+    assert world.fleet.models["a"].failure is None
+    with world.fleet.lease("a") as lease:
+        assert lease.worker.costs is not None
+        assert lease.worker.costs.estimate.source == "learned"
+        assert sum(lease.worker.costs.estimate.shards) >= 33 * GIB
+    await world.fleet.close()
+
+
+@virtual
+async def test_a_worker_that_dies_in_service_is_replaced_by_the_next_request() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a")
+    world.launcher.die("a")
+    await asyncio.sleep(1)
+    assert world.fleet.models["a"].reason == "crashed"
+    assert await world.ask("a") > 0
+    assert world.journal == ["start a", "start a"]
+    await world.stop()
+
+
+@virtual
+async def test_who_idles_past_its_time_to_live_leaves() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"ttl": 20.0}})
+    await world.ask("a")
+    await asyncio.sleep(19)
+    await world.ask("a")
+    await asyncio.sleep(19.5)
+    assert world.journal == ["start a"]
+    await asyncio.sleep(2)
+    assert world.journal == ["start a", "stop a"]
+    assert world.fleet.models["a"].reason == "idle"
+    await world.stop()
+
+
+@virtual
+async def test_a_pinned_model_is_never_evicted() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, limits=Limits(queue_timeout=50.0))
+    await world.ask("a")
+    with pytest.raises(QueueTimeout):
+        await world.ask("b")
+    assert world.journal == ["start a"]
+    await world.stop()
+
+
+@virtual
+async def test_the_own_load_does_not_count_as_time_in_the_queue() -> None:
+    world = Schedule({"a": GIB}, limits=Limits(queue_timeout=5.0),
+                     models={"a": FakeModel(shards=(GIB,), load_seconds=50.0)})  # fmt: skip
+    assert await world.ask("a") == pytest.approx(50.0, abs=0.1)
+    await world.stop()
+
+
+@virtual
+async def test_queues_are_bounded() -> None:
+    world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"queue_size": 3}}, limits=Limits(queue_size=5))
+    asked = [asyncio.create_task(world.ask("a")) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(QueueFull):
+        await world.ask("a")
+    asked += [asyncio.create_task(world.ask("b")) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(QueueFull):
+        await world.ask("b")
+    assert all(isinstance(wait, float) for wait in await gather(*asked))
+    await world.stop()
+
+
+@virtual
+async def test_foreign_memory_is_respected() -> None:
+    world = Schedule({"a": 3 * GIB}, limits=Limits(queue_timeout=20.0))
+    world.launcher.set_foreign(CPU, 6 * GIB)
+    await asyncio.sleep(0.1)
+    with pytest.raises(QueueTimeout):
+        await world.ask("a")
+    world.launcher.set_foreign(CPU, GIB)
+    await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_a_long_queue_leaves_the_loop_to_those_who_are_served() -> None:
+    """However often something changes: with forty who wait there are not more than a few dozen plans a second, and a
+    change that comes meanwhile is not forgotten."""
+    names = [f"m{number}" for number in range(41)]
+    world = Schedule(dict.fromkeys(names, 5 * GIB), limits=Limits(queue_timeout=3600.0))
+    asking = [asyncio.create_task(world.ask(name, 9.0)) for name in names]
+    await asyncio.sleep(5)
+    plans = [world.fleet.last_plan]
+    for _ in range(1000):
+        world.fleet.changed()
+        await asyncio.sleep(0.001)
+        if world.fleet.last_plan is not plans[-1]:
+            plans.append(world.fleet.last_plan)
+    assert 10 <= len(plans) <= 40
+    await asyncio.gather(*asking)
+    await world.stop()
+
+
+@virtual
+async def test_nobody_starts_in_memory_that_another_program_has_taken_since_the_last_reading() -> None:
+    """As routers do that share a machine: the driver is asked again before each start."""
+    world = Schedule({"a": 4 * GIB})
+    world.launcher.reading_lag = 1000.0
+    world.launcher.set_foreign(CPU, 6 * GIB)
+    assert world.launcher.readings()[0].used == 0
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(5)
+    assert world.journal == []
+    world.launcher.reading_lag = 0.0
+    world.launcher.set_foreign(CPU, 0)
+    await asking
+    assert world.journal == ["start a"]
+    await world.stop()
+
+
+@virtual
+async def test_a_device_limit_is_a_budget_for_our_workers() -> None:
+    world = Schedule({"a": 2 * GIB, "b": 2 * GIB}, limit={CPU: 3 * GIB})
+    world.launcher.set_foreign(CPU, 4 * GIB)
+    await asyncio.sleep(0.1)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    assert world.journal == ["start a", "stop a", "start b"]
+    await world.stop()
+
+
+@virtual
+async def test_models_go_to_the_emptier_device() -> None:
+    sizes = {"a": 5 * GIB, "b": 5 * GIB, "c": 5 * GIB}
+    world = Schedule(sizes, totals={CPU: 64 * GIB, GPU0: 8 * GIB, GPU1: 8 * GIB})
+    await gather(world.ask("a"), world.ask("b"))
+    places = {world.fleet.models[name].workers[0].place for name in "ab"}
+    assert places == {(GPU0,), (GPU1,)}
+    await world.stop()
+
+
+@virtual
+async def test_a_named_device_that_is_not_here_is_refused() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"device": ("cuda:7",)}})
+    with pytest.raises(LoadFailed, match="cuda:7"):
+        await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_a_changed_preset_restarts_its_worker_and_a_live_key_does_not() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    await world.ask("a")
+    await world.ask("b")
+    from dataclasses import replace
+
+    changed = {"a": replace(world.presets["a"], ctx_size=128), "b": replace(world.presets["b"], ttl=1000.0)}
+    result = world.fleet.apply(changed)
+    assert result == {"added": [], "changed": ["a", "b"], "restarted": ["a"], "removed": []}
+    await asyncio.sleep(5)
+    assert world.journal == ["start a", "start b", "stop a"]
+    assert world.fleet.models["a"].reason == "config_changed"
+    await world.stop()
+
+
+@virtual
+async def test_a_removed_model_drains_and_is_not_found() -> None:
+    world = Schedule({"a": GIB})
+    long = asyncio.create_task(world.ask("a", 10.0))
+    await asyncio.sleep(3)
+    world.fleet.apply({})
+    with pytest.raises(ModelNotFound):
+        await world.ask("a")
+    await long
+    await asyncio.sleep(5)
+    assert world.fleet.workers() == []
+    await world.stop()
+
+
+@virtual
+async def test_a_closing_fleet_takes_no_requests_and_leaves_nobody() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    await world.ask("a")
+    loading = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(0.5)
+    closing = asyncio.create_task(world.fleet.close())
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await world.ask("a")
+    assert isinstance((await gather(loading))[0], Draining)
+    await closing
+    assert world.fleet.workers() == []
+    assert world.launcher.running == {}
+
+
+@virtual
+async def test_a_state_never_goes_back() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("a",))
+    await world.ask("a")
+    await asyncio.sleep(60)
+    await world.ask("b")
+    await world.stop()
+    seen: dict[int, State] = {}
+    for event in world.events.since(0) or []:
+        if event.kind == "state":
+            state = State[event.data["state"].upper()]
+            assert state >= seen.get(event.data["worker"], state)
+            seen[event.data["worker"]] = state
+    assert set(seen.values()) == {State.STOPPED}
+
+
+@virtual
+async def test_alternating_clients_of_two_models_are_served_in_turns() -> None:
+    """Not one swap a request: a model just loaded keeps its place for its turn while it is in use."""
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+
+    async def client(model: str, count: int) -> None:
+        for _ in range(count):
+            await world.ask(model, 0.5)
+
+    await gather(client("a", 60), client("b", 60))
+    starts = [entry for entry in world.journal if entry.startswith("start")]
+    assert len(starts) <= 12
+    await world.stop()
+
+
+@virtual
+async def test_a_model_is_kept_for_clients_that_used_to_come_back_soon_and_for_no_others() -> None:
+    """`b` waits for `a`, which has just become idle inside its turn."""
+    waited = {}
+    for pause in (0.5, 6.0):
+        world = Schedule({"a": 5 * GIB, "b": 5 * GIB})
+        for _ in range(5):
+            await world.ask("a")
+            await asyncio.sleep(pause)
+        await world.ask("a")
+        world.fleet.models["a"].workers[0].turn_ends = world.now + 5.0
+        waited[pause] = await world.ask("b")
+        await world.stop()
+    assert waited[0.5] == pytest.approx(1.0 + 0.5 + 2.0, abs=0.05), "linger, stop, load"
+    assert waited[6.0] == pytest.approx(0.5 + 2.0, abs=0.05)
+
+
+@virtual
+async def test_a_load_that_is_refused_says_so_and_never_that_it_is_queued() -> None:
+    world = Schedule({"a": GIB, "huge": 900 * GIB})
+    await world.ask("a")
+    for passes in range(12):  # whatever the loop does in between
+        loading = asyncio.create_task(world.fleet.load_queued("huge"))
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        world.fleet.changed()
+        with pytest.raises(DoesNotFit):
+            await loading
+    await world.stop()

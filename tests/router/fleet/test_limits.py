@@ -1,0 +1,268 @@
+"""Who is turned away, at the least that limits can be; what it hears, and what everybody else is told; in virtual
+time."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from router.errors import ApiError, LoadBackoff, ModelNotFound, QueueFull, QueueTimeout
+from router.events import Event
+from router.fleet.limits import Limits
+from router.fleet.state import State
+from router.http.pipeline import whole_seconds
+from router.launch.interface import WorkerLost
+from tests.fakes import GIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+from worker.protocol.events import Progress, Request
+
+
+def told(world: Schedule, kind: str) -> Sequence[Event]:
+    return [event for event in world.events.since(0) or [] if event.kind == kind]
+
+
+@virtual
+async def test_a_load_that_asks_nothing_takes_no_place_of_a_request() -> None:
+    """Neither in the model's queue, nor in that of all, nor among those that it answers at once."""
+    for keys, limits in (
+        ({"queue_size": 1}, Limits()),
+        ({}, Limits(queue_size=1)),
+        ({"max_concurrent": 1}, Limits()),
+    ):
+        world = Schedule({"a": GIB}, keys={"a": keys}, limits=limits)
+        loading = [world.fleet.load("a"), world.fleet.wanted("a")]
+        await asyncio.sleep(0.5)
+        first = asyncio.create_task(world.ask("a", 5.0))
+        await asyncio.sleep(0.5)
+        with pytest.raises(QueueFull, match="1 requests"):
+            await world.ask("a")
+        assert await first < 2.0
+        await asyncio.gather(*loading)
+        assert await world.ask("a") == 0.0
+        await world.stop()
+
+
+@virtual
+async def test_a_queue_of_one_holds_up_nobody_who_need_not_wait() -> None:
+    world = Schedule({"a": GIB, "b": GIB, "c": GIB}, limits=Limits(queue_size=1))
+    await world.ask("a")
+    first = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(0.1)
+    with pytest.raises(QueueFull, match="--queue-size"):
+        await world.ask("c")
+    assert await world.ask("a") == 0.0
+    await first
+    assert await world.ask("c") > 0.0
+    await world.stop()
+
+
+@virtual
+async def test_who_is_refused_by_one_limit_is_not_counted_by_another() -> None:
+    """One at once, and one in the queue: whoever comes next is told of the first of them, and changes nothing."""
+    world = Schedule({"a": GIB}, keys={"a": {"max_concurrent": 1, "queue_size": 1}})
+    first = asyncio.create_task(world.ask("a", 3.0))
+    await asyncio.sleep(0.1)
+    for _ in range(3):
+        with pytest.raises(QueueFull, match="max-concurrent"):
+            await world.ask("a")
+    assert len(world.fleet.models["a"].workers[0].leases) == 1
+    await first
+    await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_a_storm_of_refusals_is_an_event_each_second_with_its_numbers() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"queue_size": 2}}, models={"a": FakeModel(load_seconds=30.0)})
+    waiting = [asyncio.create_task(world.ask("a")) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    for _ in range(300):
+        with pytest.raises(QueueFull):
+            await world.ask("a")
+        await asyncio.sleep(0.01)
+    found = told(world, "refused")
+    assert [event.data["count"] for event in found] == [1, *[pytest.approx(100, abs=2)] * (len(found) - 1)]
+    assert len(found) in (3, 4)
+    await asyncio.sleep(2.0)
+    found = told(world, "refused")
+    assert sum(event.data["count"] for event in found) == 300, "nor are the last ones forgotten"
+    first = found[0]
+    assert (first.model, first.data["reason"]) == ("a", "queue_full")
+    assert (first.data["waiting"], first.data["limit"], first.data["limit_of_all"]) == (2, 2, Limits().queue_size)
+    assert first.data["retry_after"] >= 1.0
+    await asyncio.gather(*waiting)
+    await world.stop()
+
+
+@virtual
+async def test_whose_time_in_the_queue_is_up_is_an_event_with_its_numbers() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"pin": True}}, limits=Limits(queue_timeout=0.5))
+    await world.ask("a")
+    with pytest.raises(QueueTimeout):
+        await world.ask("b")
+    (event,) = told(world, "refused")
+    numbers = {name: event.data[name] for name in ("reason", "cause", "position", "limit_seconds")}
+    assert numbers == {"reason": "queue_timeout", "cause": "memory", "position": 1, "limit_seconds": 0.5}
+    await world.stop()
+
+
+# When to come back
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.0, 1), (1.0, 1), (1.2, 2), (2.5, 3), (4.0000001, 4), (59.4, 60), (300.0, 300)]
+)
+def test_seconds_until_one_may_come_back_are_never_too_few(seconds: float, said: int) -> None:
+    assert whole_seconds(seconds) == said
+
+
+@virtual
+async def test_who_comes_back_when_it_was_told_to_is_tried_again() -> None:
+    """However the pauses of a model that keeps failing fall between two seconds."""
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
+    world.launcher.models["a"].start_fails = [WorkerLost("died", cause="crashed", exit=1) for _ in range(6)]
+    for attempt in range(1, 7):
+        with pytest.raises(LoadBackoff):
+            await world.ask("a")
+        assert world.journal == ["start a"] * attempt
+        with pytest.raises(LoadBackoff, match="next attempt in") as refused:
+            await world.ask("a")
+        assert world.journal == ["start a"] * attempt
+        assert refused.value.retry_after is not None
+        if refused.value.retry_after == 60.0:
+            break
+        await asyncio.sleep(whole_seconds(refused.value.retry_after))
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_takes_longer_than_ever_is_expected_by_its_rate() -> None:
+    world = Schedule({"a": GIB}, models={"a": FakeModel(load_seconds=2.0)}, keys={"a": {"queue_size": 1}})
+    await world.ask("a")
+    await world.fleet.unload("a")[0].stopped.wait()
+    world.launcher.models["a"].load_seconds = 44.0
+    waiting = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(0.5)
+    assert world.fleet.eta(world.fleet.models["a"]) == pytest.approx(1.5, abs=0.2), "as it took before"
+    for tenth in range(1, 4):
+        await asyncio.sleep(4.0)
+        world.launcher.say("a", Progress(stage="weights", done=tenth, total=10))
+    with pytest.raises(QueueFull) as refused:
+        await world.ask("a")
+    assert refused.value.retry_after == pytest.approx(28.0), "seven tenths are left, of four seconds each"
+    await waiting
+    await world.stop()
+
+
+# What would happen
+
+
+@virtual
+async def test_a_plan_asked_for_never_does_anything_whatever_it_is_asked_of() -> None:
+    """Of a model that is here, starts, is too large, has no room beside what is pinned, waits; and of none."""
+    world = Schedule(
+        {"pinned": 5 * GIB, "small": GIB, "large": 9 * GIB, "out": 5 * GIB},
+        keys={"pinned": {"pin": True}},
+    )
+    await world.ask("pinned")
+
+    async def ask_all() -> dict[str, Any]:
+        before = world.events.last_id, world.journal.copy(), [worker.id for worker in world.fleet.workers()]
+        found = {name: await world.fleet.preview(name) for name in world.presets}
+        with pytest.raises(ModelNotFound):
+            await world.fleet.preview("nobody")
+        await asyncio.sleep(0.1)
+        assert before == (world.events.last_id, world.journal, [worker.id for worker in world.fleet.workers()])
+        return found
+
+    found = await ask_all()
+    assert {name: each["decision"] for name, each in found.items()} == {
+        "pinned": "none", "small": "start", "large": "refuse", "out": "wait",
+    }  # fmt: skip
+    assert found["large"]["shortage"]["cpu"]["required"] == 9 * GIB
+    assert (found["out"]["cause"], found["out"]["keep"], found["out"]["evict"]) == ("memory", {"pinned": "pinned"}, [])
+    waiting = asyncio.create_task(world.ask("out"))
+    await asyncio.sleep(0.1)
+    again = await ask_all()
+    assert {name: each["decision"] for name, each in again.items()} == {
+        name: each["decision"] for name, each in found.items()
+    }
+    assert again["out"]["cause"] == "memory"
+    world.fleet.unload("pinned")
+    await waiting
+    await world.stop()
+
+
+@virtual
+async def test_a_plan_asked_for_of_a_model_that_takes_no_more_requests_is_what_one_more_hears() -> None:
+    world = Schedule({"a": GIB, "b": GIB}, keys={"a": {"max_concurrent": 1}, "b": {"queue_size": 1}})
+    running = [asyncio.create_task(world.ask(name, 9.0)) for name in "ab"]
+    await asyncio.sleep(1)
+    for name in "ab":
+        said = await world.fleet.preview(name)
+        with pytest.raises(ApiError) as heard:
+            await world.ask(name)
+        assert said == {
+            "decision": "refuse", "reason": "queue_full", "message": heard.value.message,
+            "retry_after": heard.value.retry_after,
+        }  # fmt: skip
+    await asyncio.sleep(5)
+    assert (await world.fleet.preview("b"))["decision"] == "none", "it is ready, so that nobody waits"
+    await asyncio.gather(*running)
+    await world.stop()
+
+
+# How long an idle one stays
+
+
+@virtual
+async def test_models_max_of_zero_is_no_limit() -> None:
+    names = [f"m{number}" for number in range(30)]
+    world = Schedule(dict.fromkeys(names, GIB // 8), limits=Limits(models_max=0))
+    assert max(await asyncio.gather(*map(world.ask, names))) < 3.0
+    assert len(world.fleet.workers()) == 30
+    await world.stop()
+
+
+@virtual
+async def test_of_two_times_to_idle_the_shorter_one_holds_and_a_request_may_say_another() -> None:
+    """`sleep-idle-seconds` 20 s, `ttl` 60 s; what requests wish as keep-alive stands in place of `ttl`."""
+    for wish, leaves_after in ((None, 20.0), (5.0, 5.0), (0.0, 0.0), (40.0, 20.0), (-1.0, 20.0)):
+        world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0, "sleep_idle": 20.0}})
+        with world.fleet.lease("a") as lease:
+            await lease.ready()
+            if wish is not None:
+                world.launcher.say("a", Request(id="r", keep_alive=wish))
+        idle_since = world.now
+        (worker,) = world.fleet.workers()
+        await worker.retired.wait()
+        assert world.now - idle_since == pytest.approx(leaves_after, abs=0.2), wish
+        await world.stop()
+
+
+@virtual
+async def test_neither_a_turn_nor_a_linger_keeps_whom_its_client_keeps_for_no_time() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, keys={"a": {"linger": 60.0}}, limits=Limits(patience=60.0))
+    with world.fleet.lease("a") as lease:
+        await lease.ready()
+        world.launcher.say("a", Request(id="r", keep_alive=0.0))
+        waiting = asyncio.create_task(world.ask("b"))
+        await asyncio.sleep(1.0)
+    assert await waiting < 5.0
+    await world.stop()
+
+
+@virtual
+async def test_the_copies_of_a_pinned_model_end_when_they_idle_and_what_is_pinned_stays() -> None:
+    keys = {"a": {"pin": True, "replicas": (1, 3), "replica_idle": 10.0, "parallel": 1, "ttl": 5.0}}
+    world = Schedule({"a": GIB}, keys=keys)
+    await world.ask("a")
+    crowd = [asyncio.create_task(world.ask("a", 30.0)) for _ in range(6)]
+    await asyncio.sleep(5)
+    assert len(world.fleet.models["a"].all_open) > 1
+    await asyncio.gather(*crowd)
+    await asyncio.sleep(30)
+    (worker,) = world.fleet.workers()
+    assert (worker.state, worker.luxury) == (State.READY, False)
+    await world.stop()

@@ -1,0 +1,176 @@
+"""Which worker goes on for whom when presets change, in virtual time."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.config.presets import Preset
+from router.errors import LoadBackoff, ModelNotFound, ModelNotLoaded
+from router.registry import sharing
+from router.registry.shared_workers import Members, by_name
+from tests.fakes import GIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+BASE = Preset(id="", path="/snapshots/m", required_memory={"": GIB}, replica_idle=1.0)
+NAMES = ("a", "b", "c", "a,b", "b,a", "a,b,c", "b,c")
+
+
+def preset(name: str, **keys: Any) -> Preset:
+    return replace(BASE, id=name, **keys)
+
+
+class World:
+    """A fleet of presets of one model, each under its name."""
+
+    def __init__(self, **presets: Mapping[str, Any]):
+        self.presets = {name: preset(name, **keys) for name, keys in presets.items()}
+        fleet = sharing.members(self.presets, sharing.share(self.presets))
+        self.schedule = Schedule({}, models={name: FakeModel(shards=(GIB,)) for name in NAMES})
+        self.fleet = self.schedule.fleet
+        for each in fleet.values():
+            self.fleet.add(each)
+        self.members = Members(self.fleet, self.presets)
+
+    def reload(self, **presets: Mapping[str, Any]) -> dict[str, list[str]]:
+        now = {name: preset(name, **keys) for name, keys in presets.items()}
+        return self.members.apply(now, sharing.share(now))
+
+    async def ask(self, name: str) -> int:
+        """The number of the worker that answers."""
+        with self.members.lease(name) as lease:
+            await lease.ready()
+            return lease.worker.id
+
+    @property
+    def shared(self) -> list[str]:
+        """Ids of all members; each is what its names are told."""
+        assert {each.model.preset.id for each in self.members.listed.values()} == self.fleet.models.keys()
+        assert all(name in sharing.names_in(each.model.preset.id) for name, each in self.members.listed.items())
+        assert all(model.preset.id == id for id, model in self.fleet.models.items())
+        return list(self.fleet.models)
+
+    def removed(self) -> list[str]:
+        return [event.model for event in self.schedule.events.since(0) or () if event.kind == "removed"]
+
+
+WARM: dict[str, Any] = {"sampling": {"temp": 0.9}}
+
+
+@virtual
+async def test_names_that_part_by_how_long_it_lives_leave_the_worker_to_the_one_that_is_as_it_was() -> None:
+    world = World(a={}, b=WARM)
+    first = await world.ask("a")
+    assert world.reload(a={"ttl": 5.0}, b=WARM) == {"added": [], "changed": ["a"], "restarted": [], "removed": []}
+    assert await world.ask("b") == first
+    assert await world.ask("a") != first
+    assert sorted(world.shared) == ["a", "b"]
+    await world.schedule.stop()
+
+
+@virtual
+async def test_who_comes_to_be_alike_shares_the_worker_that_runs_and_the_other_one_ends() -> None:
+    world = World(a={"ctx_size": 64}, b=WARM)
+    one, two = await world.ask("a"), await world.ask("b")
+    assert world.reload(a={}, b=WARM)["restarted"] == ["a"]
+    assert one != two
+    assert [await world.ask(name) for name in "ab"] == [two, two]
+    assert world.shared == ["a,b"]
+    assert world.removed() == [], "both names are still listed"
+    await asyncio.sleep(5.0)
+    assert [worker.id for worker in world.fleet.workers()] == [two]
+    assert world.members.names_of("a") == (), "what is told of the old worker is about none of them"
+    await world.schedule.stop()
+
+
+@virtual
+async def test_of_three_the_two_that_stay_alike_keep_the_worker() -> None:
+    world = World(a={}, b={}, c=WARM)
+    first = await world.ask("c")
+    told = world.reload(a={"ctx_size": 64}, b={}, c=WARM)
+    assert (told["changed"], told["restarted"]) == (["a"], [])
+    assert [await world.ask(name) for name in "bc"] == [first, first]
+    assert sorted(world.shared) == ["a", "b,c"]
+    await world.schedule.stop()
+
+
+@virtual
+async def test_all_that_change_alike_restart_once() -> None:
+    world = World(a={}, b=WARM)
+    first = await world.ask("a")
+    told = world.reload(a={"ctx_size": 64}, b={"ctx_size": 64, **WARM})
+    assert (told["changed"], told["restarted"]) == (["a", "b"], ["a", "b"])
+    again = await world.ask("b")
+    assert again != first
+    assert await world.ask("a") == again
+    await world.schedule.stop()
+
+
+@virtual
+async def test_a_pinned_one_that_loses_its_worker_to_its_twin_is_loaded_at_once() -> None:
+    world = World(a={"pin": True}, b={"pin": True})
+    first = await world.ask("b")
+    world.reload(a={"pin": True, "ctx_size": 64}, b={"pin": True})
+    await asyncio.sleep(5.0)
+    assert sorted(worker.preset.id for worker in world.fleet.workers()) == ["a", "b"]
+    assert await world.ask("b") == first
+    await world.schedule.stop()
+
+
+@virtual
+async def test_one_name_goes_and_the_other_stays_or_both_go() -> None:
+    world = World(a={}, b=WARM)
+    first = await world.ask("a")
+    assert world.reload(b=WARM)["removed"] == ["a"]
+    assert (world.removed(), await world.ask("b")) == (["a"], first)
+    with pytest.raises(ModelNotFound):
+        world.members.lease("a")
+    assert world.reload()["removed"] == ["b"]
+    await asyncio.sleep(5.0)
+    assert (world.removed(), world.fleet.workers()) == (["a", "b"], [])
+    await world.schedule.stop()
+
+
+@virtual
+async def test_names_in_another_order_are_the_same_worker() -> None:
+    world = World(a={}, b=WARM)
+    first = await world.ask("a")
+    assert world.reload(b=WARM, a={}) == {"added": [], "changed": [], "restarted": [], "removed": []}
+    assert world.shared == ["b,a"]
+    assert await world.ask("a") == first
+    await world.schedule.stop()
+
+
+@virtual
+async def test_those_who_share_speak_of_a_model_by_the_name_that_was_asked_for() -> None:
+    world = World(a={"autoload": False}, b={"autoload": False})
+    for name in "ab":
+        with pytest.raises(ModelNotLoaded, match=f"^model '{name}' is not loaded"):
+            world.members.lease(name)
+    error = LoadBackoff("a,b failed: a,b: it ended", retry_after=7)
+    other = by_name(error, "a,b", "b")
+    assert (other.message, other.retry_after, other.reason) == ("b failed: b: it ended", 7, "load_backoff")
+    assert error.message == "a,b failed: a,b: it ended", "others are told the same one"
+    assert by_name(LoadBackoff("a failed"), "a", "a").message == "a failed"
+    await world.schedule.stop()
+
+
+@virtual
+async def test_a_preset_that_is_renamed_serves_by_its_new_name_and_who_runs_by_the_old_one_is_not_disturbed() -> None:
+    world = World(a={})
+    first = await world.ask("a")
+    with world.members.lease("a") as running:
+        await running.ready()
+        assert world.reload(b={}) == {"added": ["b"], "changed": [], "restarted": [], "removed": ["a"]}
+        with pytest.raises(ModelNotFound):
+            world.members.lease("a")
+        assert await world.ask("b") != first
+        await asyncio.sleep(5)
+        assert running.aborted is None
+        assert world.removed() == []
+    await asyncio.sleep(5)
+    assert world.removed() == ["a"]
+    assert world.shared == ["b"]
+    await world.schedule.stop()

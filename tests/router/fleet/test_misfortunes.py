@@ -1,0 +1,645 @@
+"""What goes wrong in a fleet, and what everybody hears of it; in virtual time."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router import log
+from router.api.status import status
+from router.errors import (
+    ApiError,
+    DoesNotFit,
+    Draining,
+    LoadBackoff,
+    LoadFailed,
+    ModelNotFound,
+    NotRunning,
+    QueueTimeout,
+)
+from router.events import Event
+from router.fleet.limits import Limits
+from router.fleet.state import State
+from router.launch.interface import WorkerLost
+from router.planner.ledger import Reading
+from tests.fakes import CPU, GIB, MIB, FakeLauncher, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+from worker.protocol.events import Progress, Request
+
+
+def crash(message: str = "died", exit: int | None = 1) -> WorkerLost:
+    return WorkerLost(message, cause="crashed", exit=exit)
+
+
+def killed(exit: int = -9) -> WorkerLost:
+    return WorkerLost("somebody killed it", cause="crashed", exit=exit)
+
+
+def out_of_memory() -> WorkerLost:
+    return WorkerLost("no memory left", cause="oom", exit=6, memory="host")
+
+
+def unusable() -> WorkerLost:
+    return WorkerLost("no such architecture", cause="load_failed", exit=3)
+
+
+async def outcome(request: "asyncio.Future[Any]") -> Any:
+    """Its result or its exception."""
+    return (await asyncio.gather(request, return_exceptions=True))[0]
+
+
+def states_told(world: Schedule) -> dict[int, list[str]]:
+    """What the event log says of each worker, in order."""
+    told: dict[int, list[str]] = {}
+    for event in world.events.since(0) or []:
+        if event.kind == "state":
+            told.setdefault(event.data["worker"], []).append(event.data["state"])
+    return told
+
+
+# Back-off
+
+
+@virtual
+async def test_a_crash_loop_is_seen_however_long_each_load_takes() -> None:
+    """Only seconds of service, and a complete answer, wipe the slate; not seconds of loading."""
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 2}},
+                     models={"a": FakeModel(load_seconds=90.0, dies_after=0.5)})  # fmt: skip
+    for _ in range(3):
+        await world.ask("a", 0.6)
+        await asyncio.sleep(0.2)
+    with pytest.raises(LoadBackoff):
+        await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_service_and_a_complete_answer_wipe_the_slate() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 1}}, models={"a": FakeModel(dies_after=70.0)})
+    for _ in range(5):
+        await world.ask("a", 1.0)
+        world.launcher.say("a", Request(id="r", completion_tokens=3))
+        await asyncio.sleep(80)
+    assert world.journal == ["start a"] * 5
+    await world.stop()
+
+
+@virtual
+async def test_the_pause_doubles_up_to_five_minutes_and_stays_there() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 2}})
+    world.launcher.models["a"].start_fails = [crash() for _ in range(20)]
+    pauses = []
+    for _ in range(16):
+        with pytest.raises(LoadBackoff):
+            await world.ask("a")
+        failure = world.fleet.models["a"].failure
+        assert failure is not None
+        pauses.append(failure.until - world.now)
+        await asyncio.sleep(pauses[-1] + 0.01)
+    assert pauses[:2] == [1.0, 1.0]
+    assert all(later > earlier for earlier, later in itertools.pairwise(pauses[1:9]))
+    assert all(240.0 <= pause <= 360.0 for pause in pauses[-4:])
+    await world.stop()
+
+
+@virtual
+async def test_who_waited_is_told_the_real_pause() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
+    world.launcher.models["a"].start_fails = [crash() for _ in range(8)]
+    for _ in range(8):
+        with pytest.raises(LoadBackoff) as told:
+            await world.ask("a")
+        failure = world.fleet.models["a"].failure
+        assert failure is not None
+        assert told.value.retry_after == pytest.approx(min(60.0, max(1.0, failure.until - world.now)))
+        await asyncio.sleep(failure.until - world.now + 0.01)
+    await world.stop()
+
+
+@virtual
+async def test_a_pause_is_told_with_why_and_until_when_by_events_lists_and_log() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"max_restarts": 0}})
+    world.launcher.models["a"].start_fails = [crash("no such kernel"), unusable()]
+    for final, least, most in ((False, 1.6, 2.4), (True, 600.0, 600.0)):
+        with pytest.raises(ApiError):
+            await world.ask("a")
+        told = [event for event in world.events.since(0) or [] if event.kind == "back_off"][-1]
+        failure = world.fleet.models["a"].failure
+        assert failure is not None
+        assert (told.model, told.data["error"], told.data["final"]) == ("a", failure.message, final)
+        assert least <= told.data["seconds"] <= most
+        assert told.data["seconds"] == pytest.approx(failure.until - world.now, abs=0.1)
+        assert told.data["until"] == pytest.approx(told.time + told.data["seconds"], abs=0.1)
+        shown = status(world.fleet, world.fleet.models["a"], admin=False)
+        assert (shown["failed"], shown["error"]) == (True, failure.message)
+        assert f"next attempt in {told.data['seconds']:.1f} s" in log.pause_line(told)
+        await asyncio.sleep(3)
+    await world.stop()
+
+
+@virtual
+async def test_a_model_whose_old_worker_still_drains_shows_why_its_new_one_failed() -> None:
+    world = Schedule({"a": GIB})
+    long = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    world.fleet.unload("a")
+    world.launcher.models["a"].start_fails = [crash("no such kernel")]
+    with pytest.raises(LoadBackoff):
+        await world.ask("a")
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    assert (shown["value"], shown["draining"], shown["error"]) == ("loaded", True, "no such kernel")
+    assert shown["retry_at"] > 0
+    await long
+    await world.stop()
+
+
+@virtual
+async def test_a_worker_that_had_served_and_died_pauses_nobody_and_tells_no_pause() -> None:
+    world = Schedule({"a": GIB}, models={"a": FakeModel(shards=(GIB,), dies_after=0.5)})
+    await world.ask("a", 1.0)
+    assert not [event for event in world.events.since(0) or [] if event.kind == "back_off"]
+    await world.ask("a", 0.1)
+    await world.stop()
+
+
+@virtual
+async def test_an_old_worker_that_ends_in_good_order_does_not_excuse_a_newer_failure() -> None:
+    world = Schedule({"a": GIB})
+    long = asyncio.create_task(world.ask("a", 10.0))
+    await asyncio.sleep(5)
+    world.fleet.unload("a")
+    world.launcher.models["a"].start_fails = [unusable()]
+    with pytest.raises(LoadFailed):
+        await world.ask("a")
+    await long
+    await asyncio.sleep(5)
+    with pytest.raises(LoadFailed):
+        await world.ask("a")
+    assert world.journal.count("start a") == 2
+    await world.stop()
+
+
+@virtual
+async def test_a_final_failure_is_forgotten_when_the_files_change() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [unusable()]
+    with pytest.raises(LoadFailed):
+        await world.ask("a")
+    await asyncio.sleep(5)
+    with pytest.raises(LoadFailed):
+        await world.ask("a")
+    world.files.change("a")
+    await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_cannot_even_begin_shows_why() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"device": ("cuda:7",)}})
+    for _ in range(2):
+        with pytest.raises(LoadFailed, match="cuda:7"):
+            await world.ask("a")
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    assert (shown["value"], shown["failed"], shown["reason"]) == ("unloaded", True, "load_failed")
+    assert "cuda:7" in shown["error"]
+    await world.stop()
+
+
+@virtual
+async def test_a_status_says_what_became_of_a_worker_and_since_when() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.reading_lag = 2.0
+
+    def shown() -> dict[str, Any]:
+        return status(world.fleet, world.fleet.models["a"], admin=False)
+
+    assert "since" not in shown()
+    await world.ask("a", 10.0)
+    ready = shown()
+    assert (ready["value"], ready["draining"]) == ("loaded", False)
+    world.launcher.die("a")
+    await asyncio.sleep(1)
+    dying = shown()
+    assert (dying["value"], dying["draining"], dying["reason"]) == ("loaded", True, "crashed")
+    await asyncio.sleep(5)
+    dead = shown()
+    assert (dead["value"], dead["failed"], dead["exit_code"], dead["reason"]) == ("unloaded", True, -9, "crashed")
+    assert all("since" in each for each in (ready, dying, dead))
+    await world.ask("a")
+    assert "failed" not in shown()
+    (worker,) = world.fleet.unload("a")
+    await worker.stopped.wait()
+    stopped = shown()
+    assert (stopped["value"], stopped["reason"], "failed" in stopped) == ("unloaded", "requested", False)
+    await world.stop()
+
+
+# Memory that runs out
+
+
+@virtual
+async def test_newcomers_grant_no_further_lives_to_a_load_that_ran_out_of_memory() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"required_memory": {}}})
+    world.launcher.models["a"].start_fails = [out_of_memory() for _ in range(6)]
+    asked: list[asyncio.Task[float]] = []
+
+    def arrive(event: Event) -> None:
+        """Somebody asks in the moment between a life's end and its waiters' waking."""
+        if event.kind == "state" and event.data["state"] == "stopped" and len(asked) < 6:
+            asyncio.get_running_loop().call_soon(lambda: asked.append(asyncio.create_task(world.ask("a"))))
+
+    world.events.fold(arrive)
+    with pytest.raises(LoadBackoff, match="twice"):
+        await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    for request in asked:
+        assert isinstance(await outcome(request), ApiError)
+    await world.stop()
+
+
+@virtual
+async def test_a_removed_model_is_not_loaded_again_for_those_who_waited() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [out_of_memory()]
+
+    def remove(event: Event) -> None:
+        if event.kind == "state" and event.data["state"] == "stopped":
+            asyncio.get_running_loop().call_soon(world.fleet.apply, {})
+
+    world.events.fold(remove)
+    with pytest.raises(ModelNotFound):
+        await world.ask("a")
+    await asyncio.sleep(5)
+    assert world.journal == ["start a"]
+    assert world.fleet.workers() == []
+    await world.stop()
+
+
+# Loads that somebody kills
+
+
+@pytest.mark.parametrize("exit", [-9, -15, 0])
+@virtual
+async def test_a_load_that_somebody_kills_is_begun_once_more_for_all_who_wait(exit: int) -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [killed(exit)]
+    await asyncio.gather(*(world.ask("a") for _ in range(3)))
+    assert world.journal == ["start a", "start a"]
+    assert world.fleet.models["a"].failure is None
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_is_killed_twice_is_a_failure_and_the_next_one_has_two_lives_again() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [killed() for _ in range(3)]
+    with pytest.raises(LoadBackoff, match="somebody killed it"):
+        await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    await asyncio.sleep(2)
+    await world.ask("a")
+    assert world.journal == ["start a"] * 4
+    await world.stop()
+
+
+@virtual
+async def test_a_load_that_ends_by_itself_is_not_begun_again_at_once() -> None:
+    for exit in (1, 5, -11, None):
+        world = Schedule({"a": GIB})
+        world.launcher.models["a"].start_fails = [crash(exit=exit)]
+        with pytest.raises(LoadBackoff):
+            await world.ask("a")
+        assert world.journal == ["start a"]
+        await world.stop()
+
+
+@virtual
+async def test_nobody_is_loaded_again_whom_nobody_waits_for() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.models["a"].start_fails = [killed()]
+    asked = asyncio.create_task(world.ask("a"))
+    world.launcher.hold("start a")
+    await asyncio.sleep(0.1)
+    asked.cancel()
+    await asyncio.sleep(0)
+    world.launcher.release("start a")
+    await asyncio.sleep(10)
+    assert world.journal == ["start a"]
+    await world.stop()
+
+
+# Reloads
+
+
+@virtual
+async def test_who_waits_for_a_changed_preset_is_served_by_its_new_worker() -> None:
+    world = Schedule({"a": GIB})
+    asked = [asyncio.create_task(world.ask("a")) for _ in range(3)]
+    await asyncio.sleep(1)
+    world.fleet.apply({"a": replace(world.presets["a"], ctx_size=128)})
+    assert [await request for request in asked] == [pytest.approx(3.0, abs=0.2)] * 3
+    assert world.journal == ["start a", "start a"]
+    (worker,) = world.fleet.models["a"].workers
+    assert worker.preset.ctx_size == 128
+    await world.stop()
+
+
+@virtual
+async def test_a_pinned_model_is_loaded_again_at_once_and_once() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"pin": True}})
+    await world.ask("a")
+    world.fleet.apply({"a": replace(world.presets["a"], ctx_size=128)})
+    await asyncio.sleep(10)
+    assert sorted(world.journal) == ["start a", "start a", "stop a"]
+    assert len(states_told(world)) == 2
+    await world.stop()
+
+
+@virtual
+async def test_a_reload_is_whole_even_if_nobody_may_wait_any_more() -> None:
+    sizes = {"a": GIB, "b": GIB, "c": GIB}
+    world = Schedule(sizes, keys={"a": {"pin": True}}, limits=Limits(queue_size=1))
+    await world.ask("a")
+    world.launcher.hold("start c")
+    waiting = asyncio.create_task(world.ask("c"))
+    await asyncio.sleep(1)
+    changed = {name: replace(world.presets[name], ctx_size=128) for name in "ab"} | {"c": world.presets["c"]}
+    result = world.fleet.apply(changed)
+    assert result["changed"] == ["a", "b"]
+    assert {name: model.preset for name, model in world.fleet.models.items()} == changed
+    world.launcher.release("start c")
+    await waiting
+    await world.stop()
+
+
+@virtual
+async def test_a_removed_model_is_told_once_and_only_if_it_is_gone() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    long = asyncio.create_task(world.ask("a", 10.0))
+    await asyncio.sleep(3)
+    world.fleet.apply({})
+    world.fleet.apply({"a": world.presets["a"]})
+    await long
+    await asyncio.sleep(5)
+    told = [event.model for event in world.events.since(0) or [] if event.kind == "removed"]
+    assert told == ["a", "b"] or told == ["b"]
+    assert told.count("b") == 1
+    last = [event for event in world.events.since(0) or [] if event.model == "a"][-1]
+    assert last.kind == "state"
+    await world.stop()
+
+
+# Explicit control
+
+
+@virtual
+async def test_what_ends_before_its_first_step_is_told_too() -> None:
+    world = Schedule({"a": GIB})
+    loading = world.fleet.load("a")
+    (worker,) = world.fleet.unload("a")
+    assert isinstance(await outcome(loading), Draining)
+    await worker.stopped.wait()
+    assert states_told(world) == {worker.id: ["queued", "stopped"]}
+    assert world.fleet.models["a"].reason == "requested"
+    await world.stop()
+
+
+@virtual
+async def test_a_load_beside_something_else_that_changes_begins_one_life() -> None:
+    """A plan in the same breath must not take the load for one that nobody waits for."""
+    world = Schedule({"a": GIB})
+    world.fleet.changed()
+    await world.fleet.load("a")
+    assert list(states_told(world).values()) == [["queued", "starting", "ready"]]
+    await world.stop()
+
+
+@virtual
+async def test_an_unload_limits_an_eviction_that_would_wait_for_ever() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, limits=Limits(drain_timeout=30.0))
+    long = asyncio.create_task(world.ask("a", 1000.0))
+    await asyncio.sleep(20)
+    other = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(20)
+    (worker,) = world.fleet.models["a"].workers
+    assert worker.retired.is_set()
+    assert worker.deadline is None
+    world.fleet.unload("a")
+    assert worker.deadline == pytest.approx(world.now + 30.0)
+    with pytest.raises(NotRunning):
+        world.fleet.unload("a")
+    long.cancel()
+    await outcome(long)
+    await other
+    await world.stop()
+
+
+@virtual
+async def test_explicit_loads_hear_that_the_router_stops() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    loading = world.fleet.load("a")
+    await asyncio.sleep(1)
+    await world.fleet.close()
+    assert loading.done()
+    assert isinstance(await outcome(loading), Draining)
+
+
+# The queue
+
+
+@virtual
+async def test_a_queue_timeout_names_the_memory_of_others() -> None:
+    world = Schedule({"a": 3 * GIB}, limits=Limits(queue_timeout=20.0))
+    world.launcher.set_foreign(CPU, 6 * GIB)
+    await asyncio.sleep(0.1)
+    with pytest.raises(QueueTimeout, match=r"6144 MiB .*cpu"):
+        await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_progress_of_a_download_is_not_shown_while_queued() -> None:
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, missing=("b",))
+    busy = asyncio.create_task(world.ask("a", 60.0))
+    await asyncio.sleep(5)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(5)
+    (worker,) = world.fleet.models["b"].workers
+    assert worker.state is State.QUEUED
+    assert "progress" not in status(world.fleet, world.fleet.models["b"], admin=False)
+    await busy
+    await waiting
+    await world.stop()
+
+
+@virtual
+async def test_a_chatty_load_leaves_room_for_other_events() -> None:
+    world = Schedule({"a": GIB})
+    world.launcher.hold("start a")
+    asked = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(1)
+    (worker,) = world.fleet.models["a"].workers
+    listen = world.launcher._listeners[str(worker)]
+    for done in range(5000):
+        listen(Progress(stage="weights", done=done, total=5000))
+        await asyncio.sleep(0.001)
+    for _ in range(1000):
+        listen(Progress(stage="weights", done=5000, total=5000))
+    told = [event.data["done"] for event in world.events.since(0) or [] if event.kind == "progress"]
+    assert len(told) < 100
+    assert told[-1] == 5000
+    world.launcher.release("start a")
+    await asked
+    await world.stop()
+
+
+@virtual
+async def test_who_leaves_is_known_by_when_it_was_told_to() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    requests = [asyncio.create_task(world.ask(name, 100.0)) for name in "ab"]
+    await asyncio.sleep(10)
+    world.fleet.unload("b")
+    await asyncio.sleep(5)
+    world.fleet.unload("a")
+    retired = {worker.preset.id: worker.resident().retired_at for worker in world.fleet.workers()}
+    assert retired == {"b": pytest.approx(10.0), "a": pytest.approx(15.0)}
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    await world.stop()
+
+
+# The router's own faults
+
+
+class Flickering(FakeLauncher):
+    """A machine whose readings cannot be had for a while."""
+
+    broken = False
+
+    def readings(self) -> Sequence[Reading]:
+        if self.broken:
+            raise RuntimeError("no readings")
+        return super().readings()
+
+
+@virtual
+async def test_a_plan_that_fails_is_made_again() -> None:
+    launcher = Flickering({CPU: 8 * GIB}, {"a": FakeModel(shards=(GIB,)), "b": FakeModel(shards=(GIB,))})
+    world = Schedule({"a": GIB, "b": GIB}, launcher=launcher, keys={"a": {"ttl": 20.0}})
+    await world.ask("a")
+    launcher.broken = True
+    world.fleet.changed()
+    await asyncio.sleep(0.5)
+    world.fleet.arrange()
+    await asyncio.sleep(2.0)
+    launcher.broken = False
+    assert await world.ask("b") < 4.0
+    await asyncio.sleep(30)
+    assert "stop a" in world.journal
+    assert not world.fleet.broken.is_set()
+    await world.stop()
+
+
+@virtual
+async def test_a_planner_that_keeps_failing_ends_the_router() -> None:
+    launcher = Flickering({CPU: 8 * GIB}, {"a": FakeModel(shards=(GIB,))})
+    world = Schedule({"a": GIB}, launcher=launcher)
+    await world.ask("a")
+    launcher.broken = True
+    world.fleet.changed()
+    async with asyncio.timeout(60):
+        await world.fleet.broken.wait()
+    await world.fleet.close()
+    assert world.fleet.workers() == []
+
+
+@virtual
+async def test_a_listener_that_fails_harms_no_life() -> None:
+    world = Schedule({"a": GIB})
+
+    def fail(event: Event) -> None:
+        raise ValueError("a bug in whoever renders events")
+
+    world.events.fold(fail)
+    await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_sizes_that_fit_no_device_are_refused_in_words() -> None:
+    world = Schedule({"a": 9 * GIB})
+    with pytest.raises(DoesNotFit, match=r"9216 MiB on cpu where 8192 MiB"):
+        await world.ask("a")
+    assert status(world.fleet, world.fleet.models["a"], admin=False)["reason"] == "does_not_fit"
+    assert world.launcher.used(CPU) < MIB
+    await world.stop()
+
+
+@virtual
+async def test_content_that_is_damaged_twice_is_not_fetched_a_third_time() -> None:
+    damaged = [WorkerLost("sha256 of a shard is wrong", cause="download_failed", exit=10) for _ in range(2)]
+    world = Schedule({"a": GIB}, missing=("a",), models={"a": FakeModel(download_fails=damaged)})
+    with pytest.raises(LoadBackoff, match="sha256"):
+        await world.ask("a")
+    await asyncio.sleep(1.1)
+    for _ in range(2):
+        with pytest.raises(LoadFailed, match="sha256"):
+            await world.ask("a")
+        await asyncio.sleep(100)
+    assert world.journal == ["download a", "download a"]
+    await world.fleet.load("a")
+    await world.stop()
+
+
+@virtual
+@pytest.mark.parametrize("exit", [10, -7])
+async def test_files_that_a_worker_could_not_use_are_looked_at_by_a_download_before_they_are_used_again(
+    exit: int,
+) -> None:
+    """Cut short in the cache, or under the feet of who had mapped them (SIGBUS)."""
+    damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=exit)
+    world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged])})
+    world.files.is_on_hub = True
+    with pytest.raises(LoadBackoff, match="damaged"):
+        await world.ask("a")
+    await asyncio.sleep(1.1)
+    await world.ask("a")
+    assert world.journal == ["start a", "download a", "start a"]
+    await world.fleet.unload("a")[0].stopped.wait()
+    await world.ask("a")
+    assert world.journal[3:] == ["stop a", "start a"], "they are as good as any others"
+    await world.stop()
+
+
+@virtual
+async def test_files_of_a_folder_are_nobodys_to_mend() -> None:
+    damaged = WorkerLost("model.safetensors is damaged", cause="crashed", exit=10)
+    world = Schedule({"a": GIB}, models={"a": FakeModel(start_fails=[damaged] * 2)})
+    with pytest.raises(LoadBackoff, match="damaged"):
+        await world.ask("a")
+    await asyncio.sleep(1.1)
+    with pytest.raises(LoadFailed, match="damaged"):
+        await world.ask("a")
+    assert world.journal == ["start a", "start a"]
+    await world.stop()
+
+
+@virtual
+async def test_room_that_appears_meanwhile_needs_no_better_estimate() -> None:
+    world = Schedule({"a": 5 * GIB, "b": GIB}, totals={CPU: 5 * GIB + 300}, stated=False,
+                     keys={"a": {"required_memory": {"": 5 * GIB}}},
+                     models={"b": FakeModel(shards=(GIB,), estimate_seconds=60.0)})  # fmt: skip
+    await world.ask("a")
+    asked = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(5)
+    assert world.journal == ["start a", "estimate b"]
+    world.fleet.unload("a")
+    assert await asked < 10.0
+    assert world.journal == ["start a", "estimate b", "stop a", "start b"]
+    assert [entry for _, entry in world.launcher.timeline if entry.startswith("cancelled")] == ["cancelled b"]
+    await world.stop()

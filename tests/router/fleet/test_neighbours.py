@@ -1,0 +1,106 @@
+"""Routers that share a host: each has an accelerator of its own, and main memory belongs to all."""
+
+import asyncio
+import random
+
+import pytest
+
+from router.fleet.limits import Limits
+from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+
+class Half(FakeLauncher):
+    """The machine as one of two routers sees it: what the other's workers have of main memory is foreign here."""
+
+    other: "Half | None" = None
+
+    def _memory_changed(self) -> None:
+        super()._memory_changed()
+        ours = self.used(CPU) - self.foreign[CPU]
+        if self.other is not None and self.other.foreign[CPU] != ours:
+            self.other.set_foreign(CPU, ours)
+
+
+def routers(host: int, *models: dict[str, int]) -> list[Schedule]:
+    """Two of them with these models, of 6 GiB on their accelerator and so many of `host` bytes of main memory; a model
+    leaves after five seconds without a request."""
+    halves = [
+        Half({GPU0: 8 * GIB, CPU: host}, {name: FakeModel(shards=(6 * GIB,), host=size) for name, size in own.items()})
+        for own in models
+    ]
+    for half, other in zip(halves, reversed(halves), strict=True):
+        half.other = other
+    return [
+        Schedule(
+            dict.fromkeys(own, 6 * GIB), margin=GIB, launcher=half, limits=Limits(patience=1.0),
+            keys={name: {"required_memory": {"": 6 * GIB, "cpu": size}, "ttl": 5.0} for name, size in own.items()},
+        )
+        for half, own in zip(halves, models, strict=True)
+    ]  # fmt: skip
+
+
+@virtual
+async def test_what_a_neighbour_has_is_waited_for_and_nobody_is_evicted_in_vain() -> None:
+    ours, theirs = routers(20 * GIB, {"small": GIB, "large": 12 * GIB}, {"theirs": 12 * GIB})
+    await theirs.ask("theirs")
+    left = theirs.now + 5.0
+    using = asyncio.create_task(ours.ask("small"))
+    await asyncio.sleep(2.5)
+    asking = asyncio.create_task(ours.ask("large"))
+    await using
+    await asyncio.sleep(1.9)
+    assert ours.journal == ["start small"], "its leaving would help nobody: main memory is short, and not by its part"
+    await asking
+    assert theirs.journal == ["start theirs", "stop theirs"]
+    assert ours.journal[-1] == "start large"
+    assert ours.now - 1.0 == pytest.approx(left + 0.5 + 0.5 + 2.0, abs=0.2), "once both are gone"
+    for world in (ours, theirs):
+        await world.stop()
+
+
+@virtual
+async def test_two_routers_that_swap_side_by_side_never_take_what_the_other_has() -> None:
+    """Main memory has room for one worker of each; with what leaves still there, for no more."""
+    pair = routers(12 * GIB, {"a": 5 * GIB, "b": 5 * GIB}, {"a": 5 * GIB, "b": 5 * GIB})
+    dice = random.Random(6)
+
+    async def client(world: Schedule) -> None:
+        for _ in range(12):
+            await world.ask(dice.choice("ab"), dice.uniform(0.1, 2.0))
+            await asyncio.sleep(dice.uniform(0.0, 7.0))
+
+    await asyncio.gather(*(client(world) for world in pair for _ in range(3)))
+    for world in pair:
+        assert world.journal.count("start a") > 3
+        assert world.fleet.breaches[CPU] == 0, "the margin was kept by both together"
+        await world.stop()
+
+
+@virtual
+async def test_memory_of_others_is_not_taken_for_files_that_our_workers_have_mapped() -> None:
+    """Which our workers measure, and the driver counts as available: what is left of its figure is all the others'."""
+    sizes = {"a": 32 * GIB, "b": 30 * GIB}
+    models = {name: FakeModel(shards=(size,), mapped=size - GIB) for name, size in sizes.items()}
+    world = Schedule(sizes, totals={CPU: 64 * GIB}, margin=GIB, models=models)
+    world.launcher.set_foreign(CPU, 20 * GIB)
+    await world.ask("a")
+    await asyncio.sleep(60)
+    world.fleet.arrange()
+    assert [(device.used, device.foreign) for device in world.fleet.devices] == [(21 * GIB, 20 * GIB)]
+    await world.ask("b")
+    assert world.journal == ["start a", "stop a", "start b"], "there is no room for both beside the others"
+    await world.stop()
+
+
+@virtual
+async def test_nobody_leaves_for_memory_that_a_neighbour_has_just_given_back() -> None:
+    world = Schedule(dict.fromkeys("ab", 6 * GIB), totals={CPU: 16 * GIB}, limits=Limits(patience=0.0))
+    await world.ask("a")
+    world.launcher.set_foreign(CPU, 6 * GIB)
+    await asyncio.sleep(60)
+    world.launcher.reading_lag = 1000.0
+    world.launcher.set_foreign(CPU, 0)
+    await world.ask("b")
+    assert world.journal == ["start a", "start b"]
+    await world.stop()

@@ -1,0 +1,126 @@
+"""Reading ahead: files of those who wait, and of those who are usually asked for together, in free memory only."""
+
+import asyncio
+
+from router.fleet.limits import Limits
+from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+FILES = 128 * MIB
+
+
+def world_of(*names: str, host: int = 8 * GIB, keys: dict[str, dict[str, object]] | None = None) -> Schedule:
+    """Models of 3 GiB on an accelerator that has room for two of them."""
+    own = keys or {}
+    return Schedule(
+        dict.fromkeys(names, 3 * GIB),
+        totals={GPU0: 7 * GIB, CPU: host},
+        models={name: FakeModel(shards=(3 * GIB,), prepared=MIB, stop_seconds=3.0) for name in names},
+        limits=Limits(patience=0.0),
+        keys={name: {"min_residency": 0.0, "required_memory": {"": 3 * GIB, "cpu": 0}} | own.get(name, {})
+              for name in names},
+    )  # fmt: skip
+
+
+def told(world: Schedule, *kinds: str) -> list[str]:
+    return [entry for _, entry in world.launcher.timeline if entry.startswith(kinds)]
+
+
+@virtual
+async def test_the_files_of_a_model_that_waits_for_room_are_read_ahead() -> None:
+    world = world_of("a", "b", "c")
+    await world.ask("a")
+    await world.ask("b")
+    await world.ask("c")
+    assert told(world, "read ", "stopped a", "start c") == ["read c", "stopped a", "start c"]
+    [said] = [event for event in world.events.since(0) or () if event.kind == "read_ahead"]
+    assert (said.model, said.data["bytes"]) == ("c", FILES)
+    await world.stop()
+
+
+@virtual
+async def test_the_files_of_who_waits_are_looked_up_once_however_many_plans_are_made() -> None:
+    world = world_of("a", "b", "c", host=FILES - 1)
+    using = [asyncio.create_task(world.ask(name, 60.0)) for name in "ab"]
+    await asyncio.sleep(5)
+    using.append(asyncio.create_task(world.ask("c")))
+    await asyncio.sleep(5)
+    looks = world.files.looks
+    for _ in range(20):
+        world.fleet.arrange()
+    assert world.files.looks == looks
+    await asyncio.gather(*using)
+    await world.stop()
+
+
+@virtual
+async def test_reading_ahead_ends_when_there_is_room() -> None:
+    world = world_of("a", "b", "c")
+    world.launcher.hold_seconds = 100.0
+    for name in "abc":
+        await world.ask(name)
+    assert "stopped reading c" in told(world, "stopped reading")
+    await world.stop()
+
+
+@virtual
+async def test_nothing_is_read_ahead_that_free_memory_has_no_room_for() -> None:
+    world = world_of("a", "b", "c", host=FILES - 1)
+    for name in "abc":
+        await world.ask(name)
+    assert told(world, "read ") == []
+    await world.stop()
+
+
+@virtual
+async def test_a_companion_is_read_ahead_with_who_is_asked_for_and_loaded_where_memory_is_free() -> None:
+    world = world_of("a", "b", keys={"a": {"companions": ("b",)}})
+    await world.ask("a")
+    await asyncio.sleep(5.0)
+    assert told(world, "read ", "ready") == ["read b", "ready a", "ready b"]
+    assert await world.ask("b") == 0.0
+    await world.stop()
+
+
+@virtual
+async def test_a_companion_evicts_nobody_and_makes_way_for_everybody() -> None:
+    world = world_of("a", "b", "c", keys={"a": {"companions": ("b",)}})
+    await world.ask("c")
+    await world.ask("a")
+    await asyncio.sleep(5.0)
+    assert told(world, "ready", "stop ") == ["ready c", "ready a"], "there is no room for b"
+    world.fleet.unload("c")
+    world.fleet.unload("a")
+    await asyncio.sleep(40.0)
+    await world.ask("a")
+    await asyncio.sleep(5.0)
+    assert told(world, "ready")[-1] == "ready b"
+    await world.ask("c")
+    assert told(world, "stop ")[-1] == "stop b", "which nobody asked for, rather than a"
+    await world.stop()
+
+
+@virtual
+async def test_a_companion_that_somebody_asks_for_is_a_need_like_any_other() -> None:
+    world = world_of("a", "b", "c", keys={"a": {"companions": ("b",)}})
+    await world.ask("a")
+    await asyncio.sleep(5.0)
+    await world.ask("b")
+    await world.ask("c")
+    assert told(world, "stop ") == ["stop a"], "the least recently used"
+    await world.stop()
+
+
+@virtual
+async def test_companions_of_each_other_do_not_call_each_other_for_ever() -> None:
+    world = world_of("a", "b", "c", keys={"a": {"companions": ("b",)}, "b": {"companions": ("a", "b")}})
+    await world.ask("a")
+    for _ in range(10):
+        await asyncio.sleep(20.0)
+    assert told(world, "ready", "stop ") == ["ready a", "ready b"]
+    world.fleet.unload("a")
+    await asyncio.sleep(20.0)
+    await world.ask("c")
+    await asyncio.sleep(20.0)
+    assert told(world, "ready").count("ready a") == 1
+    await world.stop()

@@ -1,0 +1,381 @@
+"""What is reserved for a worker and what its measurements teach, by the way in which it is born: never too little."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.api.status import status
+from router.config.presets import Preset
+from router.errors import DoesNotFit, LoadFailed
+from router.fleet.worker import Worker
+from router.fleet.worker_argv import options, question, serve_fields, threads
+from router.launch.interface import WorkerLost
+from router.memory.estimate import SAFETY_FACTOR, beside_steps, estimate
+from router.memory.process import SERVING_HOST
+from router.planner.ledger import LOCAL, DeviceId
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel, virtual
+from tests.router.fleet.worlds import LLAMA, Schedule
+from worker.protocol.argv import Serve
+from worker.protocol.events import Pulse
+from worker.protocol.memory import DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES
+
+MIB = 1 << 20
+TOTALS = {CPU: 8 * GIB}
+SHARED = 250 * MIB
+NEEDS = 500 * MIB
+
+
+def forking(**models: FakeModel) -> Schedule:
+    """One model or more, whose workers are forked as long as `launcher.nursery` is True."""
+    others = {name: {"parallel": 3} for name in models if name != "a"}  # what one teaches says nothing of another
+    world = Schedule(dict.fromkeys(models, NEEDS), totals=TOTALS, models=models, keys=others, stated=False)
+    world.launcher.nursery = True
+    return world
+
+
+def model() -> FakeModel:
+    return FakeModel(shards=(NEEDS,), shared=SHARED)
+
+
+def only(world: Schedule, name: str) -> Worker:
+    return world.fleet.models[name].workers[0]
+
+
+def needs(*, forked: bool) -> int:
+    """What is reserved for one of these models before anything was learned."""
+    said = Preset(id="a")
+    return estimate(LLAMA, said, on_host=True, threads=threads(said, on_host=True), forked=forked).total
+
+
+async def leave(world: Schedule, name: str) -> None:
+    workers = list(world.fleet.models[name].workers)
+    world.fleet.unload(name)
+    await asyncio.gather(*(worker.stopped.wait() for worker in workers))
+
+
+@virtual
+async def test_a_forked_worker_is_charged_without_what_it_shares_with_its_nursery() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    forked = only(world, "a").reserved[CPU]
+    await leave(world, "a")
+    world.launcher.nursery = False
+    await world.ask("a")
+    assert (forked, only(world, "a").reserved[CPU]) == (needs(forked=True), needs(forked=False))
+    assert needs(forked=False) - needs(forked=True) > SHARED
+    await world.stop()
+
+
+@virtual
+async def test_what_a_forked_worker_taught_is_not_believed_of_an_executed_one() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    assert only(world, "a").measured == {CPU: NEEDS - SHARED}
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.source == "learned"
+    assert costs.estimate.total < NEEDS
+    await leave(world, "a")
+    world.launcher.nursery = False
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.source == "static", "nothing is known of this way yet"
+    assert only(world, "a").reserved[CPU] >= NEEDS
+    await world.stop()
+
+
+@virtual
+async def test_a_worker_for_whom_a_fork_was_reserved_is_never_executed_instead() -> None:
+    world = forking(a=model(), b=model())
+    world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=True) - 100 * MIB)  # a forked one fits, no other
+    world.launcher.hold("start a")
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(1)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    world.launcher.nursery = False  # it died while b was in the queue
+    world.launcher.release("start a")
+    await asking
+    await leave(world, "a")
+    await asyncio.sleep(5)
+    assert "start b" not in world.journal, "it has to wait for the room of an executed one"
+    assert not world.launcher.over_commits
+    world.launcher.set_foreign(CPU, 0)
+    await waiting
+    assert only(world, "b").reserved[CPU] >= NEEDS
+    assert world.fleet.models["b"].failure is None
+    await world.stop()
+
+
+@virtual
+async def test_a_measurement_is_kept_for_the_way_in_which_the_worker_was_really_born() -> None:
+    world = forking(a=model(), b=model())
+    world.launcher.nursery = False
+    world.launcher.hold("start a")
+    world.launcher.set_foreign(CPU, 8 * GIB - needs(forked=False) - 100 * MIB)
+    asking = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(1)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    world.launcher.nursery = True  # warm only now: b was weighed as an executed one
+    world.launcher.release("start a")
+    await asking
+    await leave(world, "a")
+    await waiting
+    assert only(world, "b").measured == {CPU: NEEDS - SHARED}
+    await leave(world, "b")
+    world.launcher.nursery = False
+    world.launcher.set_foreign(CPU, 0)
+    await world.ask("b")
+    costs = only(world, "b").costs
+    assert costs is not None
+    assert costs.estimate.source == "exact", "nothing was learned of this way"
+    assert costs.estimate.total >= NEEDS
+    await world.stop()
+
+
+def pulse(measured: int, *, largest: tuple[int, int, int]) -> Pulse:
+    return Pulse(steps=1, running=0, waiting=0, measured={"cpu": measured}, largest=list(largest))
+
+
+@virtual
+async def test_a_model_is_reserved_what_it_measured_once_a_worker_has_had_its_largest_step() -> None:
+    world = forking(a=model())
+
+    async def reserved_next() -> int:
+        await leave(world, "a")
+        await world.ask("a")
+        return only(world, "a").reserved[CPU]
+
+    await world.ask("a")
+    costs, measured = only(world, "a").costs, NEEDS - SHARED
+    assert costs is not None
+    [compute] = costs.estimate.compute
+    assert await reserved_next() == measured + compute
+    world.launcher.say("a", pulse(measured, largest=(100, 1, 120)))
+    less = await reserved_next()
+    assert measured < less < measured + compute, "a chunk has 512 tokens, a batch 4 rows, the context 1024 tokens"
+    world.launcher.say("a", pulse(measured + MIB, largest=(512, 4, 1023)))
+    known = world.fleet.calibration.learned(costs.key)
+    assert known is not None
+    assert known.shards == (measured + MIB,), "at once: this router may be killed"
+    assert await reserved_next() == measured + MIB
+    world.launcher.say("a", pulse(measured, largest=(10, 1, 20)))
+    assert await reserved_next() == measured + MIB, "it was hardly used"
+    await world.stop()
+
+
+@virtual
+async def test_a_model_whose_context_is_no_longer_than_a_chunk_has_been_at_its_peak_with_a_full_context() -> None:
+    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
+    world.files.facts = replace(LLAMA, max_positions=512)
+    await world.ask("a")
+    world.launcher.say("a", pulse(NEEDS, largest=(495, 4, 511)))
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.total == NEEDS
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_sees_has_been_at_its_peak_once_it_has_seen_its_largest_images_at_once() -> None:
+    world = Schedule({"a": NEEDS}, totals=TOTALS, models={"a": FakeModel(shards=(NEEDS,))}, stated=False)
+    sight: dict[str, Any] = {
+        "capabilities": ("chat", "completion", "vision"),
+        "tower": 40 * MIB,
+        "picture_tokens": 1000,
+    }
+    world.files.facts = replace(LLAMA, **sight, hidden=4096)
+    to_come = []
+    for seen in ([], [500, 1], [1000, 1], [999, 4]):
+        await world.ask("a")
+        world.launcher.say("a", replace(pulse(NEEDS, largest=(512, 4, 1023)), seen=seen))
+        await leave(world, "a")
+        await world.ask("a")
+        costs = only(world, "a").costs
+        assert costs is not None
+        to_come.append(costs.estimate.total - NEEDS)
+        await leave(world, "a")
+    no_image, small, one_at_a_time, all_at_once = to_come
+    assert no_image > small > 20 * MIB, "what the tower computes with is to come"
+    assert small > one_at_a_time > 4 * MIB, "and the features of three more"
+    assert all_at_once == 0
+    await world.stop()
+
+
+GPU = DeviceId(LOCAL, 0)
+
+
+@virtual
+async def test_what_the_first_worker_on_a_device_measures_counts_for_all_models_there_and_for_their_caps() -> None:
+    said = {"cuda:0": 300 * MIB, "cpu": 700 * MIB}
+    models = {name: FakeModel(shards=(5 * GIB,), host=GIB, overhead=said) for name in "ab"}
+    world = Schedule(dict.fromkeys("ab", 0), totals={GPU: 24 * GIB, CPU: 8 * GIB}, models=models, stated=False,
+                     keys={"b": {"parallel": 3}})  # fmt: skip
+    await world.ask("a")
+    first = only(world, "a").costs
+    assert first is not None
+    beside = beside_steps(first.estimate.compute[0])
+    assert (first.estimate.runtime, first.estimate.overhead.device) == ((DEVICE_PROCESS_BYTES + beside,), 0)
+    await world.ask("b")
+    worker = only(world, "b")
+    assert worker.costs is not None
+    found = worker.costs.estimate
+    assert (found.source, found.runtime) == ("static", (300 * MIB + beside_steps(found.compute[0]),))
+    assert found.host == first.estimate.host - DEVICE_PROCESS_HOST_BYTES + 700 * MIB + SERVING_HOST
+    asked = question(worker)
+    assert asked.overhead == options(worker, Serve, listen="").overhead == 300 * MIB, "its cap is made of it"
+    assert asked.host_overhead == 700 * MIB + SERVING_HOST, "the exact figure counts with the same as the static one"
+    await world.stop()
+
+
+@virtual
+async def test_the_largest_step_is_tried_at_a_start_only_until_what_it_takes_is_learned() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    assert serve_fields(only(world, "a"), world.fleet)["warm_up"]
+    await leave(world, "a")
+    await world.ask("a")
+    assert not serve_fields(only(world, "a"), world.fleet)["warm_up"]
+    await world.stop()
+
+
+@virtual
+async def test_what_a_worker_may_yet_take_of_main_memory_stays_reserved_and_is_learned() -> None:
+    world = forking(a=model())
+    await world.ask("a")
+    told = Pulse(steps=1, running=0, waiting=0, measured={"cpu": 3 * GIB}, later=200 * MIB, largest=[512, 4, 1023])
+    world.launcher.say("a", told)
+    assert only(world, "a").reserved[CPU] == 3 * GIB + 200 * MIB
+    await leave(world, "a")
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert costs.estimate.total == 3 * GIB + 200 * MIB
+    await world.stop()
+
+
+@virtual
+async def test_a_worker_that_drains_or_dies_stays_charged_until_its_memory_is_back() -> None:
+    launcher = FakeLauncher(TOTALS, {name: FakeModel(shards=(5 * GIB,)) for name in "abc"}, reading_lag=3.0)
+    world = Schedule(dict.fromkeys("abc", 5 * GIB), totals=TOTALS, launcher=launcher)
+    serving = asyncio.create_task(world.ask("a", seconds=20.0))
+    await asyncio.sleep(5)
+    worker = only(world, "a")
+    world.fleet.unload("a")
+    coming = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(5)
+    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a"]), "it drains, and holds what it held"
+    await serving
+    await asyncio.sleep(0.2)
+    assert (worker.reserved[CPU], launcher.journal) == (5 * GIB, ["start a", "stop a"]), "it is going"
+    await coming
+    dying = only(world, "b")
+    last = asyncio.create_task(world.ask("c"))
+    launcher.die("b")
+    await asyncio.sleep(1)
+    assert dying.reserved[CPU] == 5 * GIB, "dead, but the driver still shows its memory"
+    assert "start c" not in launcher.journal
+    await last
+    assert launcher.over_commits == []
+    await world.stop()
+
+
+@virtual
+async def test_where_only_the_weights_are_known_the_exact_figure_is_asked_for_before_anybody_plans() -> None:
+    world = forking(a=model())
+    world.files.facts = replace(LLAMA, kv_heads=0)
+    await world.ask("a")
+    assert world.journal == ["estimate a", "start a"]
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    assert shown["estimate"] == {"source": "exact"}
+    await world.stop()
+
+
+@virtual
+async def test_without_an_exact_figure_the_weights_are_multiplied_and_everybody_is_told() -> None:
+    world = forking(a=model())
+    world.launcher.nursery = False
+    world.files.facts = replace(LLAMA, kv_heads=0, tensors={}, file_bytes=0)
+    with pytest.raises(LoadFailed, match="set required-memory"):
+        await world.ask("a")
+    world.files.facts = replace(LLAMA, kv_heads=0)
+    world.files.change("a")
+    world.launcher.models["a"].estimate_fails = [WorkerLost("its code wants numbers", cause="crashed", exit=1)]
+    await world.ask("a")
+    costs = only(world, "a").costs
+    assert costs is not None
+    assert (costs.estimate.source, costs.sure) == ("weights", True)
+    weights = costs.estimate.weights[0]
+    assert only(world, "a").reserved[CPU] >= SAFETY_FACTOR * weights
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)["estimate"]
+    assert shown["source"] == "weights"
+    assert f"weights x {SAFETY_FACTOR}" in shown["note"]
+    told = [event.data for event in world.events.since(0) or () if event.kind == "estimate"]
+    assert told[-1]["source"] == "weights"
+    await world.stop()
+
+
+@virtual
+async def test_a_guess_from_the_weights_is_never_unlimited() -> None:
+    weights = 5 * GIB
+    world = forking(a=model())
+    world.files.facts = replace(LLAMA, kv_heads=0, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"],
+                                elements=weights // 2, bytes=weights)})  # fmt: skip
+    world.launcher.models["a"].estimate_fails = [WorkerLost("its code wants numbers", cause="crashed", exit=1)]
+    with pytest.raises(Exception, match="does not fit even alone"):
+        await world.ask("a")
+    assert world.journal == ["estimate a"]
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_never_fits_names_the_keys_that_say_what_it_needs() -> None:
+    for stated, keys in ((True, "required-memory"), (False, "ctx-size or parallel")):
+        world = Schedule({"a": GIB}, totals={CPU: GIB // 2}, models={"a": FakeModel(shards=(GIB,))}, stated=stated)
+        with pytest.raises(DoesNotFit, match=rf"MiB\); lower {keys}, or the margin$"):
+            await world.ask("a")
+        await world.stop()
+
+
+@virtual
+async def test_a_worker_looks_the_same_to_the_planner_until_something_of_it_changes() -> None:
+    world = Schedule({"a": GIB}, keys={"a": {"ttl": 60.0}})
+    await world.ask("a")
+    [worker] = world.fleet.workers()
+    before = worker.resident()
+    assert worker.resident() is before
+    world.launcher.say("a", Pulse(steps=1, running=0, waiting=0, measured={"cpu": 2 * GIB}, mapped=GIB))
+    assert (worker.resident().measured[CPU], worker.resident().reserved[CPU]) == (GIB, 2 * GIB)
+    before = worker.resident()
+    for change in (
+        lambda: world.fleet.change(replace(world.presets["a"], priority=1)),
+        lambda: setattr(worker, "keep_alive", 5.0),
+        lambda: world.fleet.unload("a"),
+    ):
+        change()
+        assert worker.resident() != before
+        before = worker.resident()
+    assert (before.priority, before.expires, before.leaving) == (1, worker.last_used + 5.0, True)
+    assert worker.resident(comes_back=1.0).comes_back == 1.0
+    await world.stop()
+
+
+@virtual
+async def test_the_planner_sees_what_a_worker_holds_now_and_what_it_saw_stays_as_it_was() -> None:
+    world = Schedule({"a": GIB})
+    await world.ask("a")
+    [worker] = world.fleet.workers()
+    before = worker.resident()
+    worker.reserved[CPU] -= GIB // 4  # of a standby that is over, say
+    assert before.reserved[CPU] == GIB
+    assert worker.resident().reserved[CPU] == GIB - GIB // 4
+    assert {id: reserved for id, _, reserved in worker.resident().holds} == worker.reserved
+    await world.stop()

@@ -1,0 +1,241 @@
+"""Sleeping: weights of those who had to leave stay in main memory, in nobody's way."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from router.api.status import status, value_of
+from router.errors import AlreadyRunning, LoadFailed, NotRunning
+from router.events import Event
+from router.fleet.limits import Limits
+from router.launch.interface import WorkerLost
+from tests.fakes import CPU, GIB, GPU0, MIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+FILES = 128 * MIB
+"""What the fake snapshots' files are said to take."""
+
+
+def gpu(
+    *names: str, sleep: int = 2 * FILES, host: int = 8 * GIB, keys: dict[str, dict[str, object]] | None = None
+) -> Schedule:
+    """Models of 6 GiB on an accelerator that has room for one of them."""
+    own = keys or {}
+    return Schedule(
+        dict.fromkeys(names, 6 * GIB),
+        totals={GPU0: 8 * GIB, CPU: host},
+        models={name: FakeModel(shards=(6 * GIB,), prepared=MIB) for name in names},
+        limits=Limits(patience=0.0, sleep_memory=sleep),
+        keys={name: {"min_residency": 0.0, "required_memory": {"": 6 * GIB, "cpu": 0}} | own.get(name, {})
+              for name in names},
+    )  # fmt: skip
+
+
+def told(world: Schedule, *kinds: str) -> list[str]:
+    return [entry for _, entry in world.launcher.timeline if entry.startswith(kinds)]
+
+
+def holdings(world: Schedule, state: str) -> list[Event]:
+    return [event for event in world.events.since(0) or () if event.kind == "holding" and event.data["state"] == state]
+
+
+async def settled(world: Schedule) -> None:
+    """Returns once everything that was begun is over."""
+    await asyncio.sleep(5.0)
+
+
+def value(world: Schedule, name: str) -> str:
+    return value_of(world.fleet.models[name])
+
+
+@virtual
+async def test_an_evicted_model_sleeps_and_wakes_by_a_planned_load() -> None:
+    world = gpu("a", "b")
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    assert (value(world, "a"), value(world, "b")) == ("sleeping", "loaded")
+    assert world.launcher.used(CPU) == FILES
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)
+    assert shown["memory"] == {"cpu": {"estimated_mib": 128, "measured_mib": 128, "reserved_mib": 128}}
+    await world.ask("a")
+    await settled(world)
+    assert (value(world, "a"), value(world, "b")) == ("loaded", "sleeping")
+    assert told(world, "hold", "held", "let go", "ready") == [
+        "ready a", "hold a", "held a", "ready b", "hold b", "held b", "ready a", "let go a"
+    ]  # fmt: skip
+    await world.stop()
+    assert world.launcher.held == {}
+
+
+@virtual
+async def test_what_sleeps_is_charged_and_within_its_budget_the_least_recently_used_first() -> None:
+    world = gpu("a", "b", "c", "d", sleep=2 * FILES)
+    for name in "abcd":
+        await world.ask(name)
+        await settled(world)
+        assert world.launcher.used(CPU) <= 2 * FILES
+    assert [value(world, name) for name in "abcd"] == ["unloaded", "sleeping", "sleeping", "loaded"]
+    [host] = [device for device in world.fleet.devices if device.id == CPU]
+    assert sum(one.reserved.get(CPU, 0) for one in world.fleet._residents()) == host.used == 2 * FILES
+    assert host.foreign == 0
+    asleep = [one for one in world.fleet._residents() if CPU in one.measured and one.luxury]
+    assert max(one.last_used for one in asleep) < -1e6, "they make way before any worker"
+    await world.stop()
+
+
+@virtual
+async def test_a_pinned_model_that_sleeps_stays() -> None:
+    world = gpu("a", "b", "c", sleep=FILES)
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    holding = world.fleet.models["a"].holding
+    assert holding is not None
+    holding.preset = replace(holding.preset, pin=True)
+    await world.ask("c")
+    await settled(world)
+    assert [value(world, name) for name in "abc"] == ["sleeping", "unloaded", "loaded"]
+    await world.stop()
+
+
+@virtual
+async def test_nothing_sleeps_without_a_budget_or_beyond_it() -> None:
+    for sleep in (0, FILES - 1):
+        world = gpu("a", "b", sleep=sleep)
+        await world.ask("a")
+        await world.ask("b")
+        await settled(world)
+        assert value(world, "a") == "unloaded"
+        assert told(world, "hold") == []
+        await world.stop()
+
+
+@virtual
+async def test_what_sleeps_makes_way_for_whoever_needs_the_memory() -> None:
+    """On main memory, where room for weights is room for models."""
+    sizes = {"a": 4 * GIB, "b": 4 * GIB, "c": 6 * GIB - FILES // 2}
+    world = Schedule(
+        sizes,
+        totals={CPU: 6 * GIB},
+        models={name: FakeModel(shards=(size,), prepared=MIB) for name, size in sizes.items()},
+        limits=Limits(patience=0.0, sleep_memory=GIB),
+        keys={name: {"min_residency": 0.0} for name in sizes},
+    )
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    assert value(world, "a") == "sleeping"
+    await world.ask("c")
+    assert world.launcher.over_commits == []
+    await settled(world)
+    assert [value(world, name) for name in "abc"] == ["unloaded", "unloaded", "loaded"]
+    assert told(world, "hold", "let go") == ["hold a", "let go a"], "and there was no room for b's"
+    await world.stop()
+
+
+@virtual
+async def test_unloading_a_model_that_sleeps_gives_its_memory_back() -> None:
+    world = gpu("a", "b")
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    with pytest.raises(AlreadyRunning):
+        world.fleet.load("a")
+    [holding] = world.fleet.unload("a")
+    await holding.stopped.wait()
+    assert [event.data["reason"] for event in holdings(world, "released")] == ["requested"]
+    assert value(world, "a") == "unloaded"
+    assert world.launcher.used(CPU) == 0
+    with pytest.raises(NotRunning):
+        world.fleet.unload("a")
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_sleeps_wakes_for_requests_whatever_autoload_says() -> None:
+    world = gpu("a", "b")
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    with world.fleet.lease("a", autoload=False) as lease:
+        await lease.ready()
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_idles_for_long_sleeps_and_is_let_go_after_its_ttl() -> None:
+    world = gpu("a", keys={"a": {"sleep_idle": 10.0, "ttl": 60.0}})
+    await world.ask("a")
+    await settled(world)
+    assert value(world, "a") == "loaded"
+    for _ in range(3):
+        await settled(world)
+    assert value(world, "a") == "sleeping"
+    assert world.fleet.models["a"].reason == "idle"
+    for _ in range(10):
+        await settled(world)
+    assert value(world, "a") == "unloaded"
+    assert world.launcher.used(CPU) == 0
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_idles_past_its_ttl_and_one_that_was_unloaded_do_not_sleep() -> None:
+    world = gpu("a", "b", keys={"a": {"ttl": 2.0}})
+    await world.ask("a")
+    await settled(world)
+    await world.ask("b")
+    world.fleet.unload("b")
+    await settled(world)
+    assert [value(world, name) for name in "ab"] == ["unloaded", "unloaded"]
+    assert told(world, "hold") == []
+    await world.stop()
+
+
+@virtual
+async def test_a_holding_that_is_lost_leaves_an_unloaded_model() -> None:
+    world = gpu("a", "b")
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    world.launcher.held["a"].lose()
+    await settled(world)
+    assert [event.data["reason"] for event in holdings(world, "released")] == ["failed"]
+    assert value(world, "a") == "unloaded"
+    assert world.launcher.used(CPU) == 0
+    await world.ask("a")
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_cannot_be_woken_sleeps_no_longer() -> None:
+    """Its files are gone, for one: what is held of them is of no use to anybody."""
+    world = gpu("a", "b")
+    await world.ask("a")
+    await world.ask("b")
+    await settled(world)
+    assert value(world, "a") == "sleeping"
+    gone = WorkerLost("there is no config.json", cause="load_failed", exit=3)
+    world.launcher.models["a"].start_fails.append(gone)
+    with pytest.raises(LoadFailed, match="config"):
+        await world.ask("a")
+    await settled(world)
+    assert value(world, "a") == "unloaded"
+    assert "a" not in world.launcher.held
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_is_changed_or_removed_sleeps_no_longer() -> None:
+    world = gpu("a", "b", "c", sleep=GIB)
+    for name in "abc":
+        await world.ask(name)
+    await settled(world)
+    assert [value(world, name) for name in "abc"] == ["sleeping", "sleeping", "loaded"]
+    world.fleet.apply({"a": replace(world.presets["a"], ctx_size=64), "c": world.presets["c"]})
+    await settled(world)
+    assert value(world, "a") == "unloaded"
+    assert world.launcher.held == {}
+    await world.stop()

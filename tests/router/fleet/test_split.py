@@ -1,0 +1,197 @@
+"""Models that no device holds lie on several, on as few as can be; those that one holds never do."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.errors import DoesNotFit, LoadFailed
+from router.fleet import worker_argv
+from router.fleet.worker import Worker
+from router.launch.interface import WorkerLost
+from tests.fakes import CPU, GIB, GPU0, GPU1, FakeModel, run_virtual
+from tests.router.fleet.worlds import LLAMA, Schedule
+from worker.protocol.argv import Estimate
+
+FOUR_GIB = replace(LLAMA, by_layer=(GIB,) * 4)
+"""Of weights: a GiB of elements in each of its 4 layers, 2 bytes each."""
+FOUR_GIB = replace(FOUR_GIB, tensors={"bfloat16": replace(LLAMA.tensors["bfloat16"], elements=4 * GIB, bytes=8 * GIB)})
+
+
+def world(total: int, *, real: int = 9 * GIB, small: int = 0, **keys: object) -> Schedule:
+    """A model `big` of 8 GiB of weights and `real` bytes in all, beside `a` and `b`; two accelerators of `total`."""
+    models = {"big": FakeModel(shards=(real // 2, real - real // 2), host=GIB)}
+    models |= {name: FakeModel(shards=(small,), host=GIB) for name in "ab"}
+    stated = {"": small, "cpu": GIB}
+    scene = Schedule(
+        {"big": 0, "a": small, "b": small},
+        totals={CPU: 64 * GIB, GPU0: total, GPU1: total},
+        models=models,
+        keys={
+            "big": {"required_memory": {}, **keys},
+            "a": {"required_memory": stated},
+            "b": {"required_memory": stated},
+        },
+    )
+    scene.files.facts = FOUR_GIB
+    return scene
+
+
+def only(scene: Schedule) -> Worker:
+    (found,) = [worker for worker in scene.fleet.workers() if worker.preset.id == "big"]
+    return found
+
+
+def test_a_model_that_no_device_holds_lies_on_two() -> None:
+    async def story() -> None:
+        scene = world(7 * GIB)
+        await scene.ask("big")
+        worker = only(scene)
+        assert (set(worker.place), sum(worker.choice.layers)) == ({GPU0, GPU1}, 4)
+        assert worker.reserved[GPU0] > 4 * GIB < worker.reserved[GPU1]
+        assert "estimate big" not in scene.journal, "its weights alone say so"
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_a_model_that_fits_on_a_device_is_not_split() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB)
+        await scene.ask("big")
+        assert (len(only(scene).place), only(scene).choice.layers) == (1, ())
+        await scene.stop()
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize(("real", "devices"), [(8 * GIB + GIB // 8, 1), (9 * GIB, 2)])
+def test_where_a_first_guess_is_too_much_for_a_device_the_exact_figure_decides(real: int, devices: int) -> None:
+    async def story() -> None:
+        scene = world(8 * GIB + GIB // 4, real=real)  # its weights would fit
+        await scene.ask("big")
+        assert len(only(scene).place) == devices
+        assert scene.journal[0] == "estimate big"
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_a_split_is_made_though_no_exact_figure_can_be_had() -> None:
+    async def story() -> None:
+        scene = world(8 * GIB + GIB // 4)
+        scene.launcher.models["big"].estimate_fails = [WorkerLost("broke", cause="crashed", exit=1)]
+        await scene.ask("big")
+        assert len(only(scene).place) == 2
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_what_all_devices_together_cannot_hold_is_refused_with_the_figures_of_each() -> None:
+    async def story() -> None:
+        scene = world(4 * GIB)
+        with pytest.raises(DoesNotFit) as refused:
+            await scene.ask("big")
+        assert "split over 2 devices" in refused.value.message
+        assert set(refused.value.extra["devices"]) == {"cuda:0", "cuda:1"}
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_room_is_made_on_both_devices_at_once_or_on_none() -> None:
+    async def story() -> None:
+        scene = world(7 * GIB, small=4 * GIB)
+        await scene.ask("a")
+        await scene.ask("b")
+        assert await scene.ask("big") < 30.0
+        stopped = [line for line in scene.journal if line.startswith("stop ")]
+        assert sorted(stopped) == ["stop a", "stop b"]
+        await scene.ask("a")  # and it leaves both for a small one
+        assert only_models(scene) == {"a"}
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def only_models(scene: Schedule) -> set[str]:
+    return {worker.preset.id for worker in scene.fleet.workers() if worker.open}
+
+
+def test_split_mode_none_refuses_what_one_device_cannot_hold() -> None:
+    async def story() -> None:
+        scene = world(7 * GIB, split_mode="none")
+        with pytest.raises(DoesNotFit, match="does not fit even alone: it needs"):
+            await scene.ask("big")
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_tensor_split_says_which_device_has_what() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, real=12 * GIB, tensor_split=(1.0, 3.0))
+        scene.launcher.models["big"].shards = (3 * GIB, 8 * GIB)
+        await scene.ask("big")
+        assert (only(scene).place, only(scene).choice.layers) == ((GPU0, GPU1), (1, 3))
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_gpu_split_is_never_gone_beyond() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, gpu_split=(3 * GIB, 7 * GIB + GIB // 2))
+        scene.launcher.models["big"].shards = (2 * GIB, 7 * GIB)
+        await scene.ask("big")
+        assert only(scene).place == (GPU0, GPU1)
+        assert only(scene).reserved[GPU0] <= 3 * GIB
+        await scene.stop()
+
+        scene = world(12 * GIB, gpu_split=(3 * GIB, 10 * GIB))
+        await scene.ask("big")
+        assert only(scene).place == (GPU1,), "where it may have as much as it needs"
+        await scene.stop()
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("gpu_split", [(3 * GIB, 4 * GIB), (4 * GIB + GIB // 8,)])
+def test_what_gpu_split_does_not_leave_room_for_is_refused_though_there_is_room(gpu_split: tuple[int, ...]) -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, gpu_split=gpu_split)
+        with pytest.raises(LoadFailed, match=r"and gpu-split and the devices' sizes let it have .* raise gpu-split"):
+            await scene.ask("big")
+        assert scene.launcher.over_commits == []
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_a_divided_model_lies_on_as_many_devices_as_its_preset_says_all_reserved_at_once() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, small=6 * GIB, tensor_parallel=2)
+        scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=4, kv_heads=2, intermediate=64)
+        await scene.ask("a")
+        await scene.ask("b")
+        await scene.ask("big")
+        worker = only(scene)
+        assert (set(worker.place), worker.choice.ranks) == ({GPU0, GPU1}, 2)
+        assert worker.reserved[GPU0] == worker.reserved[GPU1] >= 4 * GIB
+        command = worker_argv.options(worker, Estimate)
+        assert (command.devices, command.tensor_parallel, command.layers) == (("cuda:0", "cuda:1"), 2, ())
+        assert worker.candidate(worker.demand()).runtime == 0, "its followers are told what to load before they begin"
+        await scene.stop()
+
+    run_virtual(story())
+
+
+def test_a_model_that_cannot_be_divided_as_its_preset_says_is_refused_with_the_way_out() -> None:
+    async def story() -> None:
+        scene = world(12 * GIB, tensor_parallel=2)
+        scene.files.facts = replace(FOUR_GIB, matrices=4 * GIB, heads=3)
+        with pytest.raises(LoadFailed, match="it has 3 attention heads, which 2 does not divide; remove it, or write"):
+            await scene.ask("big")
+        await scene.stop()
+
+    run_virtual(story())

@@ -1,0 +1,120 @@
+"""A machine whose accelerator has no memory of its own: 120 GiB for everything, an embedder, a middle and a large
+model, of which the last two exclude each other."""
+
+import asyncio
+
+import pytest
+
+from router.errors import DoesNotFit
+from router.planner.ledger import HOST
+from tests.fakes import CPU, GIB, GPU0, FakeLauncher, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+
+SIZES = {"embedder": 6 * GIB, "middle": 37 * GIB, "large": 81 * GIB}
+SECONDS = {"embedder": 1.0, "middle": 6.0, "large": 14.0}
+
+
+class Machine(Schedule):
+    """One pool of 120 GiB under two names, 1 GiB margin. Each worker's process takes `beside` bytes of it as well."""
+
+    def __init__(self, *, sizes: dict[str, int] | None = None, beside: int = GIB) -> None:
+        sizes = sizes or SIZES
+        models = {
+            name: FakeModel(shards=(size,), host=beside, load_seconds=SECONDS.get(name, 1.0))
+            for name, size in sizes.items()
+        }
+        launcher = FakeLauncher({CPU: 120 * GIB, GPU0: 120 * GIB}, models, pools={GPU0: CPU})
+        keys = {name: {"required_memory": {"": size, "cpu": beside}} for name, size in sizes.items()}
+        super().__init__(sizes, margin=GIB, keys=keys, launcher=launcher)
+
+    @property
+    def loads(self) -> list[str]:
+        return [entry.removeprefix("start ") for entry in self.journal if entry.startswith("start")]
+
+    async def stop(self) -> None:
+        await super().stop()
+        assert self.launcher.used(CPU) == 0
+
+
+@virtual
+async def test_the_embedder_and_the_middle_model_live_side_by_side_in_one_memory() -> None:
+    world = Machine()
+    await asyncio.gather(world.ask("embedder"), world.ask("middle"))
+    await world.ask("embedder")
+    assert world.journal == ["start embedder", "start middle"]
+    await world.stop()
+
+
+@virtual
+async def test_shards_and_processes_are_charged_to_the_one_memory() -> None:
+    world = Machine()
+    await world.ask("middle")
+    [worker] = world.fleet.workers()
+    assert worker.place == (GPU0,)
+    assert {id: size for id, size in worker.reserved.items() if id.index >= HOST} == {CPU: 38 * GIB}
+    world.fleet.arrange()
+    assert [(device.used, device.foreign) for device in world.fleet.devices] == [(38 * GIB, 0)] * 2
+    await world.stop()
+
+
+@virtual
+async def test_the_large_model_evicts_what_it_must_and_no_more_from_one_memory() -> None:
+    world = Machine()
+    await world.ask("middle")
+    await world.ask("embedder")
+    await asyncio.sleep(60)
+    await world.ask("large")
+    assert world.journal == ["start middle", "start embedder", "stop middle", "start large"]
+    assert world.launcher.used(CPU) <= 119 * GIB
+    await world.stop()
+
+
+@virtual
+async def test_going_back_costs_one_swap_and_the_embedder_stays() -> None:
+    world = Machine()
+    for model in ("embedder", "middle", "large", "middle"):
+        await world.ask(model)
+        await asyncio.sleep(30)
+        await world.ask("embedder")
+    assert world.loads == ["embedder", "middle", "large", "middle"]
+    await world.stop()
+
+
+@virtual
+async def test_agents_that_go_back_and_forth_do_not_thrash() -> None:
+    """Ten of them, each in a loop over all three: swaps go by turns, not by requests."""
+    world = Machine()
+
+    async def agent(number: int) -> None:
+        await asyncio.sleep(number * 0.3)
+        for _ in range(20):
+            for model in ("embedder", "middle", "large"):
+                await world.ask(model, 0.5)
+
+    await asyncio.gather(*(agent(number) for number in range(10)))
+    requests, swaps = 600, world.journal.count("stop middle") + world.journal.count("stop large")
+    assert swaps <= requests / 10
+    assert world.loads.count("embedder") == 1
+    await world.stop()
+
+
+@virtual
+async def test_what_others_use_of_the_one_memory_is_respected() -> None:
+    world = Machine()
+    world.launcher.set_foreign(CPU, 50 * GIB)
+    asking = asyncio.create_task(world.ask("large"))
+    await asyncio.sleep(30)
+    assert world.journal == []
+    world.launcher.set_foreign(CPU, 0)
+    assert await asking == pytest.approx(44.0, abs=0.5)
+    await world.stop()
+
+
+@virtual
+async def test_a_model_that_fits_only_without_its_process_is_refused() -> None:
+    """119 GiB of weights beside a margin of one: the one for its process is not there."""
+    world = Machine(sizes={"giant": 119 * GIB})
+    with pytest.raises(DoesNotFit, match="121"):
+        await world.ask("giant")
+    assert world.journal == []
+    await world.stop()

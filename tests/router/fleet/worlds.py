@@ -1,0 +1,172 @@
+"""Small worlds for schedule tests: a real fleet and planner over a launcher without processes, in virtual time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from router.config.presets import Preset
+from router.events import EventLog
+from router.fleet.fleet import Fleet
+from router.fleet.limits import Limits
+from router.memory.checkpoint_facts import Checkpoint, Tally, UnknownCheckpoint
+from router.memory.learned import Calibration
+from router.planner.ledger import DeviceId, Ledger
+from tests.fakes import CPU, GIB, FakeLauncher, FakeModel
+from worker.protocol.argv import AdapterSource, Download
+
+LLAMA = Checkpoint(
+    identity="a llama",
+    model_type="llama",
+    layers=4,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    intermediate=512,
+    vocab_size=1000,
+    max_positions=1024,
+    dtype="bfloat16",
+    tensors={"bfloat16": Tally(64 << 20, 128 << 20)},
+    by_layer=(16 << 20,) * 4,
+    capabilities=("chat", "completion"),
+)
+
+
+class FakeFiles:
+    """Snapshots that are all there, except those `missing`."""
+
+    def __init__(self, missing: tuple[str, ...] = ()):
+        self.missing = set(missing)
+        self.facts = LLAMA
+        """In each of them."""
+        self.conversions: dict[str, str] = {}
+        """Folders of converted snapshots, by those of what they were made of."""
+        self.damaged: set[str] = set()
+        """Folders of which nothing can be read."""
+        self.is_on_hub = False
+        """They may be fetched anew."""
+        self.swept = 0
+        self.looks = 0
+        """How often somebody wanted to know how large weights are."""
+        self._changes: Counter[str] = Counter()
+
+    def change(self, name: str) -> None:
+        """Somebody has written into the files of this model."""
+        self._changes[name] += 1
+
+    def look(self, preset: Preset) -> object:
+        return preset.id in self.missing, self._changes[preset.id]
+
+    def find(self, preset: Preset) -> str | None:
+        return None if preset.id in self.missing else f"/snapshots/{preset.id}"
+
+    def loads_from(self, preset: Preset, snapshot: str) -> str:
+        return self.conversions.get(snapshot, snapshot)
+
+    def forsake(self, snapshot: str) -> bool:
+        sources = [source for source, made in self.conversions.items() if made == snapshot]
+        for source in sources:
+            del self.conversions[source]
+        return bool(sources)
+
+    def sweep(self) -> None:
+        self.swept += 1
+
+    @property
+    def converted(self) -> dict[str, int]:
+        return dict.fromkeys(self.conversions, 128 << 20)
+
+    def adapters(self, preset: Preset) -> list[AdapterSource]:
+        return list(preset.adapters)
+
+    def missing_adapters(self, preset: Preset) -> list[Download]:
+        return []
+
+    def weights(self, snapshot: str) -> dict[str, int]:
+        self.looks += 1
+        return {f"{snapshot}/model.safetensors": 128 << 20}
+
+    def fetched(self, preset: Preset, snapshot: str) -> None:
+        self.missing.discard(preset.id)
+
+    async def read(self, snapshot: str, preset: Preset) -> Checkpoint:
+        await asyncio.sleep(0)
+        if snapshot in self.damaged:
+            raise UnknownCheckpoint(f"{snapshot} has no valid header")
+        return self.facts
+
+    def can_mend(self, preset: Preset) -> bool:
+        return self.is_on_hub
+
+    def download(self, preset: Preset) -> Download:
+        return Download(repo=preset.id)
+
+
+class Schedule:
+    """One fleet of models with stated sizes (bytes) on devices with stated totals."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        totals: Mapping[DeviceId, int] | None = None,
+        margin: int = 0,
+        limit: Mapping[DeviceId, int] | None = None,
+        limits: Limits | None = None,
+        keys: Mapping[str, Mapping[str, Any]] | None = None,
+        models: Mapping[str, FakeModel] | None = None,
+        missing: tuple[str, ...] = (),
+        stated: bool = True,
+        launcher: FakeLauncher | None = None,
+    ):
+        keys = keys or {}
+        self.launcher = launcher or FakeLauncher(
+            totals or {CPU: 8 * GIB},
+            {name: FakeModel(shards=(size,)) for name, size in sizes.items()} | dict(models or {}),
+        )
+        self.files = FakeFiles(missing)
+        self.events = EventLog()
+        limits = limits or Limits()
+        self.presets = {
+            name: Preset(id=name, path=f"/snapshots/{name}", **{**_required(size, stated=stated), **keys.get(name, {})})
+            for name, size in sizes.items()
+        }
+        self.fleet = Fleet(
+            launcher=self.launcher,
+            calibration=Calibration(Path("/nowhere/estimates.json"), later=lambda save: None),  # in memory alone
+            events=self.events,
+            files=self.files,
+            ledger=Ledger(margin=lambda _: margin, limit=dict(limit or {}).get, models_max=limits.models_max),
+            limits=limits,
+            presets=self.presets,
+        )
+        self.launcher.on_reading = self.fleet.changed
+
+    @property
+    def journal(self) -> list[str]:
+        return self.launcher.journal
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def ask(self, model: str, seconds: float = 1.0) -> float:
+        """One request that is answered for `seconds`; returns the seconds that it waited first."""
+        arrived = self.now
+        with self.fleet.lease(model) as lease:
+            await lease.ready()
+            waited = self.now - arrived
+            await asyncio.sleep(seconds)
+        return waited
+
+    async def stop(self) -> None:
+        await self.fleet.close()
+        assert self.launcher.over_commits == []
+        assert self.launcher.running == {}
+
+
+def _required(size: int, *, stated: bool) -> dict[str, Any]:
+    return {"required_memory": {"": size}} if stated else {}

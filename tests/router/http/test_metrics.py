@@ -1,0 +1,367 @@
+"""What happened and what is so, as Prometheus reads it: values in, text out."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.api.status import status
+from router.fleet.limits import Limits
+from router.http.metrics import CONTENT_TYPE, Metrics
+from router.launch.interface import WorkerLost
+from router.log import state_line
+from tests.fakes import CPU, GIB, FakeModel, virtual
+from tests.router.fleet.worlds import Schedule
+from worker.protocol.events import Progress, Pulse, Request
+
+
+def samples(metrics: Metrics, model: str | None = None) -> dict[str, float]:
+    """Every line, as `name{label="value"}` with labels in order; raises if it is not the format that it says."""
+
+    def lines() -> Iterator[tuple[str, float]]:
+        for family in text_string_to_metric_families(metrics.render(model).decode()):
+            for name, labels, value, *_ in family.samples:
+                inner = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+                yield (f"{name}{{{inner}}}" if inner else name), value
+
+    return dict(lines())
+
+
+def made(*models: str) -> tuple[Schedule, Metrics]:
+    world = Schedule(dict.fromkeys(models, GIB))
+    return world, Metrics(world.fleet, world.events)
+
+
+async def test_an_idle_router_tells_every_model_and_no_requests() -> None:
+    _, metrics = made("a", "b")
+    found = samples(metrics)
+    assert found['router_model_state{model="a",state="unloaded"}'] == 1.0
+    assert found['router_model_state{model="b",state="loaded"}'] == 0.0
+    assert found['router_queue_depth{model="a"}'] == 0.0
+    assert not any(name.startswith("router_requests_total") for name in found)
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+async def test_tokens_are_counted_by_kind() -> None:
+    world, metrics = made("a")
+    for _ in range(2):
+        world.events.mention("request", "a", prompt_tokens=5, cached_tokens=2, completion_tokens=7)
+    found = samples(metrics)
+    assert found['router_tokens_total{kind="prompt",model="a"}'] == 10.0
+    assert found['router_tokens_total{kind="cached",model="a"}'] == 4.0
+    assert found['router_tokens_total{kind="completion",model="a"}'] == 14.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "result"),
+    [
+        ("oom", "oom"), ("crashed", "failed"), ("load_failed", "failed"), ("load_timeout", "failed"),
+        ("download_failed", "failed"), ("does_not_fit", "failed"), ("requested", "cancelled"),
+        ("abandoned", "cancelled"), ("shutdown", "cancelled"), ("config_changed", "cancelled"), ("", "cancelled"),
+    ],
+)  # fmt: skip
+async def test_a_load_that_ended_early_is_counted_by_its_outcome(reason: str, result: str) -> None:
+    world, metrics = made("a")
+    world.events.append("state", "a", worker=1, state="stopped", was="starting", reason=reason)
+    found = samples(metrics)
+    loads = {name: value for name, value in found.items() if name.startswith("router_loads_total")}
+    assert loads == {f'router_loads_total{{model="a",result="{result}"}}': 1.0}
+    assert found[f'router_worker_exits_total{{model="a",reason="{reason or "stopped"}"}}'] == 1.0
+
+
+async def test_a_worker_that_served_counts_as_no_failed_load() -> None:
+    world, metrics = made("a")
+    world.events.append("state", "a", worker=1, state="ready", was="starting", load_seconds=3.0)
+    world.events.append("state", "a", worker=1, state="ready", draining=True, reason="requested")
+    world.events.append("state", "a", worker=1, state="stopping", was="ready", reason="requested")
+    world.events.append("state", "a", worker=1, state="stopped", was="stopping", reason="requested")
+    found = samples(metrics)
+    assert found['router_loads_total{model="a",result="ready"}'] == 1.0
+    assert sum(name.startswith("router_loads_total") for name in found) == 1
+    assert found['router_load_seconds_sum{model="a",stage="total"}'] == 3.0
+    assert found['router_load_seconds_bucket{le="2.5",model="a",stage="total"}'] == 0.0
+    assert found['router_load_seconds_bucket{le="5.0",model="a",stage="total"}'] == 1.0
+
+
+@virtual
+async def test_gauges_are_read_off_the_fleet() -> None:
+    world = Schedule({"a": 2 * GIB, "b": GIB}, margin=GIB)
+    metrics = Metrics(world.fleet, world.events)
+    world.launcher.set_foreign(CPU, GIB)
+    asked = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(5)
+    waiting = asyncio.create_task(world.ask("b"))
+    await asyncio.sleep(1)
+    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": 3 * GIB}))
+    world.fleet.changed()
+    await asyncio.sleep(0.01)
+    found = samples(metrics)
+    at = 'device="cpu",node="local"'
+    assert found[f"router_device_total_bytes{{{at}}}"] == 8 * GIB
+    assert found[f"router_device_margin_bytes{{{at}}}"] == GIB
+    assert found[f"router_device_reserved_bytes{{{at}}}"] == 4 * GIB
+    assert found[f'router_device_memory_bytes{{{at},segment="foreign"}}'] == GIB
+    segments = [found[f'router_device_memory_bytes{{{at},segment="{name}"}}'] for name in ("weights", "context",
+                "compute", "runtime")]  # fmt: skip
+    assert sum(segments) == 3 * GIB
+    assert found['router_model_state{model="a",state="loaded"}'] == 1.0
+    assert found['router_model_state{model="b",state="loading"}'] == 1.0
+    assert found['router_requests_in_flight{model="a"}'] == 1.0
+    assert found['router_queue_depth{model="b"}'] == 1.0
+    assert found[f'router_model_memory_bytes{{device="cpu",kind="estimated",model="a",{at[13:]}}}'] == 2 * GIB
+    assert found[f'router_model_memory_bytes{{device="cpu",kind="measured",model="a",{at[13:]}}}'] == 3 * GIB
+    assert found['router_estimate_ratio{model="a"}'] == 1.5
+    await asked
+    await waiting
+    await world.stop()
+    found = samples(metrics)
+    assert found[f"router_device_reserved_bytes{{{at}}}"] == 0
+    assert not any(name.startswith("router_model_memory_bytes") for name in found)
+
+
+@virtual
+async def test_evictions_tell_memory_from_count() -> None:
+    for limits, reason in ((Limits(models_max=1), "count"), (Limits(), "memory")):
+        world = Schedule(
+            {"a": 5 * GIB, "b": 5 * GIB}, limits=limits, totals={CPU: 64 * GIB} if reason == "count" else None
+        )
+        metrics = Metrics(world.fleet, world.events)
+        await world.ask("a")
+        await asyncio.sleep(60)
+        await world.ask("b")
+        assert samples(metrics)[f'router_evictions_total{{model="a",reason="{reason}"}}'] == 1.0
+        await world.stop()
+
+
+@virtual
+async def test_failures_of_real_lives_are_counted() -> None:
+    fails = [
+        WorkerLost("no", cause="oom", exit=6, memory="host"),
+        WorkerLost("no", cause="load_failed", exit=3),
+    ]
+    world = Schedule({"a": GIB, "huge": 90 * GIB}, models={"a": FakeModel(start_fails=fails)})
+    metrics = Metrics(world.fleet, world.events)
+    for name in ("a", "huge"):
+        await asyncio.gather(world.ask(name), return_exceptions=True)
+    found = samples(metrics)
+    assert found['router_loads_total{model="a",result="oom"}'] == 1.0
+    assert found['router_loads_total{model="a",result="failed"}'] == 1.0
+    assert found['router_loads_total{model="huge",result="failed"}'] == 1.0
+    await world.stop()
+
+
+@virtual
+async def test_one_model_is_told_alone_and_by_llama_servers_names() -> None:
+    world = Schedule({"a": GIB, "aa": GIB, 'q"\\x': GIB})
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    world.launcher.say("a", Pulse(steps=9, running=1, waiting=2, measured={"cpu": GIB}))
+    world.launcher.say("a", Request(id="r", prompt_tokens=5, completion_tokens=7))
+    found = samples(metrics, "a")
+    assert {name for name in found if "model=" in name and 'model="a"' not in name} == set()
+    assert found["llamacpp:prompt_tokens_total"] == 5.0
+    assert found["llamacpp:tokens_predicted_total"] == 7.0
+    assert found["llamacpp:n_decode_total"] == 9.0
+    assert found["llamacpp:requests_processing"] == 1.0
+    assert found["llamacpp:requests_deferred"] == 2.0
+    idle = samples(metrics, "aa")
+    assert idle["llamacpp:prompt_tokens_total"] == 0.0
+    strange = samples(metrics, 'q"\\x')
+    assert any(name.startswith("router_model_state") for name in strange)
+    await world.stop()
+
+
+PULSE = Pulse(
+    steps=9,
+    running=1,
+    waiting=2,
+    measured={"cpu": GIB},
+    parallel=4,
+    prefill_rate=120.5,
+    decode_rate=33.0,
+    cache_used=300,
+    cache_reusable=50,
+    cache_total=1200,
+)
+
+
+@virtual
+async def test_what_engines_say_of_themselves_is_told_for_as_long_as_they_live() -> None:
+    world = Schedule({"a": GIB, "b": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    assert not any(name.startswith("worker_") for name in samples(metrics)), "nothing is made up before a pulse"
+    world.launcher.say("a", PULSE)
+    found = samples(metrics)
+    told = {name: value for name, value in found.items() if name.startswith("worker_")}
+    assert told == {
+        'worker_steps_total{model="a"}': 9.0,
+        'worker_sequences{model="a",state="running"}': 1.0,
+        'worker_sequences{model="a",state="waiting"}': 2.0,
+        'worker_sequences{model="a",state="places"}': 4.0,
+        'worker_tokens_per_second{kind="prefill",model="a"}': 120.5,
+        'worker_tokens_per_second{kind="decode",model="a"}': 33.0,
+        'worker_cache_tokens{kind="used",model="a"}': 300.0,
+        'worker_cache_tokens{kind="reusable",model="a"}': 50.0,
+        'worker_cache_tokens{kind="total",model="a"}': 1200.0,
+    }
+    alone = samples(metrics, "a")
+    assert alone["llamacpp:prompt_tokens_seconds"] == 120.5
+    assert alone["llamacpp:predicted_tokens_seconds"] == 33.0
+    assert alone["llamacpp:kv_cache_tokens"] == 300.0
+    assert alone["llamacpp:kv_cache_usage_ratio"] == 0.25
+    await world.stop()
+    assert not any(name.startswith("worker_") for name in samples(metrics))
+
+
+@virtual
+async def test_a_load_is_timed_by_its_stages_and_seen_on_its_way() -> None:
+    model = FakeModel(shards=(GIB,), download_seconds=40.0)
+    world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
+    metrics = Metrics(world.fleet, world.events)
+    world.launcher.hold("start a")
+    asked = asyncio.create_task(world.ask("a"))
+    await asyncio.sleep(50)
+    (worker,) = world.fleet.models["a"].workers
+    listen = world.launcher._listeners[str(worker)]
+    for stage, done in (("start", 0), ("weights", 0), ("weights", GIB // 4)):
+        listen(Progress(stage=stage, done=done, total=GIB if stage == "weights" else 0))
+        await asyncio.sleep(5)
+    assert samples(metrics)['router_load_progress_ratio{model="a",stage="weights"}'] == 0.25
+    shown = status(world.fleet, world.fleet.models["a"], admin=False)["progress"]
+    assert (shown["value"], shown["stage"], shown["unit"]) == (0.225, "weights", "bytes"), "of the whole load"
+    assert (shown["done"], shown["total"]) == (GIB // 4, GIB)
+    assert shown["rate"] == pytest.approx(GIB / 4 / 5)
+    assert shown["eta"] == pytest.approx(15.0)
+    listen(Progress(stage="warmup", done=64, total=512))
+    await asyncio.sleep(2)
+    world.launcher.release("start a")
+    await asked
+    found = samples(metrics)
+    assert not any(name.startswith("router_load_progress") for name in found), "the load is over"
+    seconds = {
+        stage: found[f'router_load_seconds_sum{{model="a",stage="{stage}"}}']
+        for stage in ("download", "wait", "start", "weights", "warmup", "total")
+    }
+    assert seconds["download"] == pytest.approx(40.0, abs=0.5)
+    assert seconds["weights"] == pytest.approx(10.0, abs=0.1)
+    assert seconds["warmup"] >= 2.0
+    in_start = seconds["start"] + seconds["weights"] + seconds["warmup"]
+    assert in_start == pytest.approx(seconds["total"], abs=0.01), "no second of a start is unaccounted for"
+    assert found['router_download_bytes_total{model="a"}'] == GIB
+    ready = next(event for event in world.events.since(0) or () if event.data.get("state") == "ready")
+    assert "stages=download:40.0s,wait:0.0s,start:" in state_line(ready)
+    await world.stop()
+
+
+@virtual
+async def test_where_a_start_spent_its_time_is_told_and_what_its_first_token_took() -> None:
+    world = Schedule({"a": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    spent = {"fork": 0.01, "read": 0.5, "of its own": 9.0}
+    world.events.append("state", "a", worker=7, state="ready", load_seconds=0.51, spent=spent)
+    counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
+    for worker, ttft in ((6, 3.0), (7, 0.0), (7, 0.25), (7, 8.0)):  # another one's, one without a token, its first
+        world.events.mention("request", "a", worker=worker, id="r", ttft=ttft, **counts)
+    found = samples(metrics)
+    told = {
+        stage: found.get(f'router_start_seconds_sum{{model="a",stage="{stage}"}}') for stage in (*spent, "first_token")
+    }
+    assert told == {"fork": 0.01, "read": 0.5, "of its own": None, "first_token": 0.25}
+    await world.stop()
+
+
+@virtual
+async def test_bytes_that_a_download_finds_on_disk_are_not_fetched_again() -> None:
+    world = Schedule({"a": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    for worker, done in ((1, 600), (1, 1000), (2, 1000), (2, 1000), (3, 0), (3, 10)):
+        world.events.append("progress", "a", worker=worker, stage="download", done=done, total=1000)
+    assert samples(metrics)['router_download_bytes_total{model="a"}'] == 410.0
+    await world.stop()
+
+
+async def test_the_time_per_token_is_that_of_answers_with_more_than_one() -> None:
+    world, metrics = made("a")
+    for seconds in (0.0, 0.02, 0.04):
+        request = Request(id="r", completion_tokens=5, token_seconds=seconds)
+        world.events.mention("request", "a", **dataclasses.asdict(request))
+    found = samples(metrics)
+    assert found['router_token_seconds_count{model="a"}'] == 2.0
+    assert found['router_token_seconds_sum{model="a"}'] == pytest.approx(0.06)
+
+
+@virtual
+async def test_a_wait_is_told_by_what_it_was_for() -> None:
+    """The first asks for files, the second finds them coming, the third finds a worker that is ready."""
+    model = FakeModel(shards=(GIB,), download_seconds=20.0, load_seconds=3.0)
+    world = Schedule({"a": GIB}, models={"a": model}, missing=("a",))
+    metrics = Metrics(world.fleet, world.events)
+    first = asyncio.create_task(world.ask("a", 30.0))
+    await asyncio.sleep(15)
+    await asyncio.gather(first, world.ask("a"))
+    await world.ask("a")
+    found = samples(metrics)
+    for cause, seconds in (("download", 25.0), ("start", 6.0)):
+        at = f'cause="{cause}",model="a"'
+        assert found[f"router_queue_seconds_count{{{at}}}"] == 2.0
+        assert found[f"router_queue_seconds_sum{{{at}}}"] == pytest.approx(seconds, abs=0.1)
+    await world.stop()
+
+
+@pytest.mark.parametrize(("most", "cause"), [(0, "memory"), (1, "slot")])
+@virtual
+async def test_waits_for_memory_and_for_a_place_are_told_apart(most: int, cause: str) -> None:
+    size = GIB if most else 5 * GIB
+    world = Schedule({"a": size, "b": size}, limits=Limits(models_max=most, patience=4.0))
+    metrics = Metrics(world.fleet, world.events)
+    busy = asyncio.create_task(world.ask("a", 20.0))
+    await asyncio.sleep(10)
+    await world.ask("b")
+    await busy
+    found = samples(metrics)
+    assert found[f'router_queue_seconds_sum{{cause="{cause}",model="b"}}'] > 9.0
+    await world.stop()
+
+
+@virtual
+async def test_how_long_the_evicted_were_there_and_their_memory_took_to_come_back_is_told() -> None:
+    models = {name: FakeModel(shards=(5 * GIB,), load_seconds=2.0) for name in "ab"}
+    world = Schedule({"a": 5 * GIB, "b": 5 * GIB}, models=models)
+    world.launcher.reading_lag = 0.7
+    metrics = Metrics(world.fleet, world.events)
+    await world.ask("a")
+    await asyncio.sleep(58)
+    await world.ask("b")
+    found = samples(metrics)
+    assert found["router_eviction_residency_seconds_sum"] == pytest.approx(59.0, abs=1.0)
+    assert found['router_memory_settle_seconds_sum{node="local"}'] == pytest.approx(0.7)
+    await world.stop()
+
+
+@virtual
+async def test_each_reading_with_less_free_than_the_margin_is_counted_once() -> None:
+    world = Schedule({"a": GIB}, margin=2 * GIB)
+    metrics = Metrics(world.fleet, world.events)
+    for used in (5, 7, 7.5, 3):
+        world.launcher.set_foreign(CPU, int(used * GIB))
+        await asyncio.sleep(1)
+        world.fleet.changed()
+        await asyncio.sleep(1)
+    assert samples(metrics)['router_device_margin_breaches_total{device="cpu",node="local"}'] == 2.0
+    await world.stop()
+
+
+@virtual
+async def test_a_loop_that_is_late_says_by_how_much() -> None:
+    world = Schedule({"a": GIB})
+    metrics = Metrics(world.fleet, world.events)
+    watching = asyncio.create_task(metrics.watch_the_loop())
+    await asyncio.sleep(3.5)
+    found = samples(metrics)
+    assert found["router_loop_lag_seconds_count"] == 3.0
+    assert found["router_loop_lag_seconds_sum"] == pytest.approx(0.0)
+    watching.cancel()
+    await world.stop()

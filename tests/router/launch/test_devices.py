@@ -1,0 +1,181 @@
+"""Which accelerators an environment shows, and what main memory has to give. The driver: tests/processes."""
+
+from pathlib import Path
+
+import pytest
+
+from router.launch.devices import CPU, Devices, Found, parse_index, visible
+from router.planner.ledger import LOCAL, DeviceId
+
+GIB = 1 << 30
+CARDS = [Found(0, "GPU-a1", "GPU-a1", "A"), Found(1, "GPU-b1", "GPU-b1", "B"), Found(2, "GPU-b2", "GPU-b2", "C")]
+CUT = [Found(0, "MIG-x", "GPU-a1", "A/x"), Found(0, "MIG-y", "GPU-a1", "A/y"), Found(1, "GPU-b1", "GPU-b1", "B")]
+MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: {GIB // 1024} kB\nMemAvailable: {12 * GIB // 1024} kB\n"
+
+
+def uuids(setting: str | None, found: list[Found] = CARDS) -> str:
+    return " ".join(each.uuid for each in visible(found, setting)[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, "GPU-a1 GPU-b1 GPU-b2"),
+        ("2, 0", "GPU-b2 GPU-a1"),
+        ("GPU-b2,0", "GPU-b2 GPU-a1"),
+        ("GPU-a", "GPU-a1"),
+        ("", ""),
+        ("-1", ""),
+        ("0,-1,1", "GPU-a1"),
+        ("1,,0", "GPU-b1"),
+        ("NoDevFiles", ""),
+    ],
+)
+def test_a_visible_device_setting_is_read_as_cuda_reads_it(setting: str | None, expected: str) -> None:
+    assert uuids(setting) == expected
+    assert visible(CARDS, setting)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected", "named"),
+    [
+        ("0,3,1", "GPU-a1", "'3'"),
+        ("GPU-b,0", "", "'GPU-b'"),  # two cards begin so
+        ("GPU-,0", "", "'GPU-'"),
+        ("tpu,0", "", "'tpu'"),
+        ("0,1,0", "", "twice"),
+        ("0,GPU-a1", "", "twice"),
+    ],
+)
+def test_a_setting_that_hides_more_than_it_says_is_reported(setting: str, expected: str, named: str) -> None:
+    assert uuids(setting) == expected
+    assert named in visible(CARDS, setting)[1]
+
+
+def test_an_instance_goes_by_its_own_uuid_and_its_card_stands_for_all_of_its() -> None:
+    assert uuids("MIG-y", CUT) == "MIG-y"
+    assert uuids("1,0", CUT) == "GPU-b1 MIG-x MIG-y"
+    assert uuids("GPU-a1", CUT) == "MIG-x MIG-y"
+    assert uuids("MIG-x,0", CUT) == ""  # twice
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        ("cuda:1", 1),
+        ("CUDA:1", 1),
+        ("gpu1", 1),
+        ("gpu:1", 1),
+        (" 1 ", 1),
+        ("cuda", None),
+        ("-1", None),
+        ("GPU-1", None),
+    ],
+)
+def test_an_index_is_found_in_what_people_write(text: str, index: int | None) -> None:
+    assert parse_index(text) == index
+
+
+class Machine:
+    """Roots of a kernel's file systems in a folder."""
+
+    def __init__(self, folder: Path):
+        self.proc = folder / "proc"
+        self.cgroup = folder / "cgroup"
+        self.write("proc/meminfo", MEMINFO)
+
+    def write(self, path: str, text: str) -> None:
+        file = self.proc.parent / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def host(self) -> tuple[float, float]:
+        """Total and used, in GiB."""
+        devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, proc=self.proc, cgroup=self.cgroup)
+        reading = devices.host()
+        assert reading.id == CPU == DeviceId(LOCAL, -1)
+        return reading.total / GIB, reading.used / GIB
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_page_cache_is_not_used_memory(machine: Machine) -> None:
+    assert machine.host() == (16, 4)
+
+
+def test_a_control_group_of_version_2_limits_the_host_without_its_reclaimable_cache(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/box/inner\n")
+    machine.write("cgroup/box/inner/memory.max", "max\n")
+    machine.write("cgroup/box/memory.max", f"{8 * GIB}\n")
+    machine.write("cgroup/box/memory.current", f"{6 * GIB}\n")
+    machine.write("cgroup/box/memory.stat", f"anon {3 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\n")
+    assert machine.host() == (8, 3)
+
+
+def test_the_tightest_of_nested_groups_counts(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/box/inner\n")
+    machine.write("cgroup/box/memory.max", f"{8 * GIB}\n")
+    machine.write("cgroup/box/memory.current", f"{7 * GIB}\n")  # neighbours use it
+    machine.write("cgroup/box/inner/memory.max", f"{6 * GIB}\n")
+    machine.write("cgroup/box/inner/memory.current", f"{1 * GIB}\n")
+    assert machine.host() == (6, 5)  # one GiB is left
+
+
+def test_a_control_group_of_version_1_limits_the_host(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "5:cpu,cpuacct:/box\n4:memory:/box\n0::/\n")
+    machine.write("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    machine.write("cgroup/memory/box/memory.limit_in_bytes", f"{4 * GIB}\n")
+    machine.write("cgroup/memory/box/memory.usage_in_bytes", f"{3 * GIB}\n")
+    stat = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n"
+    machine.write("cgroup/memory/box/memory.stat", stat)
+    assert machine.host() == (4, 1)
+
+
+def test_a_container_that_sees_only_its_own_group_finds_it_at_the_root(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/../elsewhere\n")
+    machine.write("elsewhere/memory.max", f"{GIB}\n")
+    machine.write("cgroup/memory.max", f"{2 * GIB}\n")
+    machine.write("cgroup/memory.current", f"{GIB}\n")
+    assert machine.host() == (2, 1)
+
+
+def test_a_limit_above_the_machine_changes_nothing(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/\n")
+    machine.write("cgroup/memory.max", f"{64 * GIB}\n")
+    machine.write("cgroup/memory.current", f"{GIB}\n")
+    assert machine.host() == (16, 4)
+
+
+def test_a_machine_without_these_files_still_has_main_memory(tmp_path: Path) -> None:
+    reading = Devices({"CUDA_VISIBLE_DEVICES": ""}, proc=tmp_path, cgroup=tmp_path).host()
+    assert 0 < reading.used < reading.total
+
+
+@pytest.mark.parametrize(
+    ("files", "system", "machine", "named"),
+    [
+        (["kfd"], "Linux", "x86_64", ["the AMD accelerator (/dev/kfd) is not supported by this version"]),
+        ([], "Darwin", "arm64", ["Apple's accelerator (Metal) is not supported by this version"]),
+        ([], "Linux", "arm64", []),
+        ([], "Darwin", "x86_64", []),
+        (["dri"], "Linux", "x86_64", []),  # a display
+    ],
+)
+def test_accelerators_that_nothing_here_can_use_are_named_and_left_alone(
+    tmp_path: Path, files: list[str], system: str, machine: str, named: list[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    devices = Devices({"CUDA_VISIBLE_DEVICES": ""}, dev=tmp_path, system=system, machine=machine)
+    told = [note for note in devices.notes if "not supported" in note]
+    assert [note.partition(":")[0] for note in told] == named
+    assert list(devices.ids) == [CPU]
+
+
+def test_memory_whose_use_is_unknown_is_not_called_free(machine: Machine) -> None:
+    machine.write("proc/meminfo", "MemTotal: 0 kB\n")  # no MemAvailable: psutil's figures stand
+    total, used = machine.host()
+    assert 0 < used < total

@@ -1,0 +1,521 @@
+"""What a folder says of its model, and what is wrong with a damaged one."""
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config.presets import Preset
+from router.memory.checkpoint import header, meta, modalities, offered, read
+from router.memory.checkpoint_facts import Linears, Tally, UnknownCheckpoint
+from tests.sparse import SIZES, Tensors, write_weights
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+TENSORS = {"model.embed_tokens.weight": ("BF16", [100, 64]), "lm_head.weight": ("BF16", [100, 64])}
+
+
+def snapshot(folder: Path, config: Mapping[str, Any] = LLAMA, tensors: Tensors = TENSORS, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    write_weights(folder / "model.safetensors", tensors)
+    return folder
+
+
+def test_a_plain_decoder_is_read_whole(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path))
+    assert (facts.model_type, facts.architectures, facts.dtype) == ("llama", ("LlamaForCausalLM",), "bfloat16")
+    assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.head_dim) == (2, 64, 4, 2, 16)
+    assert (facts.intermediate, facts.vocab_size, facts.max_positions) == (128, 100, 256)
+    assert facts.tensors == {"bfloat16": Tally(12800, 25600)}
+    assert facts.params == 12800
+    assert facts.capabilities == ("completion",)
+
+
+def test_the_head_size_of_the_config_counts_not_hidden_by_heads(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, head_dim=32)).head_dim == 32
+
+
+def test_a_config_in_the_words_of_gpt_2_is_understood(tmp_path: Path) -> None:
+    gpt2 = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4,
+        "n_positions": 128, "n_inner": None, "vocab_size": 50,
+    }  # fmt: skip
+    tensors = {
+        "wte.weight": ("F32", [50, 64]),
+        "h.0.attn.bias": ("F32", [1, 1, 128, 128]),
+        "h.0.attn.masked_bias": ("F32", []),
+    }
+    facts = read(snapshot(tmp_path, gpt2, tensors))
+    assert (facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.head_dim) == (3, 64, 4, 4, 16)
+    assert (facts.intermediate, facts.max_positions, facts.dtype) == (256, 128, "float32")
+    assert facts.tied
+    assert facts.params == 50 * 64  # masks stored by old versions are made anew
+
+
+def test_a_nested_text_config_is_the_language_models(tmp_path: Path) -> None:
+    text = {key: value for key, value in LLAMA.items() if key not in ("architectures", "model_type")}
+    config = {"architectures": ["XForConditionalGeneration"], "model_type": "x", "hidden_size": 9, "text_config": text}
+    facts = read(snapshot(tmp_path, config))
+    assert (facts.model_type, facts.hidden, facts.layers) == ("x", 64, 2)
+
+
+def test_where_the_config_is_silent_the_tensors_speak(tmp_path: Path) -> None:
+    silent = {"architectures": ["XForCausalLM"], "model_type": "x", "num_hidden_layers": 2, "head_dim": 16}
+    tensors = {
+        "vision_model.layers.0.k_proj.weight": ("BF16", [999, 9]),
+        "model.embed_tokens.weight": ("BF16", [100, 64]),
+        "model.layers.0.self_attn.q_proj.weight": ("BF16", [128, 64]),
+        "model.layers.0.self_attn.k_proj.weight": ("BF16", [32, 64]),
+    }
+    facts = read(snapshot(tmp_path, silent, tensors))
+    assert (facts.hidden, facts.vocab_size, facts.heads, facts.kv_heads, facts.head_dim) == (64, 100, 8, 2, 16)
+    assert facts.dtype == "bfloat16"
+
+
+def test_latent_attention_caches_one_compressed_row(tmp_path: Path) -> None:
+    mla: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    facts = read(snapshot(tmp_path, num_key_value_heads=4, **mla))
+    assert (facts.kv_heads, facts.head_dim, facts.value_dim) == (1, 32, 8)
+    assert facts.expanded == 4 * (16 + 8 + 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_heads"),
+    [
+        ({"model_type": "falcon", "num_key_value_heads": None, "multi_query": True}, 1),
+        ({"model_type": "falcon", "num_key_value_heads": None, "new_decoder_architecture": True, "num_kv_heads": 2}, 4),
+        ({"model_type": "gpt_bigcode", "num_key_value_heads": None}, 1),
+        ({"model_type": "mpt", "num_key_value_heads": None, "attn_config": {"kv_n_heads": 2}}, 2),
+        ({"num_key_value_heads": None}, 4),
+    ],
+)
+def test_key_value_heads_are_found_under_every_name(tmp_path: Path, changes: dict[str, Any], kv_heads: int) -> None:
+    assert read(snapshot(tmp_path, **changes)).kv_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}, 3),
+        ({"attn_layer_period": 4, "attn_layer_offset": 1}, 3),
+        ({"attn_layer_indices": [2]}, 3),
+        ({"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}, 4),
+        ({"full_attention_interval": 4}, 3),
+        ({"model_type": "mamba", "num_attention_heads": None, "num_key_value_heads": None, "state_size": 16}, 4),
+        ({}, 0),
+    ],
+)
+def test_layers_with_a_state_are_told_from_those_with_keys(
+    tmp_path: Path, changes: dict[str, Any], layers: int
+) -> None:
+    facts = read(snapshot(tmp_path, num_hidden_layers=4, **changes))
+    assert facts.state_layers == layers
+    assert (facts.state_elements > 0) == (layers > 0)
+
+
+def test_experts_count_by_those_that_a_token_visits(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=96))
+    assert facts.intermediate == 8 * 96
+
+
+def test_a_tied_head_is_counted_once_even_if_stored_twice(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, tie_word_embeddings=True)).params == 6400
+    assert read(snapshot(tmp_path, tie_word_embeddings=False)).params == 12800
+
+
+def test_packed_weights_are_bytes_as_stored_and_parameters_unpacked(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "model.layers.0.mlp.qweight": ("I32", [8, 128])}
+    facts = read(snapshot(tmp_path, tensors=tensors, quantization_config={"quant_method": "gptq", "bits": 4}))
+    assert facts.quantization == "gptq"
+    assert facts.tensors["int32"] == Tally(1024, 4096)
+    assert facts.params == 12800 + 8 * 1024
+
+
+@pytest.mark.parametrize(
+    ("said", "group"), [({"group_size": 64}, 64), ({"group_size": -1}, -1), ({"q_group_size": 32}, 32), ({}, 0)]
+)
+def test_inputs_that_share_a_scale_are_as_stated(tmp_path: Path, said: dict[str, Any], group: int) -> None:
+    assert read(snapshot(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, **said})).group == group
+
+
+@pytest.mark.parametrize(
+    ("method", "packed", "scales", "parameters"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, {"qweight": ("I32", [8, 64])},
+         {"qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64]), "g_idx": ("I32", [64])}, 8 * 512),
+        ({"quant_method": "awq", "bits": 4}, {"qweight": ("I32", [64, 8])},
+         {"qzeros": ("I32", [1, 8]), "scales": ("F16", [1, 64])}, 8 * 512),
+        ({"quant_method": "fp8"}, {"weight": ("F8_E4M3", [64, 64])}, {"weight_scale_inv": ("F32", [1, 1])}, 4096),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"weight": ("U8", [2048, 1])},
+         {"weight.absmax": ("F32", [64]), "weight.quant_map": ("F32", [16]),
+          "weight.quant_state.bitsandbytes__nf4": ("U8", [80])}, 4096),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"weight": ("I8", [64, 64])},
+         {"SCB": ("F32", [64]), "weight_format": ("U8", [])}, 4096),
+        ({"quant_method": "mxfp4"}, {"gate_up_proj_blocks": ("U8", [4, 8, 64])},
+         {"gate_up_proj_scales": ("U8", [4, 8, 4])}, 4096),
+    ],
+    ids=["gptq", "awq", "fp8", "bnb-4bit", "bnb-8bit", "mxfp4"],
+)  # fmt: skip
+def test_scales_of_packed_tensors_are_no_parameters_and_stay_as_they_are_stored(
+    tmp_path: Path, method: dict[str, Any], packed: Tensors, scales: Tensors, parameters: int
+) -> None:
+    layer = {f"model.layers.0.mlp.up_proj.{name}": each for name, each in {**packed, **scales}.items()}
+    facts = read(snapshot(tmp_path, tensors={**TENSORS, **layer}, quantization_config=method))
+    stored = sum(SIZES[dtype] * math.prod(shape) for dtype, shape in scales.values())
+    assert facts.params == 12800 + parameters
+    assert facts.scale_bytes == stored
+    assert sum(tally.bytes for tally in facts.tensors.values()) + stored == facts.file_bytes - header_bytes(tmp_path)
+
+
+def header_bytes(folder: Path) -> int:
+    return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+def test_linear_layers_are_told_from_what_no_quantiser_touches(tmp_path: Path) -> None:
+    linear = {
+        "model.layers.0.self_attn.q_proj.weight": ("BF16", [64, 60]),
+        "model.layers.0.mlp.shared_expert_gate.weight": ("BF16", [1, 64]),
+    }
+    others = {
+        "model.layers.0.mlp.gate.weight": ("BF16", [4, 64]),
+        "model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", [64, 64]),
+        "model.layers.0.input_layernorm.weight": ("BF16", [64]),
+        "model.layers.0.self_attn.q_proj.bias": ("BF16", [64]),
+        "model.embed_positions.weight": ("BF16", [9, 64]),
+    }
+    facts = read(snapshot(tmp_path, tensors={**TENSORS, **linear, **others}))
+    assert facts.linears == Linears(count=2, elements=3904, rows=65, blocks=61, ends=189)
+
+
+def test_shards_of_an_index_are_read_together(tmp_path: Path) -> None:
+    snapshot(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_weights(tmp_path / "one.safetensors", {"model.embed_tokens.weight": TENSORS["lm_head.weight"]})
+    write_weights(tmp_path / "two.safetensors", {"lm_head.weight": TENSORS["lm_head.weight"]})
+    index = {"weight_map": {"model.embed_tokens.weight": "one.safetensors", "lm_head.weight": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read(tmp_path).params == 12800
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(UnknownCheckpoint, match=r"lacks two\.safetensors"):
+        read(tmp_path)
+
+
+def test_nothing_is_opened_that_lies_outside_of_the_snapshot(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    snapshot(folder)
+    (tmp_path / "elsewhere").mkdir()
+    write_weights(tmp_path / "elsewhere" / "model.safetensors", {"x": ("BF16", [8])})
+    for path in ("../elsewhere", f"{tmp_path}/elsewhere"):
+        modules = [{"path": path, "type": "sentence_transformers.models.Dense"}]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        assert read(folder).head_elements == 0
+    for name in ("../elsewhere/model.safetensors", f"{tmp_path}/elsewhere/model.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(UnknownCheckpoint, match="which is no file beside it; fetch it again"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "capabilities"),
+    [
+        ({}, ("completion",)),
+        ({"chat_template.jinja": "{{ messages }}"}, ("chat", "completion")),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, ("chat", "completion")),
+        ({"modules.json": "[]", "chat_template.jinja": "{{ messages }}"}, ("embedding", "rerank")),
+    ],
+)
+def test_the_files_tell_what_a_model_is_for(
+    tmp_path: Path, files: dict[str, str], capabilities: tuple[str, ...]
+) -> None:
+    folder = snapshot(tmp_path)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert read(folder).capabilities == capabilities
+
+
+def test_a_model_without_a_language_head_embeds(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, architectures=["BertModel"])).capabilities == ("embedding", "rerank")
+
+
+def test_a_head_that_scores_pairs_reranks_and_does_not_embed(tmp_path: Path) -> None:
+    scorer = ["BertForSequenceClassification"]
+    assert read(snapshot(tmp_path / "scorer", architectures=scorer)).capabilities == ("rerank",)
+    folder = snapshot(tmp_path / "embedder", architectures=scorer)
+    modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert read(folder).capabilities == ("embedding", "rerank")
+
+
+def test_an_encoder_takes_as_many_tokens_as_its_files_say(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, architectures=["BertModel"], max_position_embeddings=512)
+    assert read(folder).max_positions == 512
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert read(folder).max_positions == 512
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 256}')
+    assert read(folder).max_positions == 256
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 384}')
+    assert read(folder).max_positions == 384
+
+
+def test_layers_behind_an_embedder_are_counted(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, architectures=["BertModel"])
+    before = read(folder)
+    kinds = enumerate(["Pooling", "Dense", "Normalize"])
+    modules = [{"path": f"{place}_{kind}", "type": f"sentence_transformers.models.{kind}"} for place, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Dense").mkdir()
+    layer = {"linear.weight": ("F16", [8, 64]), "linear.bias": ("F16", [8])}
+    write_weights(folder / "1_Dense" / "model.safetensors", layer)
+    facts = read(folder)
+    assert (before.head_elements, facts.head_elements) == (0, 8 * 65)
+    assert (facts.params, facts.file_bytes) == (before.params, before.file_bytes)
+
+
+def test_an_encoder_whose_positions_begin_late_has_fewer_of_them(tmp_path: Path) -> None:
+    assert read(snapshot(tmp_path, model_type="xlm-roberta", max_position_embeddings=514)).max_positions == 512
+
+
+def test_an_embedder_takes_no_more_than_its_layout_allows(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path, architectures=["BertModel"])
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    assert read(folder).max_positions == 128
+
+
+def test_a_model_that_changes_its_frequencies_when_long_is_kept_short(tmp_path: Path) -> None:
+    rope = {"type": "longrope", "long_factor": [1.0]}
+    folder = snapshot(
+        tmp_path, max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling=rope
+    )
+    assert read(folder).max_positions == 4096
+
+
+def test_an_override_is_merged_into_the_config(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    assert read(folder, override='{"num_hidden_layers": 7}').layers == 7
+    assert read(folder, override='{"num_hidden_layers": 7}').identity != read(folder).identity
+    with pytest.raises(UnknownCheckpoint, match="config-override"):
+        read(folder, override="[1")
+
+
+def test_the_same_snapshot_has_the_same_identity_wherever_it_lies(tmp_path: Path) -> None:
+    one, other = snapshot(tmp_path / "one"), snapshot(tmp_path / "other")
+    assert read(one).identity == read(other).identity
+    write_weights(other / "model.safetensors", {**TENSORS, "more": ("BF16", [1])})
+    assert read(one).identity != read(other).identity
+
+
+def test_without_weights_what_the_config_implies_is_counted(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnknownCheckpoint, match="load-format = dummy"):
+        read(folder)
+    facts = read(folder, needs_weights=False)
+    exact = 2 * 100 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
+    assert exact <= facts.params <= 1.05 * exact
+    assert facts.tensors["bfloat16"].bytes == 2 * facts.params
+
+
+def test_meta_is_what_llama_server_says_of_a_model(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE", "byte_fallback": false}}')
+    assert meta(read(folder), 128) == {
+        "vocab_type": 2, "n_vocab": 100, "n_ctx": 128, "n_ctx_train": 256, "n_embd": 64, "n_params": 12800,
+        "size": 25600, "ftype": "bfloat16",
+    }  # fmt: skip
+
+
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}}
+TOOLS = "{% if tools %}{{ tools }}{% endif %}{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "settings", "capabilities"),
+    [
+        ({}, {"chat_template.jinja": TOOLS}, {}, ["chat", "completion", "tools"]),
+        ({}, {"chat_template.jinja": TOOLS}, {"chat_template": "{{ messages }}"}, ["chat", "completion"]),
+        ({}, {}, {"chat_template": TOOLS}, ["chat", "completion", "tools"]),
+        ({}, {"chat_template.jinja": TOOLS}, {"task": "embed"}, ["embedding", "rerank"]),
+        (LLAVA, {"processor_config.json": "{}", "chat_template.jinja": "x"}, {}, ["chat", "completion", "vision"]),
+        (LLAVA, {"preprocessor_config.json": "{}", "chat_template.json": '{"chat_template": "x"}'}, {},
+         ["chat", "completion", "vision"]),
+        (LLAVA, {"processor_config.json": "{}", "chat_template.jinja": "x"}, {"limit_images": 0},
+         ["chat", "completion"]),
+        (LLAVA, {"processor_config.json": "{}"}, {}, ["completion"]),
+        (LLAVA, {"processor_config.json": "{}"}, {"chat_template": "x"}, ["chat", "completion", "vision"]),
+        (LLAVA, {"chat_template.jinja": "x"}, {}, ["chat", "completion"]),
+        ({**LLAVA, "model_type": "blip-2"}, {"processor_config.json": "{}", "chat_template.jinja": "x"}, {},
+         ["chat", "completion"]),
+    ],
+)  # fmt: skip
+def test_files_and_preset_tell_what_a_model_will_be_able_to_do(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, str], settings: dict[str, Any], capabilities: list[str]
+) -> None:
+    folder = snapshot(tmp_path, **config)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    able = offered(read(folder), Preset(id="a", **settings))
+    assert able == capabilities
+    takes = ["text", "image"] if "vision" in capabilities else ["text"]
+    assert modalities(able) == {"input_modalities": takes, "output_modalities": ["text"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ({"type": "BPE", "unk_token": None, "byte_fallback": True, "vocab": {}}, 1),
+        ({"type": "BPE", "byte_fallback": False, "vocab": {}}, 2),
+        ({"type": "WordPiece", "vocab": {}}, 3),
+        ({"type": "Unigram", "vocab": []}, 4),
+        ({"type": "Other"}, 0),
+    ],
+)
+def test_the_kind_of_vocabulary_is_found(tmp_path: Path, model: dict[str, Any], kind: int) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}, indent=2))
+    assert read(folder).vocab_type == kind
+
+
+def test_a_file_shorter_than_its_header_promises_is_named(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    write_weights(folder / "model.safetensors", TENSORS, missing=1)
+    with pytest.raises(
+        UnknownCheckpoint, match=r"model\.safetensors has \d+ bytes, but its header promises \d+; fetch"
+    ):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x05\x00",
+        b"\xff" * 16,
+        struct.pack("<Q", 4) + b"nope",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 9) + b'{"a": {}}',
+        struct.pack("<Q", 58) + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}    ' + bytes(8),
+    ],
+)
+def test_a_damaged_weight_file_is_named(tmp_path: Path, content: bytes) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors .*fetch it again"):
+        read(folder)
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "\xff"])
+def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "config.json").write_bytes(config.encode("latin-1"))
+    with pytest.raises(UnknownCheckpoint, match=r"config\.json"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": math.inf},
+        {"hidden_size": 10**30},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**30},
+        {"num_hidden_layers": -3},
+        {"num_hidden_layers": 0},
+        {"num_attention_heads": -2},
+        {"hidden_size": -64},
+        {"vocab_size": -1},
+        {"n_layer": -2},
+        {"architectures": 5},
+        {"model_type": []},
+        {"text_config": {"model_type": {}}},
+    ],
+    ids=str,
+)
+def test_a_config_that_describes_no_model_is_refused_at_once_whatever_it_holds(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnknownCheckpoint, match=r"config\.json describes no model .*fetch it again"):
+        read(snapshot(tmp_path, **changes))
+
+
+def test_what_is_stated_twice_may_be_none_in_one_place(tmp_path: Path) -> None:
+    facts = read(snapshot(tmp_path, decoder_layers=0, num_attention_heads=0, n_head=2))
+    assert (facts.layers, facts.heads) == (2, 2)
+
+
+@pytest.mark.parametrize("kinds", [{"layer_types": ["mamba"] * 9}, {"attn_layer_indices": [0, 1, 2, 3]}], ids=str)
+def test_no_more_layers_have_a_state_than_there_are(tmp_path: Path, kinds: dict[str, Any]) -> None:
+    assert 0 <= read(snapshot(tmp_path, **kinds)).state_layers <= 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F4", "shape": [8], "data_offsets": [9, 4]},
+        {"dtype": "F4", "shape": [8], "data_offsets": [-4, 0]},
+        {"dtype": "F4", "shape": [-8], "data_offsets": [0, 4]},
+        {"dtype": "F4", "shape": [8], "data_offsets": [0, 4.5]},
+    ],
+    ids=str,
+)
+def test_a_tensor_that_lies_nowhere_is_no_header(tmp_path: Path, entry: dict[str, Any]) -> None:
+    folder = snapshot(tmp_path)
+    good = {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}
+    text = json.dumps({"good": good, "odd": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(9))
+    with pytest.raises(UnknownCheckpoint, match="cannot lie from"):
+        read(folder)
+
+
+def test_what_is_no_snapshot_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UnknownCheckpoint, match="is no folder"):
+        read(tmp_path / "missing")
+    with pytest.raises(UnknownCheckpoint, match=r"has no config\.json"):
+        read(tmp_path)
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UnknownCheckpoint, match="convert them to safetensors"):
+        read(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    with pytest.raises(UnknownCheckpoint, match="only GGUF weights"):
+        read(folder)
+    (folder / "model.gguf").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(UnknownCheckpoint, match=r"model\.safetensors is no file, or a link to none; fetch it again"):
+        read(folder)
+
+
+def test_the_work_of_reading_a_snapshot_grows_with_the_number_of_its_tensors_only_linearly(tmp_path: Path) -> None:
+    def calls(layers: int) -> int:
+        """The calls of functions while a snapshot of so many layers is read."""
+        shapes = {f"model.layers.{at}.{part}.weight": ("BF16", [1024, 1024]) for at in range(layers) for part in "abcd"}
+        folder = snapshot(tmp_path / str(layers), tensors=shapes)
+        counted = 0
+
+        def count(*_: object) -> None:
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(count)
+        try:
+            read(folder)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    calls(8)  # fills caches
+    assert calls(160) < 12 * calls(16)
+
+
+def test_the_header_of_a_file_lists_dtype_shape_and_bytes(tmp_path: Path) -> None:
+    write_weights(tmp_path / "x.safetensors", {"a": ("F16", [2, 3]), "b": ("U8", [])})
+    assert header(tmp_path / "x.safetensors") == {"a": ("float16", (2, 3), 12), "b": ("uint8", (), 1)}

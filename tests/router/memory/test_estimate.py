@@ -1,0 +1,583 @@
+"""What a model will occupy, from its facts alone.
+
+Against real processes: tests/processes/test_estimate_against_reality.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config.presets import Preset
+from router.memory import estimate as estimates
+from router.memory.activations import compute_bytes
+from router.memory.checkpoint_facts import (
+    DTYPE_BYTES,
+    Checkpoint,
+    ContextTooLarge,
+    Linears,
+    Tally,
+    UnknownArchitecture,
+    WrongQuantization,
+    effective_ctx,
+)
+from router.memory.estimate import (
+    INHERITED_SHARE,
+    LEAST_BESIDE,
+    SAFETY_FACTOR,
+    TOKENIZER_BYTES,
+    Estimate,
+    beside_steps,
+    context_bytes,
+    estimate,
+)
+from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, Overhead
+from router.memory.weights import weight_bytes
+from tests.router.checkpoints import QWEN3_4B, checkpoints, preset, presets
+from worker.protocol.events import Estimated
+from worker.protocol.memory import (
+    ATTENTION_TILE_BYTES,
+    DEVICE_PROCESS_BYTES,
+    DEVICE_PROCESS_HOST_BYTES,
+    GATHERED_BYTES,
+    GRAMMAR_BYTES,
+    GRAMMAR_ENTRY_BYTES,
+    GRAPH_BYTES,
+    KERNEL_CODE_BYTES,
+    KERNEL_CODES,
+    STAGING_BYTES,
+)
+
+MIB = 1 << 20
+
+LARGE_LAYERS = replace(QWEN3_4B, linears=Linears(252, 3_600_000_000, 1_400_000, 56_250_000))
+
+GRAMMARS = GRAMMAR_BYTES + 151936 * GRAMMAR_ENTRY_BYTES
+TOKENIZER = 151936 * TOKENIZER_BYTES
+BESIDE = DEVICE_PROCESS_HOST_BYTES + TOKENIZER + GRAMMARS + STAGING_BYTES
+
+
+def test_keys_and_values_count_by_their_own_heads_and_the_stated_head_size() -> None:
+    assert context_bytes(QWEN3_4B, preset(), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 2
+    assert context_bytes(QWEN3_4B, preset(dtype="float32"), 4096, on_host=False) == 4 * 4096 * 36 * 2 * 8 * 128 * 4
+
+
+def test_latent_attention_counts_one_compressed_row_for_all_heads() -> None:
+    deepseek = replace(QWEN3_4B, layers=61, heads=128, kv_heads=1, head_dim=512, value_dim=64)
+    blocks = context_bytes(deepseek, preset(parallel=1), 1000, on_host=False)
+    assert blocks == 61 * (512 + 64) * 1008 * 2, "whole blocks of 16 tokens"
+
+
+def test_the_cache_is_as_large_as_was_asked_for_but_never_too_small_for_one_request() -> None:
+    whole = context_bytes(QWEN3_4B, preset(), 4096, on_host=False)
+    assert context_bytes(QWEN3_4B, preset(kv_tokens=8192), 4096, on_host=False) * 2 == whole
+    assert effective_ctx(QWEN3_4B, preset(ctx_size=-1, kv_tokens=5000)) == 5000
+    with pytest.raises(ContextTooLarge, match="kv-tokens 4000 is less than the 4096 tokens"):
+        estimate(QWEN3_4B, preset(kv_tokens=4000), on_host=False)
+
+
+def test_a_state_costs_the_same_whatever_the_length() -> None:
+    without_heads = replace(QWEN3_4B, heads=0, kv_heads=0, head_dim=0)
+    mamba = replace(without_heads, layers=8, state_layers=8, state_elements=1000, aligned=True)
+    twice_in_float32, one_on_its_way = 4 * 8 * 1000 * 2 * 4, 1000 * 4
+    assert context_bytes(mamba, preset(), 10, on_host=False) == twice_in_float32 + one_on_its_way
+    assert context_bytes(mamba, preset(), 4096, on_host=False) == twice_in_float32 + one_on_its_way
+
+
+def test_a_state_beside_keys_and_values_costs_both() -> None:
+    keys = replace(QWEN3_4B, layers=8, state_elements=1000, aligned=True)
+    both = replace(keys, state_layers=8, hybrids=8)
+    states = 4 * 8 * 1000 * 2 * 4
+    assert context_bytes(both, preset(), 96, on_host=False) == context_bytes(keys, preset(), 96, on_host=False) + states
+
+
+def test_the_aligned_cache_moves_rows_through_a_buffer_of_one() -> None:
+    packed = replace(QWEN3_4B, layers=8)
+    more = context_bytes(replace(packed, aligned=True), preset(), 96, on_host=False) - context_bytes(
+        packed, preset(), 96, on_host=False
+    )
+    assert more == 96 * packed.kv_heads * packed.head_dim * 2
+
+
+def test_an_aligned_cache_has_as_many_rows_as_its_tokens_make() -> None:
+    aligned = replace(QWEN3_4B, layers=8, aligned=True)
+    two = context_bytes(aligned, preset(parallel=2), 96, on_host=False)
+    assert context_bytes(aligned, preset(parallel=4, kv_tokens=200), 96, on_host=False) == two
+
+
+def test_a_step_of_the_aligned_backend_is_not_below_that_of_the_packed_one() -> None:
+    packed = compute_bytes(QWEN3_4B, preset(), 4096, on_host=True)
+    assert compute_bytes(replace(QWEN3_4B, aligned=True), preset(), 4096, on_host=True) > packed
+
+
+def test_an_embedder_has_no_pool() -> None:
+    embedder = replace(QWEN3_4B, capabilities=("embedding",))
+    assert context_bytes(embedder, preset(), 4096, on_host=True) == 0
+    assert context_bytes(embedder, preset(task="generate"), 4096, on_host=True) > 0
+    assert context_bytes(QWEN3_4B, preset(task="embed"), 4096, on_host=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "on_host", "factor"),
+    [
+        ("bfloat16", "auto", True, 2),
+        ("float16", "auto", True, 4),  # the CPU has no fast arithmetic for it
+        ("float16", "auto", False, 2),
+        ("float16", "float16", True, 2),
+        ("float32", "bfloat16", False, 2),
+        ("bfloat16", "float32", False, 4),
+    ],
+)
+def test_weights_count_in_the_dtype_that_they_will_have(stored: str, dtype: str, on_host: bool, factor: int) -> None:
+    size = 4 if stored == "float32" else 2
+    facts = replace(QWEN3_4B, dtype=stored, tensors={stored: Tally(1000, 1000 * size)}, file_bytes=1000 * size)
+    assert weight_bytes(facts, preset(dtype=dtype), on_host=on_host) == 1000 * factor
+
+
+def test_packed_weights_stay_as_they_are_stored() -> None:
+    packed = {"int32": Tally(1000, 4000), "float8_e4m3fn": Tally(100, 100), "float16": Tally(10, 20)}
+    gptq = replace(QWEN3_4B, dtype="float16", tensors=packed, quantization="gptq", file_bytes=5000)
+    assert weight_bytes(gptq, preset(), on_host=False) == 4000 + 100 + 20
+    assert weight_bytes(gptq, preset(), on_host=True) == 4000 + 100 + 40
+    plain = replace(gptq, quantization="")
+    assert weight_bytes(plain, preset(), on_host=False) == 4000 + 200 + 20
+
+
+@pytest.mark.parametrize(("bits", "group", "scales"), [(4, 32, 160), (4, 0, 160), (4, -1, 120), (8, 32, 120)])
+def test_scales_are_arranged_on_main_memory_for_the_kernel_that_it_has_else_widened(
+    bits: int, group: int, scales: int
+) -> None:
+    tensors = {"int32": Tally(1000, 4000)}
+    facts = replace(
+        QWEN3_4B, quantization="gptq", bits=bits, group=group, tensors=tensors, scale_bytes=50, file_bytes=0
+    )
+    assert weight_bytes(facts, preset(), on_host=True) == 4000 + scales
+    assert weight_bytes(facts, preset(), on_host=False) == 4050
+
+
+LINEARS = Linears(count=252, elements=3_600_000_000, rows=1_000_000, blocks=56_250_000)
+
+
+def test_linear_layers_are_packed_on_load_and_the_rest_stays_as_it_is() -> None:
+    facts = replace(QWEN3_4B, linears=LINEARS)
+    rest = (QWEN3_4B.params - LINEARS.elements) * 2
+    assert weight_bytes(facts, preset(quantization="bnb-8bit"), on_host=False) == rest + 3_600_000_000 + 4 * 1_000_000
+    four = weight_bytes(facts, preset(quantization="bnb-4bit"), on_host=False)
+    assert four == rest + 1_800_000_000 + 4 * 56_250_000 + 252 * 64
+    unpacked = compute_bytes(facts, preset(quantization="bnb-4bit", parallel=1), 4096, on_host=False)
+    assert unpacked > 24_903_680 * 2, "a prompt's step unpacks one matrix"
+    assert estimate(facts, preset(quantization="bnb-4bit"), on_host=False).host > QWEN3_4B.file_bytes, "read from there"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "message"),
+    [
+        ("gptq", "", "quantization = gptq, but the checkpoint is not quantised"),
+        ("awq", "gptq", "quantization = awq, but the checkpoint is quantised with gptq"),
+        ("bnb-4bit", "fp8", "but the checkpoint is quantised with fp8"),
+        ("none", "gptq", "but the checkpoint is quantised with gptq; leave the key out"),
+        ("auto", "torchao", "quantised with torchao, which this version cannot load; take .* or quantised with awq"),
+    ],
+)
+def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused(asked: str, stored: str, message: str) -> None:
+    with pytest.raises(WrongQuantization, match=message):
+        estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=True)
+
+
+def test_groups_that_main_memory_has_no_kernel_for_are_refused_there_and_only_there() -> None:
+    def of(group: int, bits: int = 4) -> Checkpoint:
+        return replace(QWEN3_4B, quantization="awq", bits=bits, group=group)
+
+    for facts in (of(16), of(-1), of(128, bits=8)):
+        with pytest.raises(WrongQuantization, match=r"on an accelerator only; .* 4 bits and groups of 32, 64, 128"):
+            estimate(facts, preset(), on_host=True)
+        assert estimate(facts, preset(), on_host=False).total > 0
+    assert estimate(of(128), preset(), on_host=True).total > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"), [("auto", "gptq"), ("gptq", "gptq"), ("none", ""), ("bnb-8bit", ""), ("bnb-8bit", "bnb-4bit")]
+)
+def test_a_quantisation_that_is_there_or_can_be_had_is_not(asked: str, stored: str) -> None:
+    assert estimate(replace(QWEN3_4B, quantization=stored), preset(quantization=asked), on_host=False).total > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "stored", "each", "on_device"),
+    [
+        ("fp8", 8, "float8_e4m3fn", 1, 1050),
+        ("mxfp4", 4, "uint8", 2, 4000),  # the libraries that it needs on an accelerator may be missing
+        ("compressed-tensors", 4, "int32", 8, 16000),
+        ("compressed-tensors", 8, "int8", 1, 2000),
+    ],
+)
+def test_weights_of_some_methods_are_unpacked_and_then_need_no_scales(
+    method: str, bits: int, stored: str, each: int, on_device: int
+) -> None:
+    packed = {stored: Tally(1000, 1000)}
+    facts = replace(QWEN3_4B, quantization=method, bits=bits, tensors=packed, file_bytes=0, scale_bytes=50)
+    assert weight_bytes(facts, preset(), on_host=False) == on_device
+    assert weight_bytes(facts, preset(), on_host=True) == 1000 * each * 2
+
+
+def test_a_mapped_file_is_resident_whole() -> None:
+    assert weight_bytes(QWEN3_4B, preset(), on_host=True) == QWEN3_4B.file_bytes
+    assert weight_bytes(QWEN3_4B, preset(), on_host=False) == 8_044_936_192
+
+
+def test_converting_on_the_way_to_an_accelerator_needs_main_memory_for_a_copy() -> None:
+    straight = estimate(QWEN3_4B, preset(), on_host=False)
+    converted = estimate(QWEN3_4B, preset(dtype="float16"), on_host=False)
+    assert straight.host == BESIDE
+    assert converted.host == BESIDE + 8_044_936_192, "beside what the process itself takes"
+    drawn = estimate(QWEN3_4B, preset(load_format="dummy"), on_host=False)
+    assert drawn.host == converted.host, "random weights are drawn there"
+
+
+def test_segments_and_source_are_stated_by_shard() -> None:
+    one = estimate(QWEN3_4B, preset(), on_host=True)
+    assert one.runtime == (RUNTIME_HOST + TOKENIZER + GRAMMARS,)
+    assert one.host == 0
+    assert (one.source, one.sure) == ("static", False)
+    assert one.total == one.shards[0] == one.weights[0] + one.context[0] + one.compute[0] + one.runtime[0]
+    two = estimate(QWEN3_4B, preset(), layers=(16, 20), on_host=False, overhead=Overhead(device=7 * MIB))
+    assert two.runtime == tuple(7 * MIB + beside_steps(each) for each in two.compute)
+    assert sum(two.weights) == 8_044_936_192
+    assert two.weights[1] == (20 * 100_930_816 + 2560) * 2, "the embeddings, and so the head, are on the first"
+    assert two.context == tuple(each * 4 * 4096 * 2 * 8 * 128 * 2 for each in (16, 20))
+    short = preset(prefill_chunk=16, ctx_size=256)
+    tied, own = (estimate(replace(QWEN3_4B, tied=way), short, layers=(16, 20), on_host=False) for way in (True, False))
+    assert tied.compute[0] > tied.compute[1], "logits are where the head is"
+    assert own.compute == tied.compute[::-1]
+    assert (two.layers, len(two.shards)) == ((16, 20), 2)
+
+
+def test_the_step_of_a_4b_model_is_between_what_its_logits_and_what_a_careless_engine_need() -> None:
+    compute = estimate(QWEN3_4B, preset(), on_host=False).compute[0]
+    assert 4 * 151936 * 4 < 30 * MIB < compute < 1024 * MIB
+
+
+def test_layers_behind_an_embedder_take_float32_whatever_it_computes_in() -> None:
+    plain = replace(QWEN3_4B, capabilities=("embedding", "rerank"))
+    projected = replace(plain, head_elements=1000)
+    for dtype in ("bfloat16", "float32"):
+        bare, said = (weight_bytes(facts, preset(dtype=dtype), on_host=True) for facts in (plain, projected))
+        assert said - bare == 4000
+
+
+def test_a_cross_encoder_has_no_pool() -> None:
+    ranker = replace(QWEN3_4B, capabilities=("rerank",))
+    assert context_bytes(ranker, preset(), 4096, on_host=True) == 0
+    assert context_bytes(QWEN3_4B, preset(task="rerank"), 4096, on_host=True) == 0
+
+
+def test_an_embedder_computes_its_longest_prompt_in_one_piece() -> None:
+    embedder = replace(QWEN3_4B, capabilities=("embedding",))
+    short, long = (estimate(embedder, preset(ctx_size=tokens), on_host=False).compute[0] for tokens in (512, 8192))
+    assert long > 15 * short
+
+
+def test_each_thread_needs_a_workspace() -> None:
+    long = preset(prefill_chunk=2048)
+    one, many = (estimate(QWEN3_4B, long, on_host=True, threads=threads) for threads in (0, 32))
+    assert many.total - one.total >= 31 * ATTENTION_TILE_BYTES
+    assert estimate(QWEN3_4B, replace(long, threads=32), on_host=True, threads=1) == many
+
+
+def test_converting_holds_the_largest_tensor_twice_before_there_is_a_pool() -> None:
+    converted = preset(dtype="float32", ctx_size=1, parallel=1, prefill_chunk=1)
+    found = estimate(replace(QWEN3_4B, largest=1 << 30), converted, on_host=True)
+    assert found.compute[0] + found.context[0] == 1 << 30
+
+
+def test_recorded_steps_take_room_on_an_accelerator_unless_they_are_turned_off() -> None:
+    def compute(**changes: Any) -> int:
+        return estimate(QWEN3_4B, preset(**changes), on_host=False).compute[0]
+
+    assert compute(parallel=1) - compute(parallel=1, enforce_eager=True) >= 10 * GRAPH_BYTES
+    most = compute(ctx_size=32768, parallel=64) - compute(ctx_size=32768, parallel=64, enforce_eager=True)
+    assert GATHERED_BYTES < most < 4 * GATHERED_BYTES, "what is gathered is bounded, however long the context"
+
+
+def test_kernels_are_kept_on_main_memory_alone() -> None:
+    small = replace(QWEN3_4B, hidden=64, heads=4, head_dim=16, expanded=128, intermediate=128, vocab_size=512)
+    host, device = (
+        estimate(small, preset(ctx_size=64, parallel=1, enforce_eager=True), on_host=way).compute[0]
+        for way in (True, False)
+    )
+    assert host > KERNEL_CODE_BYTES * KERNEL_CODES > device
+
+
+def test_eager_attention_needs_the_whole_table_of_scores() -> None:
+    plain, eager = (
+        estimate(QWEN3_4B, preset(), on_host=True),
+        estimate(QWEN3_4B, preset(attention="eager"), on_host=True),
+    )
+    assert eager.compute[0] - plain.compute[0] > 32 * 512 * 4096 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("ctx_size", "most", "tokens"),
+    [(-1, 40960, 8192), (-1, 2048, 2048), (-1, 0, 8192), (0, 40960, 40960), (100, 40960, 100), (100, 0, 100)],
+)
+def test_the_context_is_what_was_asked_for_up_to_what_the_model_has(ctx_size: int, most: int, tokens: int) -> None:
+    assert effective_ctx(replace(QWEN3_4B, max_positions=most), preset(ctx_size=ctx_size)) == tokens
+
+
+def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ContextTooLarge, match=r"a: ctx-size 50000 is more than the model's maximum of 40960 tokens"):
+        estimate(QWEN3_4B, preset(ctx_size=50000), on_host=True)
+
+
+def test_where_not_even_the_weights_are_known_it_is_refused_with_the_way_out() -> None:
+    for unknown in (replace(QWEN3_4B, kv_heads=0), replace(QWEN3_4B, layers=0), replace(QWEN3_4B, hidden=0)):
+        with pytest.raises(UnknownArchitecture, match="set required-memory in MiB"):
+            estimate(replace(unknown, tensors={}, file_bytes=0), preset(), on_host=True)
+    with pytest.raises(UnknownArchitecture, match="set ctx-size"):
+        estimate(replace(QWEN3_4B, max_positions=0), preset(ctx_size=0), on_host=True)
+
+
+@pytest.mark.parametrize(
+    ("required", "device", "shards", "on_host", "expected", "host"),
+    [
+        ({"": 900}, (), 1, True, (900,), 0),
+        ({"cpu": 900}, ("cpu",), 1, True, (900,), 0),
+        ({"cuda:0": 900, "cpu": 100}, ("cuda:0",), 1, False, (900,), 100),
+        ({"cuda:1": 900, "cuda:0": 800}, ("cuda:1", "cuda:0"), 2, False, (900, 800), BESIDE),
+        ({"cuda:0": 900, "": 700}, ("cuda:0", "cuda:1"), 2, False, (900, 700), BESIDE),
+        ({"": 900}, (), 2, False, (900, 900), BESIDE),
+        ({"cuda:0": 900}, (), 1, False, (900,), BESIDE),
+    ],
+)
+def test_required_memory_replaces_the_estimate(
+    required: dict[str, int], device: tuple[str, ...], shards: int, on_host: bool, expected: tuple[int, ...], host: int
+) -> None:
+    said = preset(required_memory=required, device=device)
+    found = estimate(QWEN3_4B, said, layers=(18, 18) if shards == 2 else (), on_host=on_host)
+    assert (found.shards, found.host, found.source, found.sure) == (expected, host, "preset", True)
+
+
+def test_required_memory_admits_a_model_that_nobody_can_estimate() -> None:
+    assert estimate(Checkpoint(), preset(required_memory={"": 900}), on_host=True).total == 900
+
+
+def test_required_memory_of_another_device_says_nothing_here() -> None:
+    found = estimate(QWEN3_4B, preset(required_memory={"cuda:0": 900}), on_host=True)
+    assert found.source == "static"
+
+
+def test_reserved_memory_is_added_on_each_device_to_whatever_is_known() -> None:
+    more = preset(reserved_memory=1000)
+    plain, added = (
+        estimate(QWEN3_4B, preset(), layers=(18, 18), on_host=False),
+        estimate(QWEN3_4B, more, layers=(18, 18), on_host=False),
+    )
+    assert [b - a for a, b in zip(plain.shards, added.shards, strict=True)] == [1000, 1000]
+    required = preset(reserved_memory=1000, required_memory={"": 900})
+    assert estimate(QWEN3_4B, required, on_host=True).shards == (1900,)
+    said = Estimated(weights=[5], context=[4], compute=[3], runtime=[2], host=1)
+    assert estimates.exact(said, more) == Estimate((5,), (4,), (3,), (1002,), 1, "exact", 1000)
+    assert estimates.learned(plain, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_000_000,) * 2
+    assert estimates.learned(added, (20_000_000_000, 20_000_000_000), 7).shards == (20_000_001_000,) * 2
+
+
+def test_the_context_of_an_accelerator_is_charged_there_and_its_process_on_main_memory() -> None:
+    found = estimate(QWEN3_4B, preset(), on_host=False)
+    assert found.runtime == (DEVICE_PROCESS_BYTES + beside_steps(found.compute[0]),)
+    assert found.total == found.shards[0] + BESIDE
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, on_host=st.booleans(), more=st.integers(1, 900))
+def test_an_estimate_never_falls_when_anything_grows(facts: Checkpoint, said: Preset, on_host: bool, more: int) -> None:
+    base = estimate(facts, said, on_host=on_host)
+    grown = [
+        estimate(facts, replace(said, ctx_size=said.ctx_size + more), on_host=on_host),
+        estimate(facts, replace(said, parallel=said.parallel + more), on_host=on_host),
+        estimate(facts, replace(said, prefill_chunk=said.prefill_chunk + more), on_host=on_host),
+        estimate(replace(facts, layers=facts.layers + more), said, on_host=on_host),
+    ]
+    assert all(each.total >= base.total for each in grown)
+    assert min(base.shards) > 0
+
+
+@settings(deadline=None)
+@given(
+    facts=checkpoints,
+    said=presets,
+    on_host=st.booleans(),
+    elements=st.integers(64, 1 << 33),
+    kept=st.integers(0, 1 << 20),
+    form=st.sampled_from(
+        [("gptq", "int32", 8), ("awq", "int32", 8), ("fp8", "float8_e4m3fn", 1), ("bnb-4bit", "uint8", 2)]
+    ),
+)
+def test_quantizing_never_enlarges(
+    facts: Checkpoint, said: Preset, on_host: bool, elements: int, kept: int, form: tuple[str, str, int]
+) -> None:
+    """The same parameters packed, a 16-bit scale for each 64 of them beside, and some left as they were. A step may
+    take more, where it unpacks a matrix: of a model with but a few, that is all that was saved."""
+    method, stored, each = form
+    size = {"int32": 4}.get(stored, 1)
+    number = -(-elements // each)
+    packed = {stored: Tally(number, number * size), facts.dtype: Tally(kept, kept * DTYPE_BYTES[facts.dtype])}
+    plain = {facts.dtype: Tally(elements + kept, (elements + kept) * DTYPE_BYTES[facts.dtype])}
+    whole = replace(facts, tensors=plain, file_bytes=plain[facts.dtype].bytes, largest=1 << 20)
+    scales = elements // 64 * 2
+    small = replace(facts, tensors=packed, file_bytes=sum(t.bytes for t in packed.values()) + scales,
+                    quantization=method, scale_bytes=scales, largest=1 << 20)  # fmt: skip
+    packed_one, plain_one = (estimate(each, said, on_host=on_host) for each in (small, whole))
+    assert at_rest(packed_one) <= at_rest(plain_one)
+
+
+def at_rest(found: Estimate) -> int:
+    """Bytes of the device that the model holds between steps; the method's library is not part of it."""
+    return sum((*found.weights, *found.context))
+
+
+def test_a_model_of_real_size_takes_less_when_it_is_packed_steps_included() -> None:
+    sizes = [
+        estimate(LARGE_LAYERS, preset(quantization=method), on_host=False).shards[0]
+        for method in ("auto", "bnb-8bit", "bnb-4bit")
+    ]
+    assert sorted(sizes, reverse=True) == sizes
+
+
+@settings(deadline=None)
+@given(
+    facts=checkpoints,
+    said=presets,
+    on_host=st.booleans(),
+    count=st.integers(4, 500),
+    rows=st.integers(64, 8192),
+    columns=st.integers(64, 8192),
+    method=st.sampled_from(["bnb-8bit", "bnb-4bit"]),
+)
+def test_packing_on_load_never_enlarges_what_a_device_holds(
+    facts: Checkpoint, said: Preset, on_host: bool, count: int, rows: int, columns: int, method: str
+) -> None:
+    each = rows * columns
+    linears = Linears(count, count * each, count * rows, count * -(-each // 64))
+    elements = linears.elements + 100_000
+    size = DTYPE_BYTES[facts.dtype]
+    whole = replace(facts, tensors={facts.dtype: Tally(elements, elements * size)}, file_bytes=elements * size,
+                    linears=linears, largest=each * size)  # fmt: skip
+    small = replace(said, quantization=method)
+    if on_host:
+        assert weight_bytes(whole, small, on_host=True) <= weight_bytes(whole, said, on_host=True)
+    else:
+        packed_one, plain_one = (estimate(whole, each, on_host=False) for each in (small, said))
+        assert at_rest(packed_one) <= at_rest(plain_one)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(QWEN3_4B, layers=0),
+        replace(QWEN3_4B, kv_heads=0),
+        replace(QWEN3_4B, hidden=0),
+        replace(QWEN3_4B, vocab_size=0),
+    ],
+)
+def test_what_cannot_be_estimated_is_never_unlimited_but_a_multiple_of_its_weights_or_stated(facts: Checkpoint) -> None:
+    guess = estimate(facts, preset(), on_host=True)
+    assert (guess.source, guess.sure) == ("weights", False)
+    assert guess.weights[0] == weight_bytes(facts, preset(), on_host=True)
+    assert guess.weights[0] + guess.context[0] + guess.compute[0] == SAFETY_FACTOR * guess.weights[0]
+    assert f"weights x {SAFETY_FACTOR}" in guess.note
+    assert "does not state" in guess.note
+    small = replace(facts, tensors={"bfloat16": Tally(1000, 2000)}, file_bytes=2000)
+    assert estimate(small, preset(), on_host=True).compute[0] >= LEAST_BESIDE
+    stated = estimate(facts, preset(required_memory={"": 900 * MIB}), on_host=True)
+    assert (stated.total, stated.source, stated.sure) == (900 * MIB, "preset", True)
+
+
+def shaped(
+    layers: int, hidden: int, heads: int, kv: int, size: int, width: int, vocab: int, positions: int, billions: float
+) -> Checkpoint:
+    """A model of published sizes in 16 bits: `size` of a head, `width` of the MLP."""
+    count = int(billions * 1e9)
+    return Checkpoint(
+        model_type="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=size, value_dim=size,
+        expanded=2 * heads * size, intermediate=width, vocab_size=vocab, max_positions=positions, dtype="bfloat16",
+        tensors={"bfloat16": Tally(count, 2 * count)}, params=count, file_bytes=2 * count, named_layers=layers,
+        largest=2 * vocab * hidden, linears=Linears(7 * layers, count, 0, 0, 0),
+        capabilities=("completion",),
+    )  # fmt: skip
+
+
+PUBLISHED = {
+    "Llama 2 7B": shaped(32, 4096, 32, 32, 128, 11008, 32000, 4096, 6.74),
+    "CodeLlama 7B": shaped(32, 4096, 32, 32, 128, 11008, 32016, 16384, 6.74),
+    "Llama 3 8B": shaped(32, 4096, 32, 8, 128, 14336, 128256, 8192, 8.03),
+    "Llama 3.2 1B": shaped(16, 2048, 32, 8, 64, 8192, 128256, 131072, 1.24),
+    "Qwen3 0.6B": shaped(28, 1024, 16, 8, 128, 3072, 151936, 40960, 0.6),
+    "Gemma 2 9B": shaped(42, 3584, 16, 8, 256, 14336, 256000, 8192, 9.24),
+    "Gemma 3 270M": shaped(18, 640, 4, 1, 256, 2048, 262144, 32768, 0.27),
+    "Phi-2": shaped(32, 2560, 32, 32, 80, 10240, 51200, 2048, 2.78),
+    "MPT 7B 8k": shaped(32, 4096, 32, 32, 128, 16384, 50432, 8192, 6.65),
+    "Falcon 7B": shaped(32, 4544, 71, 1, 64, 18176, 65024, 2048, 7.2),
+    "GPT-2": shaped(12, 768, 12, 12, 64, 3072, 50257, 1024, 0.124),
+    "SmolLM2 135M": shaped(30, 576, 9, 3, 64, 1536, 49152, 8192, 0.135),
+}
+
+
+@pytest.mark.parametrize("way", [{"ctx_size": -1}, {"ctx_size": 0, "parallel": 1}, {"ctx_size": -1, "parallel": 32}])
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_guess_from_the_weights_is_never_below_what_the_same_model_takes(
+    name: str, on_host: bool, way: dict[str, int]
+) -> None:
+    known = estimate(PUBLISHED[name], preset(**way), on_host=on_host)
+    for unknown in (replace(PUBLISHED[name], kv_heads=0), replace(PUBLISHED[name], layers=0)):
+        guess = estimate(unknown, preset(**way), on_host=on_host)
+        assert (known.source, guess.source) == ("static", "weights")
+        assert guess.total >= known.total
+
+
+def test_a_forked_worker_takes_less_than_an_executed_one() -> None:
+    forked, executed = (estimate(QWEN3_4B, preset(), on_host=True, forked=way) for way in (True, False))
+    assert executed.total - forked.total == RUNTIME_HOST - RUNTIME_FORKED
+    assert (
+        estimate(QWEN3_4B, preset(), on_host=False, forked=True).shards
+        == estimate(QWEN3_4B, preset(), on_host=False).shards
+    ), "a device's context is each worker's own"
+
+
+def test_what_an_estimating_process_shares_with_its_nursery_counts_for_forked_workers_alone() -> None:
+    said = Estimated(weights=[9], context=[9], compute=[9], runtime=[1000], inherited=700)
+    shared = int(INHERITED_SHARE * 700)
+    assert estimates.exact(said, preset()).runtime == (1000,)
+    assert estimates.exact(said, preset(), forked=True).runtime == (1000 - shared,)
+    beside = replace(said, host=2000, inherited=0)
+    assert estimates.exact(beside, preset(), forked=True).host == 2000, "it was told of a process on accelerators"
+
+
+def test_whoever_generates_may_be_asked_to_follow_a_grammar() -> None:
+    embedder = replace(QWEN3_4B, capabilities=("embedding",))
+    assert estimates.grammar_bytes(QWEN3_4B, preset()) == GRAMMARS
+    assert estimates.grammar_bytes(embedder, preset()) == 0
+    assert estimates.grammar_bytes(QWEN3_4B, preset(task="embed")) == 0
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, counts=st.lists(st.integers(1, 8), min_size=2, max_size=5))
+def test_splitting_loses_nothing(facts: Checkpoint, said: Preset, counts: list[int]) -> None:
+    layers = sum(counts)
+    facts = replace(facts, layers=layers, state_layers=min(facts.state_layers, layers), by_layer=(1000,) * layers)
+    whole, split = estimate(facts, said, on_host=False), estimate(facts, said, layers=tuple(counts), on_host=False)
+    assert whole.weights[0] <= sum(split.weights) <= max(whole.weights[0], layers * 1000 * 8)
+    assert whole.context[0] <= sum(split.context)
+    assert all(min(each) >= 0 for each in (split.weights, split.context, split.compute))
+    assert max(split.compute) <= whole.compute[0], "no recorded graphs"
+
+
+@settings(deadline=None)
+@given(facts=checkpoints, said=presets, measured=st.integers(0, 1 << 40), host=st.integers(0, 1 << 40))
+def test_what_was_learned_sums_to_what_was_measured(facts: Checkpoint, said: Preset, measured: int, host: int) -> None:
+    found = estimates.learned(estimate(facts, said, on_host=False), (measured,), host)
+    assert found.shards == (measured,)
+    assert found.host == host
+    assert min(found.weights + found.context + found.compute + found.runtime) >= 0

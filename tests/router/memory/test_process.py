@@ -1,0 +1,128 @@
+"""What a process takes whatever its model: measured once for a type of device, remembered, and counted with since."""
+
+import json
+from pathlib import Path
+
+from router.config.presets import Preset
+from router.memory import estimate, tensor_parallel
+from router.memory.learned import Calibration
+from router.memory.process import RUNTIME_FORKED, RUNTIME_HOST, SERVING_HOST, UNKNOWN, Overhead
+from tests.router.fleet.worlds import LLAMA
+from worker.estimate import estimate as worked_out
+from worker.protocol.argv import Estimate
+from worker.protocol.events import Estimated
+from worker.protocol.memory import CUBLAS_WORKSPACE_BYTES, DEVICE_PROCESS_BYTES, DEVICE_PROCESS_HOST_BYTES, NCCL_BYTES
+
+MIB = 1 << 20
+CARD = "NVIDIA Fake A"
+MEASURED = Overhead(device=300 * MIB, host=900 * MIB)
+PRESET = Preset(id="a")
+
+
+def test_until_somebody_has_measured_constants_stand_for_it_and_both_sides_have_the_same() -> None:
+    assert UNKNOWN.on_device == DEVICE_PROCESS_BYTES
+    assert (UNKNOWN.on_host(forked=False), UNKNOWN.on_host(forked=True)) == (RUNTIME_HOST, RUNTIME_FORKED)
+    assert UNKNOWN.beside_device(forked=False) == DEVICE_PROCESS_HOST_BYTES
+
+
+def test_an_accelerator_has_workspaces_and_pieces_that_fit_nobody_by_both_sides() -> None:
+    assert estimate.beside_steps(400 * MIB) == CUBLAS_WORKSPACE_BYTES + 100 * MIB
+    asked = Estimate(snapshot="", overhead=7 * MIB)
+    assert worked_out.device_overhead(asked, 400 * MIB) == 7 * MIB + estimate.beside_steps(400 * MIB)
+
+
+def test_what_was_measured_is_what_the_static_estimate_counts_with() -> None:
+    guessed = estimate.estimate(LLAMA, PRESET, on_host=False)
+    known = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
+    beside = estimate.beside_steps(guessed.compute[0])
+    assert (guessed.runtime, known.runtime) == ((DEVICE_PROCESS_BYTES + beside,), (300 * MIB + beside,))
+    assert guessed.host - known.host == DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST)
+    assert known.overhead == MEASURED
+    assert (known.weights, known.context, known.compute) == (guessed.weights, guessed.context, guessed.compute)
+    split = estimate.estimate(LLAMA, PRESET, layers=(1, 1), on_host=False, overhead=MEASURED)
+    assert split.runtime == tuple(300 * MIB + estimate.beside_steps(each) for each in split.compute)
+    on_host = [estimate.estimate(LLAMA, PRESET, on_host=True, overhead=each) for each in (UNKNOWN, Overhead(host=MIB))]
+    assert on_host[0].runtime[0] - on_host[1].runtime[0] == RUNTIME_HOST - MIB - SERVING_HOST
+
+
+def test_ranks_count_with_it_beside_their_way_to_each_other() -> None:
+    found = tensor_parallel.estimate(LLAMA, PRESET, 2, on_host=False, overhead=MEASURED)
+    beside = estimate.beside_steps(found.compute[0])
+    assert found.runtime == (300 * MIB + NCCL_BYTES + beside,) * 2
+    guessed = tensor_parallel.estimate(LLAMA, PRESET, 2, on_host=False)
+    assert guessed.host - found.host == 2 * (DEVICE_PROCESS_HOST_BYTES - (900 * MIB + SERVING_HOST))
+
+
+def test_an_exact_figure_from_before_has_what_is_known_by_now() -> None:
+    own = 5 * MIB
+    said = Estimated(
+        weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=DEVICE_PROCESS_HOST_BYTES + own
+    )
+    exact = estimate.exact(said, PRESET, first=estimate.estimate(LLAMA, PRESET, on_host=False))
+    first = estimate.estimate(LLAMA, PRESET, on_host=False, overhead=MEASURED)
+    assert estimate.kept(exact, first).runtime == (300 * MIB + estimate.beside_steps(first.compute[0]),)
+    assert estimate.kept(exact, first).weights == (9,)
+    assert estimate.kept(exact, first).host == 900 * MIB + SERVING_HOST + own
+    assert estimate.kept(estimate.kept(exact, first), first) == estimate.kept(exact, first)
+    measured = estimate.learned(first, (10 * MIB,), own)
+    assert estimate.kept(measured, first).shards == (10 * MIB,), "which was measured as a whole"
+    assert estimate.kept(measured, first).host == own, "likewise"
+
+
+def test_what_an_exact_figure_knew_of_its_process_is_kept_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "estimates.json"
+    guessed, first = (estimate.estimate(LLAMA, PRESET, on_host=False, overhead=each) for each in (UNKNOWN, MEASURED))
+    said = Estimated(weights=[9], context=[8], compute=[7], runtime=[DEVICE_PROCESS_BYTES], host=guessed.process + 5)
+    Calibration(file).store_exact("a", estimate.exact(said, PRESET, first=guessed))
+    again = Calibration(file).exact("a")
+    assert again is not None
+    assert estimate.kept(again, first).host == first.process + 5
+    body = json.loads(file.read_text())
+    del body["exact"]["a"]["process"]
+    file.write_text(json.dumps(body))
+    old = Calibration(file).exact("a")
+    assert old is not None
+    assert estimate.kept(old, first).host == said.host, "of one from before it was told apart nothing is taken off"
+
+
+def test_it_is_remembered_by_type_of_device_driver_and_birth(tmp_path: Path) -> None:
+    file = tmp_path / "estimates.json"
+    Calibration(file, driver="550.54").record_overhead(CARD, MEASURED, forked=False)
+    again = Calibration(file, driver="550.54")
+    assert again.overhead(CARD, forked=False) == MEASURED
+    assert again.overhead(CARD, forked=True) == UNKNOWN
+    assert again.overhead("NVIDIA Fake B", forked=False) == UNKNOWN
+    assert Calibration(file, driver="560.1").overhead(CARD, forked=False) == UNKNOWN
+    [words] = json.loads(file.read_text())["overhead"]
+    assert words.startswith(f"{CARD}, driver 550.54, torch ")
+
+
+def test_it_rises_at_once_and_falls_slowly(tmp_path: Path) -> None:
+    known = Calibration(tmp_path / "estimates.json")
+    for device in (300, 400, 300):
+        known.record_overhead(CARD, Overhead(device=device * MIB), forked=False)
+    assert known.overhead(CARD, forked=False).device == 375 * MIB
+
+
+def test_a_difference_is_believed_once_two_loads_agree_on_it(tmp_path: Path) -> None:
+    known = Calibration(tmp_path / "estimates.json")
+
+    def say(device: int) -> int:
+        known.record_overhead(CARD, Overhead(device * MIB, 900 * MIB), forked=False, is_own=False)
+        return known.overhead(CARD, forked=False).device // MIB
+
+    assert [say(300), say(1500), say(310), say(320)] == [0, 0, 0, 320]
+    assert say(3000) == 320, "somebody else came meanwhile"
+    assert known.overhead(CARD, forked=False).host == 900 * MIB, "that is this process's own figure in any case"
+
+
+def test_a_file_from_before_there_was_such_a_record_is_no_damage(tmp_path: Path) -> None:
+    file = tmp_path / "estimates.json"
+    Calibration(file).record_load("a", 3.0)
+    body = json.loads(file.read_text())
+    del body["overhead"]
+    file.write_text(json.dumps(body))
+    known = Calibration(file)
+    assert (known.load_seconds("a"), known.overhead(CARD, forked=False)) == (3.0, UNKNOWN)
+    file.write_text(json.dumps({**body, "overhead": {key: [3] for key in ("a", "b")}}))
+    assert Calibration(file).overhead("cpu", forked=False) == UNKNOWN

@@ -1,0 +1,159 @@
+"""A model on several devices: never where one holds it; else on the fewest, each as full as the others."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config.presets import ALL_DEVICES, Preset
+from router.memory import sharding
+from router.memory.checkpoint_facts import Checkpoint, EstimateError
+from router.memory.estimate import estimate
+from router.memory.sharding import Choice, Indivisible, boundaries, bounded, choices, fits
+from router.planner.ledger import DeviceId
+from tests.router.large import BIG, CPU, GIB, GPU
+
+
+def preset(**changes: Any) -> Preset:
+    return Preset(id="a", **changes)
+
+
+def first_fit(facts: Checkpoint, said: Preset, room: Mapping[DeviceId, int]) -> Choice | None:
+    """What is chosen if estimates are taken at their word."""
+    order = sorted(room)
+    for choice in choices(facts, said, order, order, room):
+        if fits(choice, estimate(facts, said, layers=choice.layers, on_host=False).shards, bounded(said, order, room)):
+            return choice
+    return None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards"), [((180, 180, 180), 1), ((80, 180), 1), ((100, 100, 100, 100), 2), ((40, 40, 40, 40), 4)]
+)
+def test_a_model_lies_on_the_fewest_devices_that_hold_it(sizes: tuple[int, ...], shards: int) -> None:
+    found = first_fit(BIG, preset(), {id: size * GIB for id, size in zip(GPU, sizes, strict=False)})
+    assert found is not None
+    assert found.shards == shards
+    assert sum(found.layers) == (80 if shards > 1 else 0)
+    assert found.place == (), "any of them will do"
+
+
+def test_all_devices_together_may_be_too_small() -> None:
+    assert first_fit(BIG, preset(), dict.fromkeys(GPU, 34 * GIB)) is None
+
+
+def test_a_larger_device_gets_more_layers_and_all_are_as_full_as_one_another() -> None:
+    room = {GPU[0]: 60 * GIB, GPU[1]: 120 * GIB}
+    found = first_fit(BIG, preset(), room)
+    assert found is not None
+    shards = estimate(BIG, preset(), layers=found.layers, on_host=False).shards
+    shares = [shard / room[id] for shard, id in zip(shards, GPU, strict=False)]
+    assert abs(shares[0] - shares[1]) < 0.04, "of a layer each"
+
+
+def test_split_mode_none_keeps_it_whole_and_layer_splits_it_wherever_there_are_two() -> None:
+    room = dict.fromkeys(GPU, 180 * GIB)
+    layer = preset(split_mode="layer")
+    assert [each.shards for each in choices(BIG, preset(split_mode="none"), GPU, GPU, room)] == [1]
+    assert [each.shards for each in choices(BIG, layer, GPU, GPU, room)] == [2, 3, 4]
+    assert [each.shards for each in choices(BIG, layer, GPU[:1], GPU[:1], room)] == [1]
+    assert [each.shards for each in choices(BIG, layer, [CPU], [CPU], {CPU: 1})] == [1]
+
+
+def test_pipeline_parallel_is_a_number_of_devices_that_holds() -> None:
+    room = dict.fromkeys(GPU, 180 * GIB)
+    assert [each.shards for each in choices(BIG, preset(pipeline_parallel=3), GPU, GPU, room)] == [3]
+    assert [each.shards for each in choices(BIG, preset(pipeline_parallel=ALL_DEVICES), GPU, GPU, room)] == [4]
+    with pytest.raises(
+        Indivisible, match="a: pipeline-parallel is for 5 accelerators, and there are 4 that it may use"
+    ):
+        list(choices(BIG, preset(pipeline_parallel=5), GPU, GPU, room))
+    with pytest.raises(Indivisible, match="there is none that it may use"):
+        list(choices(BIG, preset(pipeline_parallel=2), [CPU], [CPU], {CPU: 1}))
+
+
+def test_gpu_split_is_the_most_that_it_may_have_of_each_and_says_which_is_which() -> None:
+    room = dict.fromkeys(GPU, 180 * GIB)
+    found = first_fit(BIG, preset(gpu_split=(60 * GIB, 0, 110 * GIB)), room)
+    assert found is not None
+    assert found.place == (GPU[0], GPU[2]), "as listed, and none of the second"
+    shards = estimate(BIG, preset(), layers=found.layers, on_host=False).shards
+    assert shards[0] <= 60 * GIB
+    assert shards[1] <= 110 * GIB
+    one_for_all = first_fit(BIG, preset(gpu_split=(60 * GIB,)), room)
+    assert one_for_all is not None
+    assert (one_for_all.shards, one_for_all.place) == (3, ())
+    assert first_fit(BIG, preset(gpu_split=(30 * GIB,)), room) is None
+
+
+def test_tensor_split_shares_the_layers_out_and_says_which_is_which() -> None:
+    room = dict.fromkeys(GPU, 180 * GIB)
+    (found,) = choices(BIG, preset(tensor_split=(0.0, 3.0, 1.0)), GPU, GPU, room)
+    assert (found.layers, found.place) == ((60, 20), (GPU[1], GPU[2]))
+
+
+def test_devices_are_counted_in_the_order_in_which_the_preset_names_them() -> None:
+    order = [GPU[2], GPU[0]]
+    (found,) = choices(BIG, preset(tensor_split=(3.0, 1.0)), order, order, dict.fromkeys(GPU, GIB))
+    assert found.place == (GPU[2], GPU[0])
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (replace(BIG, quantization="gptq"), "its weights are quantised"),
+        (replace(BIG, cross_attention=True), "it has an encoder and a decoder"),
+        (replace(BIG, capabilities=("embedding",)), "it embeds or scores texts"),
+        (replace(BIG, capabilities=("completion", "vision")), "it sees images"),
+        (replace(BIG, by_layer=()), "its files do not tell its layers from the rest"),
+    ],
+)
+def test_what_cannot_be_split_stays_whole_and_says_why_if_it_is_told_to(facts: Checkpoint, why: str) -> None:
+    room = dict.fromkeys(GPU, 10 * GIB)
+    assert [each.shards for each in choices(facts, preset(), GPU, GPU, room)] == [1]
+    with pytest.raises(EstimateError, match=f"{why}; remove pipeline-parallel"):
+        list(choices(facts, preset(pipeline_parallel=2), GPU, GPU, room))
+
+
+def test_whoever_says_what_it_takes_on_one_device_means_one() -> None:
+    room = dict.fromkeys(GPU, 10 * GIB)
+    assert [each.shards for each in choices(BIG, preset(required_memory={"": 90 * GIB}), GPU, GPU, room)] == [1]
+
+
+costs = st.lists(st.integers(1, 1000), min_size=4, max_size=30)
+
+
+@given(costs=costs, rooms=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 5000)), min_size=1, max_size=4))
+def test_the_fullest_device_is_as_little_full_as_can_be(costs: list[int], rooms: list[tuple[int, int]]) -> None:
+    beside, room = [each for each, _ in rooms], [each for _, each in rooms]
+    found = boundaries(costs, beside, room)
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    best = fullest(costs, beside, room, found)
+    for place in range(len(found) - 1):
+        for move in (-1, 1):  # no layer is better off with its neighbour
+            other = [*found]
+            other[place] += move
+            other[place + 1] -= move
+            if min(other) >= 1:
+                assert fullest(costs, beside, room, tuple(other)) >= best * (1 - 1e-9)
+
+
+def fullest(costs: list[int], beside: list[int], room: list[int], counts: tuple[int, ...]) -> float:
+    at, worst = 0, 0.0
+    for count, taken, have in zip(counts, beside, room, strict=True):
+        worst = max(worst, (taken + sum(costs[at : at + count])) / have)
+        at += count
+    return worst
+
+
+def test_shards_fit_devices_whatever_their_order_unless_the_place_is_given() -> None:
+    room = {GPU[0]: 10, GPU[1]: 30}
+    assert fits(Choice((1, 1), frozenset(GPU[:2])), (30, 10), room)
+    assert not fits(Choice((1, 1), frozenset(GPU[:2]), (GPU[0], GPU[1])), (30, 10), room)
+    assert not fits(Choice((1, 1), frozenset(GPU[:2])), (30, 11), room)
+    assert not fits(Choice((1, 1, 1), frozenset(GPU[:2])), (1, 1, 1), room)
+    assert sharding.assigned(Choice((1, 1), frozenset(GPU[:2])), (30, 10), room) == (GPU[1], GPU[0])

@@ -1,0 +1,128 @@
+"""A model whose matrices are divided: among as many as the preset says, equal parts that make up the whole."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config.presets import ALL_DEVICES, Preset
+from router.memory import sharding, tensor_parallel
+from router.memory.checkpoint_facts import Checkpoint, effective_ctx
+from router.memory.estimate import Estimate, context_bytes
+from router.memory.estimate import estimate as estimate_whole
+from router.memory.sharding import Choice, Indivisible, choices
+from router.memory.weights import weight_bytes
+from router.planner.ledger import DeviceId
+from tests.router.large import BIG, CPU, GIB, GPU, LAYER
+
+LARGE = replace(BIG, matrices=80 * (LAYER - 2 * 8192), kv_heads=8)
+ROOM = dict.fromkeys(GPU, 100 * GIB)
+
+
+def preset(**changes: Any) -> Preset:
+    return Preset(id="a", **changes)
+
+
+def ways(facts: Checkpoint, said: Preset, devices: list[DeviceId], room: Mapping[DeviceId, int]) -> list[Choice]:
+    return list(choices(facts, said, devices, devices, room))
+
+
+def test_tensor_parallel_is_a_number_of_devices_that_holds() -> None:
+    (found,) = ways(LARGE, preset(tensor_parallel=2), GPU, ROOM)
+    assert (found.ranks, found.shards, found.devices, found.place) == (2, 2, frozenset(GPU), ())
+    (found,) = ways(LARGE, preset(tensor_parallel=ALL_DEVICES), GPU, ROOM)
+    assert found.shards == 4
+    for wanted, said in ((8, "8"), (ALL_DEVICES, "max")):
+        with pytest.raises(
+            Indivisible, match=rf"a: tensor-parallel = {said} wants so many accelerators, and there are"
+        ):
+            ways(LARGE, preset(tensor_parallel=wanted), GPU if wanted == 8 else [CPU], ROOM)
+
+
+def test_split_mode_tensor_takes_the_fewest_that_it_can_be_divided_among() -> None:
+    said = preset(split_mode="tensor")
+    assert [each.shards for each in ways(LARGE, said, GPU, ROOM)] == [2, 4], "3 divides no heads"
+    assert [each.shards for each in ways(LARGE, said, GPU[:1], ROOM)] == [1]
+    assert [each.shards for each in ways(LARGE, said, [CPU], {CPU: GIB})] == [1]
+
+
+def test_on_main_memory_ranks_are_processes_side_by_side() -> None:
+    (found,) = ways(LARGE, preset(tensor_parallel=2), [CPU], {CPU: GIB})
+    assert (found.ranks, found.shards) == (2, 1)
+    cost = sharding.cost(found, LARGE, preset(), on_host=True, threads=1, forked=False)
+    one = estimate_whole(LARGE, preset(), on_host=True, threads=1)
+    assert len(cost.shards) == 1
+    assert cost.context == one.context, "each has the keys of its own heads"
+    assert cost.runtime[0] > one.runtime[0]
+    assert cost.host == 0
+
+
+def test_gpu_split_says_which_devices_they_are() -> None:
+    (found,) = ways(LARGE, preset(tensor_parallel=2, gpu_split=(90 * GIB, 0, 90 * GIB)), GPU, ROOM)
+    assert found.place == (GPU[0], GPU[2])
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "why"),
+    [
+        (LARGE, {"tensor_parallel": 3}, "it has 64 attention heads, which 3 does not divide; remove it, or write pipe"),
+        (replace(LARGE, kv_heads=2), {"tensor_parallel": 4}, "2 heads of keys and values, which 4 does not divide"),
+        (replace(LARGE, intermediate=28673), {"tensor_parallel": 2}, "it has 28673 columns in its MLP"),
+        (replace(LARGE, model_type="gpt2"), {"split_mode": "tensor"}, "split-mode = tensor cannot be: .*this is gpt2"),
+        (replace(LARGE, quantization="gptq"), {"tensor_parallel": 2}, "its weights are quantised; remove it$"),
+        (LARGE, {"tensor_parallel": 2, "quantization": "bnb-4bit"}, "its weights are quantised; remove it$"),
+        (replace(LARGE, capabilities=("embedding",)), {"tensor_parallel": 2}, "it embeds or scores texts; remove it$"),
+        (replace(LARGE, cross_attention=True), {"tensor_parallel": 2}, "it has an encoder and a decoder"),
+        (replace(LARGE, capabilities=("completion", "vision")), {"tensor_parallel": 2}, "it sees images"),
+        (LARGE, {"tensor_parallel": 2, "enable_lora": "on"}, "requests may name adapters"),
+        (replace(LARGE, matrices=0), {"tensor_parallel": 2}, "its files do not tell its layers from the rest"),
+    ],
+)
+def test_what_cannot_be_divided_says_why_and_what_to_do(facts: Checkpoint, said: dict[str, Any], why: str) -> None:
+    for devices in (GPU, [CPU]):
+        if "split_mode" not in said or devices is GPU:
+            with pytest.raises(Indivisible, match=why):
+                ways(facts, preset(**said), devices, ROOM)
+
+
+def test_a_divided_model_stays_below_one_device_that_holds_the_whole() -> None:
+    whole = estimate_whole(LARGE, preset(), on_host=False)
+    for ranks in (2, 4):
+        parts = tensor_parallel.estimate(LARGE, preset(), ranks, on_host=False)
+        assert len(parts.shards) == ranks
+        assert len(set(parts.shards)) == 1
+        assert parts.shards[0] < whole.shards[0]
+        assert parts.host > whole.host, "each process has libraries of its own"
+
+
+def test_what_the_preset_says_that_each_takes_stands() -> None:
+    said = tensor_parallel.estimate(LARGE, preset(required_memory={"": 70 * GIB, "cpu": GIB}), 2, on_host=False)
+    assert (said.weights, said.host, said.source, said.layers) == ((70 * GIB,) * 2, GIB, "preset", ())
+
+
+@given(
+    ranks=st.sampled_from([2, 4, 8]),
+    matrices=st.integers(1, 1 << 36),
+    rest=st.integers(0, 1 << 30),
+    tied=st.booleans(),
+    vocab=st.integers(8, 200_000),
+    tokens=st.integers(1, 8192),
+)
+def test_dividing_conserves_weights_and_keys(
+    ranks: int, matrices: int, rest: int, tied: bool, vocab: int, tokens: int
+) -> None:
+    """Parts of what is divided make it up, give or take the bytes that round; the rest is on each."""
+    head = 0 if tied else vocab * 8192
+    elements = matrices + rest + head
+    tally = replace(LARGE.tensors["bfloat16"], elements=elements, bytes=2 * elements)
+    facts = replace(LARGE, matrices=matrices, tied=tied, vocab_size=vocab, behind=head, tensors={"bfloat16": tally})
+    said = preset(ctx_size=tokens)
+    found: Estimate = tensor_parallel.estimate(facts, said, ranks, on_host=False)
+    whole = weight_bytes(facts, said, on_host=False)
+    parted = 2 * tensor_parallel.divided_elements(facts, ranks)
+    assert 2 * matrices <= parted <= 2 * (matrices + head)
+    assert whole <= sum(found.weights) - (ranks - 1) * (whole - parted) < whole + ranks
+    assert sum(found.context) == context_bytes(facts, said, effective_ctx(facts, said), on_host=False)

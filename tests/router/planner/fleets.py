@@ -1,0 +1,93 @@
+"""Small fleets as values, and the arithmetic of a plan by another hand than the planner's."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from router.planner.ledger import HOST, LOCAL, SLOTS, Bytes, Device, DeviceId, Resident
+from router.planner.planner import plan
+from router.planner.types import Demand, Plan, Policy
+
+CPU = DeviceId(LOCAL, HOST)
+COUNT = DeviceId(LOCAL, SLOTS)
+GPU = [DeviceId(LOCAL, index) for index in range(16)]
+NOW = 1000.0
+PATIENCE = 10.0
+
+
+def resident(id: int, on: Bytes, **facts: Any) -> Resident:
+    """A worker that is ready, idle and past its turn, measuring what it reserved; last used at `NOW - 100 + id`."""
+    facts = {"model": f"m{id}", "last_used": NOW - 100 + id, "measured": {} if facts.get("starting") else on, **facts}
+    return Resident(id=id, reserved={**on, COUNT: 1}, **facts)
+
+
+def demand(id: int, *shards: int, on: Collection[DeviceId] = (GPU[0],), **facts: Any) -> Demand:
+    """A worker queued for room just now, by an exact estimate."""
+    facts = {"model": f"m{id}", "since": NOW, **facts}
+    return Demand(id=id, shards=shards, devices=frozenset(on), **facts)
+
+
+def machine(
+    residents: Sequence[Resident],
+    totals: Bytes,
+    *,
+    foreign: Mapping[DeviceId, int] | None = None,
+    margin: int = 0,
+    limit: Mapping[DeviceId, int] | None = None,
+) -> list[Device]:
+    """Devices whose driver sees what is foreign and what the residents occupy."""
+    foreign = foreign or {}
+    return [
+        Device(
+            id=id,
+            total=total,
+            used=foreign.get(id, 0) + sum(one.occupied(id) for one in residents),
+            foreign=foreign.get(id, 0),
+            margin=0 if id == COUNT else margin,
+            limit=(limit or {}).get(id),
+        )
+        for id, total in totals.items()
+    ]
+
+
+def decide(
+    waiting: Sequence[Demand],
+    residents: Sequence[Resident],
+    totals: Bytes,
+    *,
+    now: float = NOW,
+    patience: float = PATIENCE,
+    memory: bool = True,
+    **facts: Any,
+) -> Plan:
+    policy = Policy(patience=patience, memory=memory)
+    return plan(waiting, residents, machine(residents, totals, **facts), now, policy)
+
+
+def claim_of(demand: Demand, place: Sequence[DeviceId], devices: Sequence[Device]) -> dict[DeviceId, int]:
+    """What `demand` takes at `place`, worked out anew."""
+    claim = {COUNT: 1}
+    pools = {device.id: device.pool for device in devices}
+    for id, shard in zip(place, demand.shards, strict=True):
+        pool = pools.get(id) or id
+        claim[pool] = claim.get(pool, 0) + shard
+    if demand.host:
+        home = CPU if any(device.id == CPU for device in devices) else place[0]
+        claim[home] = claim.get(home, 0) + demand.host
+    return claim
+
+
+def overdrawn(
+    devices: Sequence[Device], here: Sequence[Resident], gone: Sequence[Resident], claims: Sequence[Bytes]
+) -> list[DeviceId]:
+    """The devices on which `claims` exceed the margin, by driver or by ledger, once `gone` have left `here`."""
+    left = {one.id for one in gone}
+    result = []
+    for device in devices:
+        taken = sum(claim.get(device.id, 0) for claim in claims)
+        reserved = sum(one.reserved.get(device.id, 0) for one in here if one.id not in left)
+        driver = device.used - sum(one.occupied(device.id) for one in gone)
+        top = device.total - device.margin
+        by_limit = device.limit is not None and reserved + taken > device.limit - device.margin
+        if taken and (driver + taken > top or device.foreign + reserved + taken > top or by_limit):
+            result.append(device.id)
+    return result

@@ -1,0 +1,90 @@
+"""One question to the planner, and what is to be true of its answer, by another hand than the planner's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from router.planner.ledger import Bytes, Device, DeviceId, Resident
+from router.planner.planner import plan
+from router.planner.types import Demand, Plan, Policy
+from tests.router.planner.fleets import NOW, PATIENCE, claim_of, overdrawn
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One question to the planner."""
+
+    waiting: list[Demand]
+    residents: list[Resident]
+    devices: list[Device]
+    now: float = NOW
+    patience: float = PATIENCE
+    memory: bool = True
+
+    def ask(self) -> Plan:
+        policy = Policy(patience=self.patience, memory=self.memory)
+        return plan(self.waiting, self.residents, self.devices, self.now, policy)
+
+    @property
+    def line(self) -> list[Demand]:
+        """Who is asked first."""
+        return sorted(self.waiting, key=lambda one: (one.luxury, -one.priority, one.since, one.id))
+
+    def claims(self, plan: Plan, among: Sequence[Demand]) -> dict[int, Bytes]:
+        """What those who start or keep a place will take there."""
+        start = {id: start.place for id, start in plan.start.items()}
+        kept = {id: wait.place for id, wait in plan.waits.items() if wait.place}
+        places = {**start, **kept}
+        return {one.id: claim_of(one, places[one.id], self.devices) for one in among if one.id in places}
+
+    def stages(self, plan: Plan, among: Sequence[Demand]) -> Iterator[tuple[set[int], list[Bytes]]]:
+        """Who is gone and what is taken: first as told now, then as each that has to wait gets its place, in line."""
+        claims = self.claims(plan, among)
+        asked = {one.id for one in among} | {None}
+        gone = {one.id for one in self.residents if one.leaving}
+        gone |= {id for id, eviction in plan.evict.items() if eviction.for_demand in asked}
+        later = [one.id for one in among if one.id in claims and is_pending(plan, one.id)]
+        taken = [claims[id] for id in claims if id not in later]
+        yield set(gone), list(taken)
+        for id in later:
+            gone |= set(plan.waits[id].victims)
+            taken.append(claims[id])
+            yield set(gone), list(taken)
+
+    def over(self, gone: set[int], claims: Sequence[Bytes]) -> list[DeviceId]:
+        return overdrawn(self.devices, self.residents, [one for one in self.residents if one.id in gone], claims)
+
+    def leaving(self, plan: Plan) -> list[Resident]:
+        """Who will be gone, by this plan or before."""
+        return [one for one in self.residents if one.leaving or one.id in plan.evict]
+
+
+def is_pending(plan: Plan, id: int) -> bool:
+    """Whether it keeps a place, but waits until its victims, or those of somebody ahead, may leave."""
+    wait = plan.waits.get(id)
+    return wait is not None and (wait.cause not in ("stopping", "quiet") or not set(wait.victims) <= set(plan.evict))
+
+
+# Laws that a plan may break
+
+
+def starts_too_much(fleet: Fleet, plan: Plan) -> list[DeviceId]:
+    """Devices on which what it starts exceeds the margin, by driver or by ledger."""
+    return overdrawn(fleet.devices, fleet.residents, [], [start.claim for start in plan.start.values()])
+
+
+def overtaken(fleet: Fleet, plan: Plan) -> list[DeviceId]:
+    """Devices on which, as each that has to wait gets its place in the order of the line, there is no room for all that
+    was promised."""
+    return [id for gone, taken in fleet.stages(plan, fleet.line) for id in fleet.over(gone, taken)]
+
+
+def superfluous(fleet: Fleet, plan: Plan) -> list[int]:
+    """Victims without whose leaving the one they leave for, and everybody ahead of it, would have its place as soon."""
+    line = fleet.line
+    found = []
+    for id, eviction in plan.evict.items():
+        if eviction.reason == "evicted":
+            ahead = line[: 1 + [one.id for one in line].index(eviction.for_demand or 0)]
+            if not any(fleet.over(gone - {id}, taken) for gone, taken in fleet.stages(plan, ahead)):
+                found.append(id)
+    return found

@@ -1,0 +1,256 @@
+"""What is used on each device."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.planner.availability import Stages, View
+from router.planner.ledger import LOCAL, SLOTS, Device, DeviceId, Ledger, Reading, Resident, pooled
+from tests.router.planner.fleets import COUNT, CPU, GPU, machine, resident
+
+WORLD = 100
+
+
+def foreign(ledger: Ledger, used: int, residents: Sequence[Resident]) -> int:
+    [device] = ledger.observe([Reading(GPU[0], WORLD, used)], residents)
+    return device.foreign
+
+
+# The foreign row
+
+
+def test_foreign_is_what_the_driver_sees_beyond_our_ready_workers() -> None:
+    ours = [resident(1, {GPU[0]: 30}), resident(2, {GPU[0]: 20})]
+    assert foreign(Ledger(), 57, ours) == 7
+
+
+def test_with_nobody_of_ours_all_memory_is_foreign() -> None:
+    assert foreign(Ledger(), 12, []) == 12
+
+
+@pytest.mark.parametrize("unquiet", [{"starting": True}, {"leaving": True}], ids=["starting", "leaving"])
+def test_in_between_the_last_quiet_value_stands(unquiet: dict[str, bool]) -> None:
+    ledger = Ledger()
+    assert foreign(ledger, 12, []) == 12
+    assert foreign(ledger, 35, [resident(1, {GPU[0]: 40}, **unquiet)]) == 12
+    assert foreign(ledger, 52, [resident(1, {GPU[0]: 40})]) == 12
+    assert foreign(ledger, 60, [resident(1, {GPU[0]: 40})]) == 20
+
+
+def test_before_any_quiet_value_the_row_errs_on_the_safe_side() -> None:
+    assert foreign(Ledger(), 35, [resident(1, {GPU[0]: 40}, starting=True)]) == 35
+
+
+def test_a_load_elsewhere_does_not_disturb_the_reading() -> None:
+    ledger = Ledger()
+    assert foreign(ledger, 12, [resident(1, {GPU[1]: 40}, starting=True)]) == 12
+    assert foreign(ledger, 17, [resident(1, {GPU[1]: 40}, starting=True)]) == 17
+
+
+def test_a_worker_that_cannot_measure_itself_counts_with_its_reservation() -> None:
+    assert foreign(Ledger(), 45, [resident(1, {GPU[0]: 40}, measured={CPU: 3})]) == 5
+
+
+def test_foreign_memory_is_never_negative() -> None:
+    assert foreign(Ledger(), 30, [resident(1, {GPU[0]: 40})]) == 0
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(0, 40), st.lists(st.integers(1, 10), max_size=5))
+def test_what_the_driver_sees_is_foreign_or_ours(others: int, ours: list[int]) -> None:
+    residents = [resident(id, {GPU[0]: size}) for id, size in enumerate(ours)]
+    assert foreign(Ledger(), others + sum(ours), residents) == others
+
+
+# Margins, limits, slots
+
+
+def test_margins_and_limits_are_asked_for_by_device() -> None:
+    ledger = Ledger(margin={GPU[0]: 5, CPU: 7}.__getitem__, limit={CPU: 50}.get)
+    readings = [Reading(GPU[0], 100, 0), Reading(CPU, 200, 0)]
+    devices = ledger.observe(readings, [])
+    assert [(device.id, device.margin, device.limit) for device in devices] == [(CPU, 7, 50), (GPU[0], 5, None)]
+
+
+@pytest.mark.parametrize(
+    ("total", "margin", "limit", "capacity"),
+    [(100, 0, None, 100), (100, 10, None, 90), (100, 10, 60, 50), (100, 10, 600, 90), (100, 10, 5, 0)],
+)
+def test_capacity_is_the_smaller_of_device_and_limit_less_the_margin(
+    total: int, margin: int, limit: int | None, capacity: int
+) -> None:
+    device = Device(id=GPU[0], total=total, used=80, foreign=80, margin=margin, limit=limit)
+    assert device.capacity == capacity
+
+
+def test_models_max_is_a_device_of_slots_on_each_node() -> None:
+    far = DeviceId("far", 0)
+    devices = Ledger(models_max=3).observe(
+        [Reading(GPU[0], 100, 10), Reading(far, 100, 0)], [resident(1, {GPU[0]: 10})]
+    )
+    slots = {device.id: (device.total, device.used) for device in devices if device.id.index == SLOTS}
+    assert slots == {COUNT: (3, 1), DeviceId("far", SLOTS): (3, 0)}
+
+
+def test_without_models_max_nobody_counts_workers() -> None:
+    assert [device.id for device in Ledger().observe([Reading(GPU[0], 100, 0)], [])] == [GPU[0]]
+
+
+def test_a_device_is_named_as_people_name_it() -> None:
+    assert [str(id) for id in (GPU[3], CPU, COUNT, DeviceId("far", 0))] == ["cuda:3", "cpu", "slots", "far/cuda:0"]
+    assert GPU[0].node == LOCAL
+
+
+# What would be free
+
+
+def free(residents: Sequence[Resident], *, gone: Sequence[Resident] = (), promised: int = 0, **facts: object) -> int:
+    view = View(machine(residents, {GPU[0]: WORLD}, **facts), residents)  # type: ignore[arg-type]  # forwarded
+    for one in gone:
+        view.leave(one)
+    view.promise({GPU[0]: promised})
+    return view.free(GPU[0])
+
+
+def test_free_is_the_worse_of_driver_and_ledger() -> None:
+    grows = resident(1, {GPU[0]: 40}, measured={GPU[0]: 10})
+    exceeds = resident(1, {GPU[0]: 40}, measured={GPU[0]: 45})
+    assert free([grows], foreign={GPU[0]: 20}, margin=5) == 100 - 5 - 20 - 40
+    assert free([exceeds], foreign={GPU[0]: 20}, margin=5) == 100 - 5 - 20 - 45
+
+
+def test_two_loads_beside_a_foreign_process_do_not_over_commit() -> None:
+    """The driver shows 20, reservations are 40: neither knows that 60 are spoken for."""
+    loading = resident(1, {GPU[0]: 40}, starting=True, measured={GPU[0]: 0})
+    assert free([loading], foreign={GPU[0]: 20}) == 40
+
+
+def test_who_leaves_takes_its_memory_off_both_figures() -> None:
+    a, b = resident(1, {GPU[0]: 40}), resident(2, {GPU[0]: 30}, measured={GPU[0]: 25})
+    assert free([a, b], gone=[a], foreign={GPU[0]: 10}) == 100 - 10 - 30
+    assert free([a, b], gone=[a, b], foreign={GPU[0]: 10}) == 90
+
+
+def test_only_what_it_occupies_comes_back_when_one_leaves() -> None:
+    """10 foreign bytes are too new to be in the row: the driver alone knows of them."""
+    one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30})
+    view = View([Device(id=GPU[0], total=100, used=30 + 10, foreign=0)], [one])
+    assert view.free(GPU[0]) == 60
+    view.leave(one)
+    assert view.free(GPU[0]) == 90
+
+
+def test_foreign_memory_counts_against_the_device_but_not_against_the_limit() -> None:
+    a = resident(1, {GPU[0]: 10})
+    assert free([a], foreign={GPU[0]: 70}, limit={GPU[0]: 40}, margin=5) == 100 - 5 - 80
+    assert free([a], foreign={GPU[0]: 30}, limit={GPU[0]: 40}, margin=5) == 40 - 5 - 10
+
+
+def test_a_promise_is_seen_by_nobody_else() -> None:
+    assert free([resident(1, {GPU[0]: 40})], promised=25) == 35
+
+
+def test_a_view_forgets_nothing_when_someone_stays_after_all() -> None:
+    one = resident(1, {GPU[0]: 40}, measured={GPU[0]: 30, CPU: 5})
+    view = View(machine([one], {GPU[0]: WORLD, CPU: WORLD}), [one])
+    before = view.free(GPU[0]), view.free(CPU)
+    other = view.copy()
+    view.leave(one)
+    assert (other.free(GPU[0]), other.free(CPU)) == before
+    view.stay(one)
+    assert (view.free(GPU[0]), view.free(CPU)) == before
+
+
+def test_without_memory_only_slots_can_be_short() -> None:
+    one = resident(1, {GPU[0]: 90})
+    devices = machine([one], {GPU[0]: WORLD, COUNT: 1})
+    claim = {GPU[0]: 50, COUNT: 1}
+    assert set(View(devices, [one]).short(claim)) == {GPU[0], COUNT}
+    assert View(devices, [one], memory=False).short(claim) == [COUNT]
+
+
+def test_an_unknown_device_is_not_looked_at() -> None:
+    assert View(machine([], {GPU[0]: WORLD}), []).short({GPU[0]: 1, COUNT: 1, GPU[1]: 5}) == []
+
+
+# Several views as one
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.integers(0, 1 << 40))
+def test_stages_say_the_least_of_many_views(seed: int) -> None:
+    """Kept as three views, they say what a list of all of them would."""
+    random = Random(seed)
+    here = [
+        resident(id, {GPU[id % 2]: random.randint(1, 9)}, measured={GPU[id % 2]: random.randint(1, 12), CPU: 2})
+        for id in range(1, 8)
+    ]
+    devices = machine(here, {GPU[0]: 40, GPU[1]: 50, CPU: 20}, foreign={GPU[0]: random.randint(0, 9)})
+    stages, views = Stages(View(devices, here)), [View(devices, here)]
+    for _ in range(random.randint(1, 12)):
+        one, claim = random.choice(here), {random.choice(GPU[:2]): random.randint(0, 9), CPU: 1}
+        match random.choice(["leave", "stay", "promise", "book", "book"]):
+            case "leave":
+                stages.leave(one)
+                for view in views:
+                    view.leave(one)
+            case "stay":
+                stages.stay(one)
+                for view in views:
+                    view.stay(one)
+            case "promise":
+                stages.promise(claim)
+                for view in views:
+                    view.promise(claim)
+            case "book":
+                victims = random.sample(here, random.randint(0, 2))
+                stages.book(claim, victims)
+                views += [views[-1].copy()] if victims else []
+                for each in victims:
+                    views[-1].leave(each)
+                views[-1].promise(claim)
+        for id in (*GPU[:2], CPU):
+            assert stages.least.free(id) == min(view.free(id) for view in views)
+            assert stages.last.free(id) == views[-1].free(id)
+        assert stages.keep_their_promises() == all(view.free(id) >= 0 for view in views for id in view.promised)
+
+
+# One memory under two names
+
+
+def unified(*, margin: int = 0, limit: int | None = None) -> Ledger:
+    return Ledger(margin=lambda id: margin if id == GPU[0] else 1, limit=lambda id: limit if id == GPU[0] else None)
+
+
+def test_an_accelerator_without_memory_of_its_own_shows_that_of_its_pool() -> None:
+    readings = [Reading(GPU[0], WORLD, 47, pool=CPU), Reading(CPU, WORLD, 47)]
+    ours = [resident(1, {CPU: 30})]
+    assert [(d.id, d.used, d.foreign, d.pool) for d in unified().observe(readings, ours)] == [
+        (CPU, 47, 17, None),
+        (GPU[0], 47, 17, CPU),
+    ]
+
+
+def test_an_accelerator_that_is_full_as_it_cannot_be_read_leaves_its_pool_as_it_is() -> None:
+    readings = [Reading(GPU[0], WORLD, WORLD, pool=CPU), Reading(CPU, WORLD, 47)]
+    assert [(d.id, d.used) for d in unified().observe(readings, [])] == [(CPU, 47), (GPU[0], WORLD)]
+
+
+def test_the_largest_margin_and_the_smallest_limit_hold_for_all_of_one_memory() -> None:
+    readings = [Reading(GPU[0], WORLD, 0, pool=CPU), Reading(CPU, WORLD, 0)]
+    devices = unified(margin=5, limit=60).observe(readings, [])
+    assert [(device.margin, device.limit) for device in devices] == [(5, 60), (5, 60)]
+    assert View(devices, []).short({CPU: 56}) == [CPU]
+    assert View(devices, []).short({CPU: 55}) == []
+
+
+def test_sizes_are_added_where_their_memory_is() -> None:
+    assert pooled({GPU[0]: 30, CPU: 4, GPU[1]: 7}, {GPU[0]: CPU}) == {CPU: 34, GPU[1]: 7}
+
+
+def test_memory_that_was_measured_but_never_reserved_is_freed_too() -> None:
+    one = Resident(id=1, model="m", reserved={GPU[0]: 5}, measured={GPU[0]: 4, CPU: 3})
+    assert one.holds == ((GPU[0], 4, 5), (CPU, 3, 0))

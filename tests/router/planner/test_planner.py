@@ -1,0 +1,680 @@
+"""Who starts where, who leaves: small worlds. Sizes are in any unit, times in seconds around NOW."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+from router.planner.ledger import HOST, Device, DeviceId, Resident
+from router.planner.planner import plan
+from router.planner.types import Demand, Eviction, Plan, Policy
+from tests.router.planner.fleets import COUNT, CPU, GPU, NOW, PATIENCE, decide, demand, machine, resident
+
+ONE = {GPU[0]: 100}
+TWO = {GPU[0]: 100, GPU[1]: 100}
+LATE = NOW - PATIENCE
+"""Since when somebody has waited whose patience is over."""
+FRESH = {"turn_ends": NOW + 5}
+
+
+def evicted(plan: Plan) -> list[int]:
+    return sorted(plan.evict)
+
+
+def places(plan: Plan) -> dict[int, tuple[DeviceId, ...]]:
+    return {id: start.place for id, start in plan.start.items()}
+
+
+# 1. It fits: start
+
+
+def test_a_demand_that_fits_starts_at_once() -> None:
+    plan = decide([demand(1, 60)], [resident(2, {GPU[0]: 40})], ONE)
+    assert plan.start[1].claim == {GPU[0]: 60, COUNT: 1}
+    assert (plan.evict, plan.waits, plan.look_again) == ({}, {}, None)
+
+
+def test_a_claim_has_its_share_of_host_and_slots() -> None:
+    plan = decide([demand(1, 60, 50, on=GPU[:2], host=7)], [], {**TWO, CPU: 20, COUNT: 2})
+    assert plan.start[1].claim == {GPU[0]: 60, GPU[1]: 50, CPU: 7, COUNT: 1}
+
+
+def test_a_model_on_the_cpu_has_its_shard_there() -> None:
+    plan = decide([demand(1, 60, on=[CPU])], [], {CPU: 64})
+    assert places(plan) == {1: (CPU,)}
+
+
+def test_main_memory_can_be_what_is_short() -> None:
+    plan = decide([demand(1, 10, host=30)], [resident(2, {GPU[0]: 10, CPU: 80})], {**ONE, CPU: 100})
+    assert evicted(plan) == [2]
+    assert list(plan.waits[1].shortage) == [CPU]
+
+
+def test_with_unified_memory_the_host_share_comes_from_the_one_pool() -> None:
+    assert decide([demand(1, 60, host=41)], [], ONE).refuse[1].devices[GPU[0]].required == 101
+    assert decide([demand(1, 60, host=40)], [], ONE).start[1].claim == {GPU[0]: 100, COUNT: 1}
+
+
+def test_loads_run_in_parallel_when_they_fit() -> None:
+    waiting = [demand(1, 30), demand(2, 30), demand(3, 30)]
+    plan = decide(waiting, [resident(4, {GPU[0]: 10}, starting=True, busy=True)], ONE)
+    assert set(plan.start) == {1, 2, 3}
+
+
+def test_a_start_goes_where_it_is_emptiest() -> None:
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[1]: 20})]
+    assert places(decide([demand(3, 10, on=GPU[:2])], residents, TWO)) == {3: (GPU[1],)}
+
+
+def test_starts_of_one_plan_spread_out() -> None:
+    assert places(decide([demand(id, 10, on=GPU[:2]) for id in (1, 2)], [], TWO)) == {1: (GPU[0],), 2: (GPU[1],)}
+
+
+def test_a_copy_goes_where_the_fewest_copies_are() -> None:
+    residents = [resident(1, {GPU[0]: 10}, model="m"), resident(2, {GPU[1]: 50})]
+    assert places(decide([demand(3, 10, on=GPU[:2], model="m")], residents, TWO)) == {3: (GPU[1],)}
+
+
+def test_a_start_keeps_to_its_devices() -> None:
+    assert places(decide([demand(1, 10, on=[GPU[1]])], [resident(2, {GPU[1]: 80})], TWO)) == {1: (GPU[1],)}
+
+
+def test_shards_are_never_spread_over_two_nodes() -> None:
+    far = DeviceId("far", 0)
+    plan = decide([demand(1, 60, 60, on=[GPU[0], far])], [], {GPU[0]: 100, far: 100})
+    assert (plan.refuse[1].needs, plan.refuse[1].offered, plan.refuse[1].devices) == (2, 1, {})
+
+
+def test_each_node_has_its_own_main_memory() -> None:
+    far = DeviceId("far", 0)
+    totals = {GPU[0]: 100, CPU: 5, far: 100, DeviceId("far", HOST): 50}
+    assert places(decide([demand(1, 60, host=10, on=[GPU[0], far])], [], totals)) == {1: (far,)}
+
+
+@pytest.mark.parametrize("shards", sorted(permutations([30, 60, 90])))
+def test_the_largest_shard_takes_the_roomiest_device(shards: tuple[int, ...]) -> None:
+    totals = {GPU[0]: 90, GPU[1]: 30, GPU[2]: 60}
+    plan = decide([demand(1, *shards, on=GPU[:3])], [], totals)
+    assert [totals[id] for id in plan.start[1].place] == list(shards)
+
+
+def test_a_place_that_is_given_is_taken_or_waited_for() -> None:
+    given = replace(demand(9, 20, 60, on=GPU[:3]), place=(GPU[2], GPU[0]))
+    assert places(decide([given], [], dict.fromkeys(GPU[:3], 100))) == {9: (GPU[2], GPU[0])}
+    there = resident(1, {GPU[0]: 70})
+    plan = decide([given], [there], dict.fromkeys(GPU[:3], 100))
+    assert (plan.start, evicted(plan)) == ({}, [1]), "though the second device is empty"
+    plan = decide([given], [], {GPU[0]: 50, GPU[1]: 100, GPU[2]: 100})
+    assert list(plan.refuse[9].devices) == [GPU[0]], "the other would do"
+
+
+def test_on_many_devices_a_split_takes_an_aligned_run() -> None:
+    busy = [resident(id, {GPU[id]: 90}, busy=True) for id in (0, 3, 4, 7, 9, 10, 12, 15)]
+    plan = decide([demand(99, 20, 20, on=GPU)], busy, dict.fromkeys(GPU, 100))
+    assert plan.start == {}  # 1 and 2 are free, but no aligned pair: it claims one
+    assert len(plan.waits[99].victims) == 1
+    plan = decide([demand(99, 20, 20, on=GPU)], busy[:6], dict.fromkeys(GPU, 100))
+    assert places(plan) == {99: (GPU[12], GPU[13])}
+
+
+# 2. It fits without some: claim
+
+
+def test_the_least_recently_used_leaves_first() -> None:
+    residents = [resident(id, {GPU[0]: 30}, last_used=last) for id, last in ((1, 70.0), (2, 50.0), (3, 60.0))]
+    assert evicted(decide([demand(9, 30)], residents, ONE)) == [2]
+    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2, 3]
+    assert evicted(decide([demand(9, 90)], residents, ONE)) == [1, 2, 3]
+
+
+def test_nobody_leaves_who_would_make_no_difference() -> None:
+    """1 is the oldest, but too small to matter once 2, who must leave anyway, is gone."""
+    residents = [resident(1, {GPU[0]: 10}), resident(2, {GPU[0]: 80})]
+    assert evicted(decide([demand(9, 60)], residents, ONE)) == [2]
+
+
+def test_nobody_leaves_who_is_not_in_the_way() -> None:
+    residents = [resident(1, {GPU[1]: 90}), resident(2, {GPU[0]: 90})]
+    plan = decide([demand(9, 60, on=[GPU[0]])], residents, TWO)
+    assert evicted(plan) == [2]
+    assert plan.waits[9].keep == {1: "elsewhere"}
+
+
+def test_of_two_demands_the_second_can_make_a_victim_of_the_first_superfluous() -> None:
+    """1 makes room for 8; but then 2 leaves for 9, and that is room enough for both."""
+    residents = [resident(1, {GPU[0]: 20}), resident(2, {GPU[0]: 80})]
+    plan = decide([demand(8, 20, since=NOW - 2), demand(9, 60)], residents, ONE)
+    assert evicted(plan) == [2]
+    assert plan.waits[8].victims == ()
+    assert plan.waits[8].keep[1] == "unneeded"
+
+
+def test_nobody_waits_for_a_busy_ones_end_so_that_an_idle_one_may_stay() -> None:
+    residents = [resident(1, {GPU[0]: 20}), resident(2, {GPU[0]: 80}, busy=True)]
+    plan = decide([demand(8, 20, since=LATE), demand(9, 60, since=LATE)], residents, ONE)
+    assert plan.evict == {
+        1: Eviction(reason="evicted", for_demand=8, idle=True),
+        2: Eviction(reason="evicted", for_demand=9, idle=False),
+    }
+
+
+def test_the_smallest_sufficient_set_is_taken_on_every_device_at_once() -> None:
+    """One worker on both devices is enough where two would be needed otherwise; its age does not matter then."""
+    residents = [resident(1, {GPU[0]: 30}), resident(2, {GPU[1]: 30}), resident(3, {GPU[0]: 60, GPU[1]: 60})]
+    assert evicted(decide([demand(9, 65, 65, on=GPU[:2])], residents, TWO)) == [3]
+    assert evicted(decide([demand(9, 40, 40, on=GPU[:2])], residents, TWO)) == [1, 2]
+
+
+def test_idle_leave_before_busy_ones() -> None:
+    residents = [resident(1, {GPU[0]: 50}, busy=True), resident(2, {GPU[0]: 50})]
+    assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
+
+
+def test_luxuries_leave_before_needs() -> None:
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, luxury=True)]
+    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
+
+
+def test_lower_priority_leaves_first() -> None:
+    residents = [resident(1, {GPU[0]: 50}, priority=1), resident(2, {GPU[0]: 50})]
+    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
+
+
+def test_among_equals_the_one_cheaper_to_bring_back_leaves() -> None:
+    residents = [resident(id, {GPU[0]: 50}, last_used=5.0, load_seconds=8.0 - id) for id in (1, 2)]
+    assert evicted(decide([demand(9, 50)], residents, ONE)) == [2]
+
+
+def test_a_pinned_worker_never_leaves() -> None:
+    residents = [resident(1, {GPU[0]: 60}, pinned=True), resident(2, {GPU[0]: 40})]
+    assert evicted(decide([demand(9, 40, since=LATE)], residents, ONE)) == [2]
+    plan = decide([demand(9, 41, since=LATE)], residents, ONE)
+    assert (plan.evict, plan.refuse) == ({}, {})
+    assert (plan.waits[9].cause, plan.waits[9].keep) == ("memory", {1: "pinned", 2: "unneeded"})
+
+
+def test_the_place_that_disturbs_least_is_claimed() -> None:
+    def choice(since: float = NOW, **facts: object) -> list[int]:
+        rivals = [resident(1, {GPU[0]: 90}, last_used=5.0), resident(2, {GPU[1]: 90}, last_used=5.0)]
+        waiting = [demand(9, 50, on=GPU[:2], since=since)]
+        return evicted(decide(waiting, [replace(rivals[0], **facts), rivals[1]], TWO))  # type: ignore[arg-type]
+
+    assert choice() == [1]
+    assert choice(busy=True) == [2]
+    assert choice(busy=True, since=LATE) == [2]
+    assert choice(priority=1) == [2]
+    assert choice(last_used=6.0) == [2]
+    assert choice(load_seconds=6.0) == [2]
+    assert choice(pinned=True) == [2]
+    assert choice(last_used=NOW - 0.1, **FRESH) == [2]
+    assert choice(luxury=True, last_used=6.0) == [1]
+    assert choice(luxury=True, priority=1) == [1]
+
+
+def test_one_leaves_rather_than_two() -> None:
+    residents = [resident(1, {GPU[0]: 45}), resident(2, {GPU[0]: 45}), resident(3, {GPU[1]: 90})]
+    assert evicted(decide([demand(9, 60, on=GPU[:2])], residents, TWO)) == [3]
+
+
+def test_memory_of_those_who_leave_counts_until_they_are_gone() -> None:
+    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, leaving=True)], ONE)
+    assert (plan.start, plan.evict) == ({}, {})
+    assert (plan.waits[9].cause, plan.waits[9].on, plan.waits[9].victims) == ("stopping", (1,), ())
+
+
+def test_a_second_plan_evicts_nobody_more() -> None:
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50})]
+    assert evicted(decide([demand(9, 30)], residents, ONE)) == [1]
+    assert evicted(decide([demand(9, 30)], [replace(residents[0], leaving=True), residents[1]], ONE)) == []
+
+
+def test_what_leaves_for_one_is_not_taken_by_another() -> None:
+    leaving = resident(1, {GPU[0]: 90}, leaving=True)
+    plan = decide([demand(8, 60, since=NOW - 1), demand(9, 30)], [leaving], ONE)
+    assert plan.waits[9].cause == "stopping"
+    plan = decide([demand(8, 60, since=NOW - 1), demand(9, 10)], [leaving], ONE)
+    assert set(plan.start) == {9}, "beside what is claimed there is room for 9, now and later"
+    plan = decide([demand(8, 95, since=NOW - 1), demand(9, 10)], [leaving], ONE)
+    assert plan.start == {}, "there is room for 9 now, but it is promised to 8"
+    assert (plan.waits[9].cause, plan.waits[9].victims) == ("memory", ())
+    assert plan.waits[9].shortage[GPU[0]].available == 5
+
+
+def test_nobody_behind_overtakes_with_memory_that_is_free_by_now() -> None:
+    """8 lacks 4 that 1 will give back soon. If 9 took what is free, 8 would have to wait for 2, who drains longer."""
+    first = resident(1, {GPU[0]: 15}, leaving=True, retired_at=NOW - 9)
+    second = resident(2, {GPU[0]: 51}, leaving=True, retired_at=NOW - 1)
+    waiting = [demand(8, 38, since=NOW - 1), demand(9, 27)]
+    plan = decide(waiting, [first, second], ONE)
+    assert (plan.start, plan.waits[9].cause) == ({}, "stopping")
+    plan = decide(waiting, [replace(first, retired_at=NOW), second], ONE)
+    assert set(plan.start) == {9}, "2 goes first, and leaves enough for both"
+
+
+def test_two_demands_do_not_count_on_the_same_victim() -> None:
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50})]
+    plan = decide([demand(8, 50), demand(9, 50)], residents, ONE)
+    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {1: 8, 2: 9}
+
+
+def test_eviction_tells_the_numbers() -> None:
+    residents = [resident(1, {GPU[0]: 50}, measured={GPU[0]: 45}), resident(2, {GPU[0]: 20}, pinned=True)]
+    plan = decide([demand(9, 30)], residents, ONE, foreign={GPU[0]: 10}, margin=5)
+    wait = plan.waits[9]
+    short = wait.shortage[GPU[0]]
+    assert (short.required, short.available, short.used, short.foreign, short.margin) == (30, 15, 80, 10, 5)
+    assert (wait.cause, wait.on, wait.victims, wait.place) == ("stopping", (1,), (1,), (GPU[0],))
+    assert wait.keep == {2: "pinned"}
+
+
+def test_each_of_those_who_stay_has_a_reason() -> None:
+    residents = [
+        resident(1, {GPU[0]: 20}, pinned=True),
+        resident(2, {GPU[0]: 10}, busy=True),
+        resident(3, {GPU[0]: 10}, busy=True, starting=True),
+        resident(4, {GPU[0]: 10}, busy=True, **FRESH),
+        resident(5, {GPU[1]: 50}),
+        resident(6, {GPU[0]: 30}),
+        resident(7, {GPU[0]: 10}),
+        resident(8, {GPU[0]: 10}, leaving=True),
+    ]
+    plan = decide([demand(9, 30)], residents, TWO)
+    assert evicted(plan) == [6]
+    assert plan.waits[9].keep == {
+        1: "pinned", 2: "busy", 3: "starting", 4: "turn", 5: "elsewhere", 7: "unneeded",
+    }  # fmt: skip
+
+
+# Turn, linger, patience
+
+
+def test_a_busy_worker_is_spared_until_patience_is_over() -> None:
+    residents = [resident(1, {GPU[0]: 90}, busy=True)]
+    plan = decide([demand(9, 60)], residents, ONE)
+    assert (plan.evict, plan.look_again) == ({}, NOW + PATIENCE)
+    assert (plan.waits[9].cause, plan.waits[9].on, plan.waits[9].until) == ("busy", (1,), NOW + PATIENCE)
+    plan = decide([demand(9, 60)], residents, ONE, now=NOW + PATIENCE)
+    assert plan.waits[9].until is None
+    assert plan.evict == {1: Eviction(reason="evicted", for_demand=9, idle=False)}
+
+
+def test_a_busy_worker_keeps_its_place_until_its_turn_ends_though_patience_is_over() -> None:
+    residents = [resident(1, {GPU[0]: 90}, busy=True, turn_ends=NOW + 5)]
+    plan = decide([demand(9, 60, since=LATE)], residents, ONE)
+    assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + 5, "turn")
+    assert evicted(decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 5)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "load_seconds", "expected"),
+    [(None, 0.0, 0.2), (None, 1.0, 0.5), (None, 60.0, 2.0), (0.0, 60.0, 0.0), (4.0, 1.0, 4.0), (9.0, 1.0, 5.0)],
+)
+def test_an_idle_worker_inside_its_turn_is_kept_for_the_linger(
+    preset: float | None, load_seconds: float, expected: float
+) -> None:
+    residents = [resident(1, {GPU[0]: 90}, last_used=NOW, linger=preset, **FRESH)]
+    waiting = [demand(9, 60, load_seconds=load_seconds)]
+    plan = decide(waiting, residents, ONE)
+    if expected:
+        assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, NOW + expected, "turn")
+        plan = decide(waiting, residents, ONE, now=NOW + expected)
+    assert evicted(plan) == [1]
+
+
+@pytest.mark.parametrize(("comes_back", "lingers"), [(0.5, True), (0.6, False)])
+def test_an_idle_worker_does_not_linger_for_clients_that_come_back_later(comes_back: float, lingers: bool) -> None:
+    waiting = [demand(9, 60, load_seconds=1.0)]
+    one = resident(1, {GPU[0]: 90}, last_used=NOW, comes_back=comes_back, **FRESH)
+    assert evicted(decide(waiting, [one], ONE)) == ([] if lingers else [1])
+    assert evicted(decide(waiting, [replace(one, linger=4.0)], ONE)) == [], "its preset's word counts more"
+
+
+def test_past_its_turn_an_idle_worker_does_not_linger() -> None:
+    assert evicted(decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, last_used=NOW, turn_ends=NOW)], ONE)) == [1]
+
+
+def test_victims_leave_together_or_not_at_all() -> None:
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, busy=True)]
+    plan = decide([demand(9, 80)], residents, ONE)
+    assert plan.evict == {}
+    assert (plan.waits[9].victims, plan.waits[9].on) == ((1, 2), (2,))
+    assert evicted(decide([demand(9, 80)], residents, ONE, now=NOW + PATIENCE)) == [1, 2]
+
+
+def test_of_busy_workers_the_one_that_had_its_turn_first_leaves_whichever_request_ended_last() -> None:
+    """Each request that ends says anew when a worker was last used: who has to leave must not change with it."""
+    first, then = {"busy": True, "turn_ends": NOW - 9}, {"busy": True, "turn_ends": NOW - 1}
+    for last_used in (NOW - 8, NOW):
+        residents = [resident(1, {GPU[0]: 50}, **then, last_used=NOW - 5)]
+        residents += [resident(2, {GPU[0]: 50}, **first, last_used=last_used)]
+        assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
+
+
+def test_of_busy_workers_the_one_whose_turn_is_over_leaves() -> None:
+    residents = [resident(1, {GPU[0]: 50}, busy=True, **FRESH), resident(2, {GPU[0]: 50}, busy=True)]
+    assert evicted(decide([demand(9, 50, since=LATE)], residents, ONE)) == [2]
+
+
+def test_a_load_that_somebody_awaits_is_spared() -> None:
+    residents = [resident(1, {GPU[0]: 90}, starting=True, busy=True)]
+    plan = decide([demand(9, 60, since=LATE)], residents, ONE, now=NOW + 100)
+    assert (plan.evict, plan.look_again, plan.waits[9].cause) == ({}, None, "turn")
+    assert plan.waits[9].victims == (1,), "but its place is claimed"
+
+
+def test_a_load_whose_clients_have_left_is_an_idle_resident() -> None:
+    residents = [resident(1, {GPU[0]: 90}, starting=True, last_used=NOW)]
+    plan = decide([demand(9, 60)], residents, ONE)
+    assert (plan.evict, plan.look_again) == ({}, NOW + 0.2)
+    assert evicted(decide([demand(9, 60)], residents, ONE, now=NOW + 0.2)) == [1]
+
+
+def test_a_claim_protects_its_place_from_those_behind() -> None:
+    """9 would fit now; but then 8, who waits for 1, would have to wait for 9 as well."""
+    residents = [resident(1, {GPU[0]: 60}, busy=True)]
+    plan = decide([demand(8, 90, since=NOW - 1), demand(9, 30)], residents, ONE)
+    assert (plan.start, plan.evict) == ({}, {})
+    assert decide([demand(9, 30)], residents, ONE).start
+
+
+def test_nobody_leaves_for_a_place_that_is_not_to_be_had_yet() -> None:
+    """9 counts on what 8 leaves over of 1's memory. To send 2 away before 1 may leave would help nobody."""
+    residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 45)], residents, ONE)
+    assert (plan.evict, plan.waits[8].victims, plan.waits[9].victims) == ({}, (1,), (2,))
+    assert (plan.waits[9].cause, plan.waits[9].on) == ("memory", (1,))
+    assert evicted(decide([demand(8, 50, since=NOW - 1), demand(9, 40)], residents, ONE)) == [2], "beside 1 and 8"
+
+
+def test_one_behind_takes_another_idle_place_rather_than_wait_for_leavings() -> None:
+    """After 8 there would be room for 9 beside it; but 2 is idle, and 9 need not wait that long."""
+    residents = [resident(1, {GPU[0]: 100}, busy=True), resident(2, {GPU[1]: 100})]
+    plan = decide([demand(8, 50, since=NOW - 1, on=[GPU[0]]), demand(9, 50, on=GPU[:2])], residents, TWO)
+    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
+
+
+def test_one_behind_rather_sends_an_idle_one_away_than_wait_for_what_is_left_over() -> None:
+    """When 1 goes, at the latest when 8 has waited long enough, there is room for 9 too. But 2 is idle now."""
+    residents = [resident(1, {GPU[0]: 60}, busy=True), resident(2, {GPU[0]: 40})]
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], residents, ONE)
+    assert {id: eviction.for_demand for id, eviction in plan.evict.items()} == {2: 9}
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 10)], [residents[0], replace(residents[1], busy=True)], ONE)
+    assert (plan.evict, plan.waits[9].victims, plan.waits[9].on) == ({}, (), (1,))
+
+
+def test_the_queue_goes_by_priority_then_arrival() -> None:
+    waiting = [demand(1, 60, since=5.0), demand(2, 60, since=9.0, priority=1), demand(3, 60, since=4.0)]
+    assert set(decide(waiting, [], ONE).start) == {2}
+    assert set(decide([waiting[0], waiting[2]], [], ONE).start) == {3}
+
+
+# 3. It would fit nowhere: refuse
+
+
+def test_a_demand_that_no_empty_machine_could_hold_is_refused_with_the_arithmetic() -> None:
+    residents = [resident(1, {GPU[0]: 50})]
+    plan = decide([demand(9, 96)], residents, ONE, margin=5, foreign={GPU[0]: 10})
+    assert (plan.evict, plan.waits) == ({}, {})
+    short = plan.refuse[9].devices[GPU[0]]
+    assert (short.required, short.available, short.margin, short.total) == (96, 95, 5, 100)
+
+
+def test_the_refusal_names_the_place_that_comes_nearest() -> None:
+    plan = decide([demand(9, 150, on=GPU[:3])], [], {GPU[0]: 100, GPU[1]: 120, GPU[2]: 80})
+    assert {id: short.available for id, short in plan.refuse[9].devices.items()} == {GPU[1]: 120}
+
+
+def test_foreign_memory_makes_a_demand_wait_not_fail() -> None:
+    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 10})], ONE, foreign={GPU[0]: 80})
+    assert (plan.refuse, plan.evict) == ({}, {}), "nobody leaves in vain"
+    assert (plan.waits[9].cause, plan.waits[9].place) == ("memory", ())
+    assert plan.waits[9].shortage[GPU[0]].foreign == 80
+
+
+def test_a_demand_without_a_chance_is_in_nobodys_way() -> None:
+    waiting = [demand(8, 60, since=NOW - 50), demand(9, 10)]
+    assert set(decide(waiting, [], ONE, foreign={GPU[0]: 80}).start) == {9}
+
+
+def test_a_limit_is_a_budget_for_our_workers_alone() -> None:
+    """The host has more in use than the limit: that is not ours."""
+
+    def ask(size: int) -> Plan:
+        ours = resident(1, {CPU: 100})
+        waiting = [demand(9, size, on=[CPU])]
+        return decide(waiting, [ours], {CPU: 1000}, foreign={CPU: 700}, limit={CPU: 200}, margin=20)
+
+    assert set(ask(80).start) == {9}
+    assert evicted(ask(81)) == [1]
+    refusal = ask(181).refuse[9]
+    assert (refusal.devices[CPU].available, refusal.devices[CPU].limit) == (180, 200)
+
+
+def test_a_device_that_is_not_there_cannot_be_had() -> None:
+    plan = decide([demand(9, 10, on=[GPU[5]])], [], ONE)
+    assert (plan.refuse[9].needs, plan.refuse[9].offered) == (1, 0)
+
+
+def test_a_demand_without_shards_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="at least one shard"):
+        demand(9)
+
+
+# Static estimates
+
+
+def test_a_static_estimate_may_start() -> None:
+    plan = decide([demand(9, 60, sure=False)], [], ONE)
+    assert (set(plan.start), plan.refine) == ({9}, frozenset())
+
+
+def test_a_static_estimate_is_refined_before_anybody_leaves() -> None:
+    residents = [resident(1, {GPU[0]: 90})]
+    plan = decide([demand(9, 60, sure=False)], residents, ONE)
+    assert (set(plan.refine), plan.evict) == ({9}, {})
+    assert (plan.waits[9].cause, plan.waits[9].victims) == ("memory", (1,))
+    assert evicted(decide([demand(9, 60)], residents, ONE)) == [1]
+
+
+def test_a_static_estimate_is_refined_before_it_is_refused() -> None:
+    plan = decide([demand(9, 101, sure=False)], [], ONE)
+    assert (set(plan.refine), plan.refuse) == ({9}, {})
+    assert plan.waits[9].shortage[GPU[0]].available == 100
+
+
+def test_while_it_is_refined_a_demand_keeps_its_place() -> None:
+    residents = [resident(1, {GPU[0]: 60})]
+    plan = decide([demand(8, 90, since=NOW - 1, sure=False), demand(9, 30)], residents, ONE)
+    assert (plan.start, plan.evict, set(plan.refine)) == ({}, {}, {8})
+
+
+# Luxuries
+
+
+def test_a_luxury_starts_at_once_or_is_dropped() -> None:
+    assert set(decide([demand(9, 60, luxury=True)], [], ONE).start) == {9}
+    plan = decide([demand(9, 60, luxury=True, since=LATE)], [resident(1, {GPU[0]: 50})], ONE)
+    assert (set(plan.drop), plan.evict, plan.waits) == ({9}, {}, {})
+
+
+def test_a_luxury_that_fits_nowhere_is_dropped_not_refused() -> None:
+    assert decide([demand(9, 101, luxury=True, sure=False)], [], ONE).drop == {9}
+
+
+def test_a_luxury_displaces_an_idle_older_luxury() -> None:
+    old = resident(1, {GPU[0]: 90}, luxury=True)
+    assert evicted(decide([demand(9, 60, luxury=True)], [old], ONE)) == [1]
+    assert decide([demand(9, 60, luxury=True, since=LATE)], [replace(old, busy=True)], ONE).drop == {9}
+    assert decide([demand(9, 60, luxury=True)], [replace(old, last_used=NOW - 0.1, turn_ends=NOW + 5)], ONE).drop == {9}
+    assert decide([demand(9, 60, luxury=True)], [replace(old, last_used=NOW)], ONE).drop == {9}
+    waits = decide([demand(9, 60, luxury=True)], [replace(old, leaving=True)], ONE).waits
+    assert waits[9].cause == "stopping", "having displaced one it is not dropped"
+
+
+def test_a_luxury_stands_behind_every_need() -> None:
+    waiting = [demand(8, 60, luxury=True, since=LATE, priority=5), demand(9, 60)]
+    plan = decide(waiting, [], ONE)
+    assert (set(plan.start), set(plan.drop)) == ({9}, {8})
+
+
+def test_a_luxury_does_not_wait_for_what_may_be_left_over() -> None:
+    residents = [resident(1, {GPU[0]: 100}, busy=True)]
+    plan = decide([demand(8, 50, since=NOW - 1), demand(9, 50, luxury=True)], residents, ONE)
+    assert plan.drop == {9}
+
+
+# Time to live
+
+
+def test_who_idles_past_its_time_to_live_leaves() -> None:
+    one = resident(1, {GPU[0]: 90}, expires=NOW)
+    assert decide([], [one], ONE).evict == {1: Eviction(reason="idle", for_demand=None, idle=True)}
+    assert decide([], [one], ONE, now=NOW - 3).look_again == NOW
+    assert decide([], [replace(one, busy=True)], ONE).evict == {}
+    assert decide([], [replace(one, pinned=True)], ONE).evict == {}
+    assert decide([], [replace(one, leaving=True)], ONE).evict == {}
+
+
+def test_what_an_expired_worker_leaves_is_had_before_anybody_else_goes() -> None:
+    residents = [resident(1, {GPU[0]: 50}), resident(2, {GPU[0]: 50}, expires=NOW)]
+    plan = decide([demand(9, 50)], residents, ONE)
+    assert {id: eviction.reason for id, eviction in plan.evict.items()} == {2: "idle"}
+    assert plan.waits[9].cause == "stopping"
+
+
+def test_what_an_expired_worker_leaves_is_promised_in_line() -> None:
+    residents = [resident(1, {GPU[0]: 60}, expires=NOW)]
+    assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 30)], residents, ONE).start) == {9}
+    assert set(decide([demand(8, 70, since=NOW - 1), demand(9, 31)], residents, ONE).start) == set()
+
+
+# Engines that need quiet
+
+
+def test_an_engine_that_measures_the_device_shares_it_with_no_other_load() -> None:
+    plan = decide([demand(8, 10, quiet=True, since=NOW - 1), demand(9, 10)], [], ONE)
+    assert (set(plan.start), plan.waits[9].cause) == ({8}, "quiet")
+    plan = decide([demand(8, 10, since=NOW - 1), demand(9, 10, quiet=True)], [], ONE)
+    assert (set(plan.start), plan.waits[9].cause) == ({8}, "quiet")
+    loading = resident(1, {GPU[0]: 10}, starting=True, busy=True)
+    plan = decide([demand(9, 10, quiet=True)], [loading], ONE)
+    assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
+    plan = decide([demand(9, 10)], [replace(loading, quiet=True)], ONE)
+    assert (plan.start, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
+
+
+def test_quiet_reigns_from_the_claim_on() -> None:
+    """Else small loads, one after the other, could keep it out for ever."""
+    residents = [resident(1, {GPU[0]: 50}, busy=True)]
+    plan = decide([demand(8, 60, quiet=True, since=NOW - 1), demand(9, 10)], residents, ONE)
+    assert (plan.start, plan.waits[9].cause) == ({}, "quiet")
+
+
+def test_elsewhere_there_is_no_need_for_quiet() -> None:
+    loading = resident(1, {GPU[0]: 10, CPU: 5}, starting=True, busy=True, quiet=True)
+    plan = decide([demand(9, 10, host=5, on=GPU[:2])], [loading], {**TWO, CPU: 100})
+    assert places(plan) == {9: (GPU[1],)}
+
+
+def test_nobody_leaves_a_device_while_it_is_measured() -> None:
+    residents = [resident(1, {GPU[0]: 20}, starting=True, busy=True, quiet=True), resident(2, {GPU[0]: 80})]
+    plan = decide([demand(9, 50)], residents, ONE)
+    assert (plan.evict, plan.waits[9].cause, plan.waits[9].on) == ({}, "quiet", (1,))
+
+
+def test_a_quiet_load_whose_clients_have_left_may_leave_like_any_other() -> None:
+    residents = [resident(1, {GPU[0]: 80}, starting=True, quiet=True, last_used=NOW - 5)]
+    assert evicted(decide([demand(9, 50)], residents, ONE)) == [1]
+
+
+# One currency: the count of workers
+
+
+def test_models_max_evicts_the_least_recently_used() -> None:
+    residents = [resident(1, {GPU[0]: 10}, busy=True), resident(2, {GPU[0]: 10}), resident(3, {GPU[0]: 10})]
+    plan = decide([demand(9, 10)], residents, {**ONE, COUNT: 3})
+    assert evicted(plan) == [2]
+    assert list(plan.waits[9].shortage) == [COUNT]
+
+
+def test_without_a_margin_memory_evicts_nobody() -> None:
+    residents = [resident(1, {GPU[0]: 90}), resident(2, {GPU[0]: 90})]
+    plan = decide([demand(9, 500)], residents, {**ONE, COUNT: 3}, memory=False)
+    assert (set(plan.start), plan.evict, plan.refuse) == ({9}, {}, {})
+    plan = decide([demand(9, 500)], residents, {**ONE, COUNT: 2}, memory=False)
+    assert evicted(plan) == [1]
+
+
+def test_the_count_of_pinned_workers_makes_others_wait_for_a_slot() -> None:
+    plan = decide([demand(9, 10)], [resident(1, {GPU[0]: 10}, pinned=True)], {**ONE, COUNT: 1})
+    assert (plan.waits[9].cause, plan.waits[9].on, plan.refuse) == ("slots", (1,), {})
+
+
+# The host of the seed proposal: 120 GiB of unified memory; an embedder of 6 GiB, models of 37 and 81
+
+
+POOL = {GPU[0]: 120}
+
+
+def seed(id: int, size: int, **facts: object) -> Resident:
+    return resident(id, {GPU[0]: size}, **facts)
+
+
+def test_the_embedder_and_the_middle_model_live_side_by_side() -> None:
+    assert set(decide([demand(2, 35, host=2)], [seed(1, 6)], POOL, margin=1).start) == {2}
+
+
+def test_the_large_model_evicts_what_it_must_and_no_more() -> None:
+    waiting = [demand(3, 79, host=2)]
+    embedder, middle = seed(1, 6, last_used=NOW - 50), seed(2, 37, last_used=NOW - 20)
+    assert evicted(decide(waiting, [embedder, middle], POOL, margin=1)) == [1], "81 + 37 + 1 of margin are 119"
+    assert evicted(decide(waiting, [replace(embedder, last_used=NOW), middle], POOL, margin=1)) == [2]
+    assert evicted(decide(waiting, [embedder, middle], POOL, margin=3)) == [2], "6 would not do: 81 + 37 + 3 are 121"
+    assert evicted(decide(waiting, [embedder, middle], POOL, margin=3, foreign={GPU[0]: 33})) == [1, 2]
+
+
+def test_going_back_and_forth_between_two_models_that_exclude_each_other_goes_by_turns() -> None:
+    """Both are in constant use. What was just loaded keeps its place for its turn, however long the other waited."""
+    residents = [seed(1, 6), seed(3, 81, busy=True, turn_ends=NOW + 10)]
+    plan = decide([demand(2, 37, since=LATE)], residents, POOL, margin=3)
+    assert (plan.evict, plan.look_again) == ({}, NOW + 10), "the embedder does not leave in vain"
+    plan = decide([demand(2, 37, since=LATE)], residents, POOL, margin=3, now=NOW + 10)
+    assert evicted(plan) == [3]
+
+
+def test_a_demand_can_be_written_by_hand() -> None:
+    assert demand(1, 5) == Demand(id=1, model="m1", shards=(5,), since=NOW, devices=frozenset({GPU[0]}))
+
+
+# One memory under two names
+
+
+def one_pool(residents: Sequence[Resident], total: int = 120) -> list[Device]:
+    """An accelerator that uses main memory."""
+    [host] = machine(residents, {CPU: total})
+    return [host, replace(host, id=GPU[0], pool=CPU)]
+
+
+def test_shards_on_an_accelerator_without_memory_are_charged_to_main_memory() -> None:
+    found = plan([demand(1, 37, host=2)], [], one_pool([]), NOW, Policy(patience=PATIENCE))
+    assert found.start[1].place == (GPU[0],)
+    assert found.start[1].claim == {CPU: 39, COUNT: 1}
+
+
+def test_workers_on_either_name_of_one_memory_make_room_for_each_other() -> None:
+    on_cpu, on_gpu = resident(1, {CPU: 60}), resident(2, {CPU: 50})
+    for on in ([CPU], [GPU[0]]):
+        found = plan([demand(9, 65, on=on)], [on_cpu, on_gpu], one_pool([on_cpu, on_gpu]), NOW, Policy(patience=0.0))
+        assert set(found.evict) == {1}
+
+
+def test_one_memory_is_not_given_out_twice_in_one_plan() -> None:
+    asked = [demand(1, 70, on=[CPU]), demand(2, 70)]
+    found = plan(asked, [], one_pool([]), NOW, Policy(patience=PATIENCE))
+    assert (set(found.start), set(found.waits)) == ({1}, {2})
+
+
+def test_a_busy_worker_whose_minimum_residency_just_ended_is_in_the_way_as_it_is_busy() -> None:
+    plan = decide([demand(9, 60)], [resident(1, {GPU[0]: 90}, busy=True, turn_ends=NOW)], ONE)
+    assert plan.waits[9].cause == "busy"

@@ -1,0 +1,104 @@
+import pytest
+
+from router.config.presets import Preset
+from router.errors import BadRequest, ModelNotFound
+from router.registry.aliases import Names, choose
+from worker.protocol.argv import AdapterSource
+
+PRESETS = {
+    "Qwen/Qwen3-8B": Preset(id="Qwen/Qwen3-8B", repo="Qwen/Qwen3-8B", aliases=("qwen", "coder")),
+    "small": Preset(id="small", path="/s"),
+    "SMALL": Preset(id="SMALL", path="/t"),
+}
+NAMES = Names(PRESETS)
+
+
+def pick(**given: object) -> tuple[str, str]:
+    settings = {"path": None, "body": None, "query": None, "default": "", "fall_back": False, "allowed": lambda _: True}
+    return choose(NAMES, **{**settings, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "qwen", "coder", "QWEN", "qwen/qwen3-8b"])
+def test_id_alias_and_any_unique_case_mean_the_model(name: str) -> None:
+    assert NAMES.find(name) == "Qwen/Qwen3-8B"
+
+
+def test_a_repository_that_is_not_listed_beside_its_section_is_known_by_name_all_the_same() -> None:
+    hides = Preset(id="mine", repo="org/model", dedup_cache_models=True)
+    other = Preset(id="other", repo="org/model")
+    assert Names({"other": other, "mine": hides}).find("org/model") == "mine"
+    assert Names({"org/model": Preset(id="org/model", path="/x"), "mine": hides}).find("org/model") == "org/model"
+    with pytest.raises(ModelNotFound):
+        Names({"other": other}).find("org/model")
+
+
+def test_case_decides_between_names_that_differ_only_in_it() -> None:
+    assert NAMES.find("small") == "small"
+    assert NAMES.find("SMALL") == "SMALL"
+    with pytest.raises(ModelNotFound):
+        NAMES.find("Small")
+
+
+def test_near_names_are_suggested_and_hidden_ones_are_not() -> None:
+    with pytest.raises(ModelNotFound, match="did you mean qwen"):
+        NAMES.find("qven")
+    with pytest.raises(ModelNotFound) as found:
+        NAMES.find("qven", lambda id: id == "small")
+    assert "qwen" not in found.value.message
+
+
+def test_a_model_that_may_not_be_seen_does_not_exist() -> None:
+    with pytest.raises(ModelNotFound):
+        NAMES.find("small", lambda id: id != "small")
+
+
+def test_the_path_wins_then_the_body_then_the_query_then_the_default() -> None:
+    assert pick(path="small", body="qwen", query="SMALL") == ("small", "small")
+    assert pick(body="qwen") == ("Qwen/Qwen3-8B", "qwen")
+    assert pick(query="coder", default="small") == ("Qwen/Qwen3-8B", "coder")
+    assert pick(default="small") == ("small", "small")
+    assert pick(body="qwen", query="coder") == ("Qwen/Qwen3-8B", "qwen")
+
+
+def test_body_and_query_must_not_disagree() -> None:
+    with pytest.raises(BadRequest) as found:
+        pick(body="qwen", query="small")
+    assert found.value.reason == "model_conflict"
+
+
+def test_the_only_model_needs_no_name_and_one_of_several_does() -> None:
+    assert pick(allowed=lambda id: id == "small") == ("small", "small")
+    with pytest.raises(BadRequest) as found:
+        pick()
+    assert found.value.reason == "model_missing"
+
+
+def test_an_unknown_name_falls_back_only_if_it_may() -> None:
+    with pytest.raises(ModelNotFound):
+        pick(body="gpt-4", default="small")
+    assert pick(body="gpt-4", default="small", fall_back=True) == ("small", "gpt-4")
+
+
+FRENCH = AdapterSource(name="french", path="/f")
+
+
+def test_a_name_with_an_adapter_means_its_model_and_an_id_with_that_spelling_stands_before_it() -> None:
+    presets = {
+        "m": Preset(id="m", path="/m", aliases=("em",), adapters=(FRENCH,)),
+        "n": Preset(id="n", path="/n", adapters=(FRENCH,)),
+        "n@french": Preset(id="n@french", path="/x"),
+    }
+    names = Names(presets)
+    for name, id, adapter in (
+        ("m@french", "m", "french"),
+        ("em@french", "m", "french"),
+        ("M@French", "m", "french"),
+        ("m", "m", ""),
+        ("n@french", "n@french", ""),
+    ):
+        assert (names.find(name), names.adapter(name)) == (id, adapter), name
+    with pytest.raises(ModelNotFound, match="did you mean m@french"):
+        names.find("m@frensh")
+    settings = {"default": "", "fall_back": False, "allowed": lambda _: True}
+    with pytest.raises(BadRequest, match="name one"):
+        choose(names, path=None, body="m@french", query="m", **settings)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+from collections.abc import Mapping
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from router.config.settings import parse_keys
+from router.errors import ApiError, Forbidden, QueueFull, Unauthorized
+from router.registry.auth import Access
+from worker.protocol.routes import Plane
+
+USER, ADMIN, LIMITED = "user-key", "admin-key", "limited-key"
+
+
+def request(headers: Mapping[str, str], method: str = "GET"):  # type: ignore[no-untyped-def]
+    return make_mocked_request(method, "/", headers={"Host": "localhost", **headers})
+
+
+def bearer(key: str):  # type: ignore[no-untyped-def]
+    return request({"Authorization": f"Bearer {key}"})
+
+
+def keys(text: str) -> Access:
+    return Access(parse_keys(text, False))
+
+
+def test_without_keys_everybody_may_do_everything() -> None:
+    access = Access(())
+    assert access.is_admin(access.authorize(request({}), Plane.ADMIN))
+
+
+def test_once_keys_exist_only_the_public_plane_is_open() -> None:
+    access = keys(USER)
+    access.authorize(request({}), Plane.PUBLIC)
+    with pytest.raises(Unauthorized):
+        access.authorize(request({}), Plane.USER)
+    for right in (bearer(USER), request({"X-Api-Key": USER}), request({"Authorization": f"bearer {USER}"})):
+        access.authorize(right, Plane.USER)
+    for wrong in ("", USER.upper(), USER + "x", "é"):
+        with pytest.raises(Unauthorized):
+            access.authorize(bearer(wrong), Plane.USER)
+
+
+def test_a_key_is_an_admin_until_an_admin_key_exists() -> None:
+    access = keys(USER)
+    access.authorize(bearer(USER), Plane.ADMIN)
+    access = keys(f"{USER}\n{ADMIN} admin")
+    access.authorize(bearer(ADMIN), Plane.ADMIN)
+    with pytest.raises(Forbidden):
+        access.authorize(bearer(USER), Plane.ADMIN)
+
+
+def test_a_key_limited_to_models_is_no_admin() -> None:
+    access = keys(f"{LIMITED} models=qwen*,embed")
+    key = access.authorize(bearer(LIMITED), Plane.USER)
+    assert [Access.may_use(key, name) for name in ("qwen3", "embed", "llama")] == [True, True, False]
+    with pytest.raises(Forbidden):
+        access.authorize(bearer(LIMITED), Plane.ADMIN)
+
+
+def test_a_key_runs_no_more_at_once_than_it_may() -> None:
+    access = keys(f"{USER} max-concurrent=1")
+    key = access.authorize(bearer(USER), Plane.USER)
+    with access.running(key):
+        with pytest.raises(QueueFull) as full, access.running(key):
+            pass
+        assert full.value.reason == "key_concurrency"
+    with access.running(key):
+        pass
+
+
+def test_metrics_are_open_only_if_said_so() -> None:
+    with pytest.raises(Unauthorized):
+        keys(USER).authorize(request({}), Plane.METRICS)
+    open_ = Access(parse_keys(USER, False), metrics_public=True)
+    open_.authorize(request({}), Plane.METRICS)
+    with pytest.raises(Unauthorized):
+        open_.authorize(request({}), Plane.USER)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "127.0.0.1:8080", "[::1]", "[::1]:8080", "10.1.2.3", "box", "a.localhost"]
+)
+def test_a_host_that_cannot_be_rebound_is_fine(host: str) -> None:
+    Access(()).check_host(request({"Host": host}))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "[::1",
+        "[evil]",
+        "évil",
+        "localhost?x",
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "user@localhost",
+        "a/b",
+        "a,b",
+        "",
+        "1.2.3",
+    ],
+)
+def test_other_hosts_are_refused_without_keys(host: str) -> None:
+    with pytest.raises(ApiError):
+        Access(()).check_host(request({"Host": host}))
+
+
+def test_hosts_can_be_allowed_and_keys_make_the_check_needless() -> None:
+    Access((), allowed_hosts=("ai.example", "*.lan.example")).check_host(request({"Host": "ai.example:80"}))
+    Access((), allowed_hosts=("ai.example", "*.lan.example")).check_host(request({"Host": "x.lan.example"}))
+    Access((), allowed_hosts=("*",)).check_host(request({"Host": "any.example"}))
+    keys(USER).check_host(request({"Host": "any.example"}))
+    with pytest.raises(Forbidden):
+        Access(parse_keys(USER, False), allowed_hosts=("ai.example",)).check_host(request({"Host": "evil.example"}))
+
+
+def test_a_foreign_page_cannot_change_anything() -> None:
+    access = Access((), cors_origins=("https://ui.example", "localhost"))
+    foreign = request({"Origin": "https://evil.example"}, "POST")
+    access.check_origin(foreign, changes_state=False)
+    with pytest.raises(Forbidden):
+        access.check_origin(foreign, changes_state=True)
+    with pytest.raises(Forbidden):
+        access.check_origin(request({"Origin": "null"}, "POST"), changes_state=True)
+    with pytest.raises(Forbidden):
+        access.check_origin(request({"Sec-Fetch-Site": "cross-site"}, "POST"), changes_state=True)
+    for origin in ("https://ui.example", "http://localhost:3000", "http://127.0.0.1:1", "http://[::1]:2"):
+        access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
+    own = request({"Origin": "http://box:8080", "Host": "box:8080"}, "POST")
+    Access(()).check_origin(own, changes_state=True)
+
+
+@pytest.mark.parametrize("origin", ["http://[bad", "http://[x]", "http://127.0.0.1%x.evil", "http://localhost:é", ""])
+def test_an_origin_that_cannot_be_read_is_foreign(origin: str) -> None:
+    access = Access((), cors_origins=("localhost",))
+    with pytest.raises(Forbidden):
+        access.check_origin(request({"Origin": origin}, "POST"), changes_state=True)
+
+
+def test_a_preflight_repeats_only_names_of_headers() -> None:
+    access = Access((), cors_origins=("*",))
+    for asked, answered in (("authorization, x-a", True), ("é", False), ("", False)):
+        headers = {"Origin": "https://any.example", "Access-Control-Request-Headers": asked}
+        allowed = access.cors_headers(request(headers, "OPTIONS"))["Access-Control-Allow-Headers"]
+        assert (allowed == asked) is answered
+
+
+def test_a_page_that_is_let_in_may_read_what_the_head_of_an_answer_says() -> None:
+    access = Access((), cors_origins=("localhost",))
+    asked = {"Origin": "http://localhost:3000"}
+    readable = access.cors_headers(request(asked, "POST"))["Access-Control-Expose-Headers"].split(", ")
+    assert {"X-Request-Id", "X-Router-Model", "X-Ignored-Fields", "Retry-After"} <= set(readable)
+    assert "Access-Control-Expose-Headers" not in access.cors_headers(request(asked, "OPTIONS"))
+
+
+def test_cors_headers_never_allow_credentials() -> None:
+    access = Access((), cors_origins=("*",))
+    headers = access.cors_headers(request({"Origin": "https://any.example"}, "OPTIONS"))
+    assert headers["Access-Control-Allow-Origin"] == "*"
+    assert "Access-Control-Allow-Credentials" not in headers
+    assert Access(()).cors_headers(request({"Origin": "https://any.example"})) == {}

@@ -1,0 +1,118 @@
+"""Which presets share a worker, key by key."""
+
+from typing import Any
+
+import pytest
+
+from router.config.presets import KEYS, Preset, Scope
+from router.config.resolve import load
+from router.registry.sharing import member, members, names_in, profile, share
+from router.store.catalogue import LocalDisk
+from worker.protocol.argv import Profile
+
+SAMPLES = {
+    "revision": "v1", "tokenizer": "/", "load-format": "dummy", "trust-remote-code": "on", "task": "embed",
+    "pooling": "mean", "embd-normalize": "1", "ctx-size": "99", "parallel": "2", "kv-tokens": "512",
+    "kv-cache-dtype": "int8", "prefix-caching": "off", "prefill-chunk": "64", "max-prefill-tokens": "64",
+    "limit-images": "1", "max-input-tokens": "9", "dtype": "float32", "quantization": "none", "attention": "eager",
+    "threads": "3", "enforce-eager": "on", "max-logprobs": "3", "device": "cpu", "n-gpu-layers": "0",
+    "split-mode": "layer", "pipeline-parallel": "2", "tensor-parallel": "2", "gpu-split": "1,1", "tensor-split": "1,2",
+    "required-memory": "7", "reserved-memory": "7", "lora": "org/french", "lora-scaled": "org/french:2",
+    "adapters-dir": "/", "enable-lora": "on", "max-loras": "2", "max-lora-rank": "8", "max-cpu-loras": "2",
+    "config-override": '{"a": 1}', "python": "python3", "env": "X=1",
+    "replicas": "2", "replica-idle-seconds": "7", "queue-size": "7", "max-concurrent": "7", "pin": "on",
+    "priority": "7", "ttl": "7", "companions": "one", "sleep-idle-seconds": "7", "linger": "1", "min-residency": "7",
+    "start-timeout": "7", "stop-timeout": "7", "stall-timeout": "7", "max-restarts": "7",
+    "n-predict": "7", "seed": "7", "chat-template": "{{ x }}", "chat-template-kwargs": '{"x": 1}',
+    "temp": "0.5", "top-k": "7", "top-p": "0.5", "min-p": "0.5", "repeat-penalty": "2", "repeat-last-n": "7",
+    "presence-penalty": "1", "frequency-penalty": "1", "stop": "x",
+    "alias": "x", "tags": "x", "dedup-cache-models": "on", "request-timeout": "7", "load-on-startup": "on",
+    "autoload": "off",
+}  # fmt: skip
+"""A value of each key that is not the built-in one."""
+ELSEWHERE = {"model", "hf-repo", "engine", "chat-template-file", "default-lora"}
+"""Keys with a test of their own; of `engine` there is only one."""
+
+SCOPES = {key.name: key.scope for key in KEYS}
+
+
+def presets(text: str) -> dict[str, Preset]:
+    found = load(text, disk=LocalDisk())
+    assert not found.problems, found.problems
+    return found.presets
+
+
+def pair(line: str) -> dict[str, Preset]:
+    """Two presets of one model, the second with one more line."""
+    return presets(f"[one]\nhf-repo = org/m\n[two]\nhf-repo = org/m\n{line}\n")
+
+
+def test_every_key_is_sampled() -> None:
+    assert SAMPLES.keys() | ELSEWHERE == SCOPES.keys()
+    assert not SAMPLES.keys() & ELSEWHERE
+
+
+@pytest.mark.parametrize("key", sorted(SAMPLES))
+def test_presets_that_differ_in_one_key_share_a_worker_if_that_is_a_matter_of_requests(key: str) -> None:
+    both = pair(f"{key} = {SAMPLES[key]}")
+    free = SCOPES[key] is not Scope.WORKER
+    assert both["one"] != both["two"]
+    assert share(both) == ([("one", "two")] if free else [("one",), ("two",)])
+    assert (profile(both["two"]) is not None) is (SCOPES[key] is Scope.REQUEST)
+
+
+@pytest.mark.parametrize("key", sorted(key for key in SAMPLES if SCOPES[key] is not Scope.WORKER))
+def test_nothing_of_one_name_reaches_the_fleet(key: str) -> None:
+    plain, said = pair(f"{key} = {SAMPLES[key]}").values()
+    first, second = member([plain]), member([said])
+    aliases: tuple[str, ...] = ("x",) if key == "alias" else ()
+    assert (second.id, second.aliases) == ("two", aliases)  # by its aliases others name it as a companion
+    assert [getattr(first, name) for name in vars(first) if name not in ("id", "aliases", "origins")] == [
+        getattr(second, name) for name in vars(second) if name not in ("id", "aliases", "origins")
+    ]
+
+
+def test_another_source_is_another_worker() -> None:
+    text = "[a]\nhf-repo = org/m\n[b]\nmodel = org/m\n[c]\nhf-repo = org/n\n[d]\nmodel = demo:a\n[e]\nmodel = demo:a\n"
+    assert share(presets(text)) == [("a", "b"), ("c",), ("d", "e")]
+
+
+def test_another_default_adapter_is_a_matter_of_requests_and_other_adapters_are_not() -> None:
+    lora = "lora = org/french, org/german"
+    text = "".join(
+        f"[{name}]\nhf-repo = org/m\n{lines}\n"
+        for name, lines in {
+            "a": lora, "b": f"{lora}\ndefault-lora = french", "c": f"{lora}\ndefault-lora = german",
+            "d": "lora = org/x",
+        }.items()
+    )  # fmt: skip
+    found = presets(text)
+    assert share(found) == [("a", "b", "c"), ("d",)]
+    assert [profile(found[name]) for name in "ab"] == [None, Profile(name="b", default_adapter="french")]
+
+
+def test_a_template_out_of_a_file_is_one_as_well(tmp_path: Any) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    found = pair(f"chat-template-file = {tmp_path / 't.jinja'}")
+    assert share(found) == [("one", "two")]
+    assert profile(found["two"]) == Profile(name="two", chat_template="{{ messages }}")
+
+
+def test_what_is_shared_is_known_by_all_its_names() -> None:
+    found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\n[c]\nmodel = demo:a\ntemp = 0\nalias = y\n")
+    fleet = members(found, share(found))
+    assert list(fleet) == ["a,c", "b"]
+    assert fleet["a,c"].aliases == ("a", "x", "c", "y")  # companions name it by any of them
+    assert names_in("a,c") == ("a", "c")
+    assert fleet["b"] == found["b"]
+
+
+def test_a_preset_that_shares_nothing_and_has_nothing_of_its_own_is_in_memory_once() -> None:
+    found = presets("[a]\nmodel = demo:a\nalias = x\n[b]\nmodel = demo:b\nseed = 3\n")
+    fleet = members(found, share(found))
+    assert fleet["a"] is found["a"]
+    assert fleet["b"] is not found["b"]
+
+
+def test_what_a_worker_is_started_with_keeps_presets_apart_on_purpose() -> None:
+    assert share(pair("env.OWN = 1")) == [("one",), ("two",)]

@@ -1,0 +1,78 @@
+"""Where models' files are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from router.config.presets import Preset
+from router.errors import LoadFailed
+from router.store.snapshots import Snapshots
+
+
+def snapshots(folder: Path, *, offline: bool = False) -> Snapshots:
+    return Snapshots(cache=str(folder / "hub"), state=folder / "state", offline=offline)
+
+
+def a_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_a_look_tells_whether_anything_has_changed(tmp_path: Path) -> None:
+    folder = a_model(tmp_path / "model")
+    files, preset = snapshots(tmp_path), Preset(id="m", path=str(folder))
+    looks = [files.look(preset)]
+    assert files.look(preset) == looks[0]
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    looks.append(files.look(preset))
+    (folder / "tokenizer.json").write_text("{}")
+    looks.append(files.look(preset))
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    looks.append(files.look(preset))
+    assert all(looks[one] != looks[other] for one in range(4) for other in range(one))
+
+
+def test_a_look_follows_links_as_they_stand_in_the_hub_cache(tmp_path: Path) -> None:
+    blob = tmp_path / "blob"
+    blob.write_text("{}")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "config.json").symlink_to(blob)
+    (folder / "dangling").symlink_to(tmp_path / "nothing")
+    files, preset = snapshots(tmp_path), Preset(id="m", path=str(folder))
+    before = files.look(preset)
+    blob.write_text("{ }")
+    assert files.look(preset) != before
+
+
+def test_what_is_not_here_looks_the_same_until_it_is(tmp_path: Path) -> None:
+    files, preset = snapshots(tmp_path), Preset(id="m", path=str(tmp_path / "model"))
+    before = files.look(preset)
+    assert files.look(preset) == before
+    a_model(tmp_path / "model")
+    assert files.look(preset) != before
+    missing = Preset(id="r", repo="org/repo")
+    assert files.look(missing) is None
+    commit = a_model(tmp_path / "hub/models--org--repo/snapshots/abc")
+    (tmp_path / "hub/models--org--repo/refs").mkdir()
+    (tmp_path / "hub/models--org--repo/refs/main").write_text("abc")
+    assert files.find(missing) == str(commit)
+    assert files.look(missing) is not None
+
+
+def test_a_demo_model_is_found_once_it_was_made(tmp_path: Path) -> None:
+    files, preset = snapshots(tmp_path), Preset(id="d", demo="a")
+    assert files.find(preset) is None
+    files.fetched(preset, str(a_model(tmp_path / "made")))
+    assert files.find(preset) == str(tmp_path / "made")
+
+
+def test_offline_nothing_is_fetched(tmp_path: Path) -> None:
+    preset = Preset(id="m", repo="org/repo", revision="main")
+    with pytest.raises(LoadFailed, match="--offline"):
+        snapshots(tmp_path, offline=True).download(preset)
+    assert snapshots(tmp_path).download(preset).repo == "org/repo"
+    assert snapshots(tmp_path, offline=True).download(Preset(id="d", demo="a")).demo == "a"

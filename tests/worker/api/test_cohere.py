@@ -1,0 +1,105 @@
+"""Cohere's vectors: `/v2/embed`."""
+
+import base64
+import struct
+from typing import Any
+
+import pytest
+
+from tests.worker import serving
+from tests.worker.fake_engine import FakeEngine
+from worker.api import cohere
+from worker.api.call import Model
+from worker.errors import RequestError
+from worker.interface import Encoding
+
+PROMPTS = {"query": "? ", "passage": "# ", "clustering": "c "}
+
+
+def model(*, dimensions: int = 4, **settings: Any) -> Model:
+    encoding = Encoding(dimensions=dimensions, prompts=PROMPTS)
+    engine = FakeEngine(serving.tokenizer(), capabilities=("embedding",), encoding=encoding)
+    return Model(engine, engine.tokenizer, serving.options(**settings))
+
+
+def seen(made: Model) -> list[str]:
+    """What the engine was given, as text without special tokens."""
+    assert isinstance(made.engine, FakeEngine)
+    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
+
+
+async def test_texts_become_vectors_by_type() -> None:
+    made = model()
+    result = await cohere.embed({"texts": ["a", "b c"], "embedding_types": ["float", "base64"]}, made)
+    floats = result.body["embeddings"]["float"]
+    assert [len(vector) for vector in floats] == [4, 4]
+    packed = [base64.b64decode(text) for text in result.body["embeddings"]["base64"]]
+    assert packed == [struct.pack("<4f", *vector) for vector in floats]
+    tokens = result.body["meta"]["billed_units"]["input_tokens"]
+    assert tokens == result.prompt_tokens == sum(len(made.tokenizer(text)["input_ids"]) for text in ("a", "b c"))
+    assert (result.body["texts"], result.body["response_type"]) == (["a", "b c"], "embeddings_by_type")
+
+
+async def test_objects_with_content_are_texts_too() -> None:
+    made = model()
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": " c"}]
+    result = await cohere.embed({"inputs": [{"content": parts}]}, made)
+    assert (seen(made), result.body["texts"]) == (["b c"], None)
+
+
+async def test_what_texts_are_for_chooses_among_the_models_instructions() -> None:
+    made = model()
+    for kind in ("search_query", "search_document", "clustering"):
+        assert (await cohere.embed({"texts": ["a"], "input_type": kind}, made)).ignored == ()
+    assert seen(made) == ["? a", "# a", "c a"]
+    assert (await cohere.embed({"texts": ["a"], "input_type": "classification"}, made)).ignored == ("input_type",)
+    assert seen(made)[-1] == "a"
+
+
+async def test_what_is_too_long_is_cut_unless_the_request_says_otherwise() -> None:
+    made = model()
+    await cohere.embed({"texts": ["word " * 500]}, made)
+    assert isinstance(made.engine, FakeEngine)
+    assert len(made.engine.texts[0].tokens) == 256
+    with pytest.raises(RequestError) as caught:
+        await cohere.embed({"texts": ["word " * 500], "truncate": "NONE"}, made)
+    assert (caught.value.param, caught.value.reason) == ("texts", "context_length_exceeded")
+
+
+def test_bits_are_the_signs_of_components() -> None:
+    vector = [1.0, -1.0, 0.0, 0.5, -0.5, 2.0, 3.0, -4.0]
+    assert cohere.to_bits(vector) == [0b10010110]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "texts"),
+        ({"texts": []}, "texts"),
+        ({"texts": "a"}, "texts"),
+        ({"texts": [5]}, "texts"),
+        ({"texts": ["a"], "inputs": [{"content": "b"}]}, "texts"),
+        ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs"),
+        ({"texts": ["a"], "images": ["data:image/png;base64,aGk="]}, "images"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+        ({"texts": ["a"], "embedding_types": ["binary"]}, "embedding_types"),
+        ({"texts": ["a"], "output_dimension": 5}, "output_dimension"),
+        ({"texts": ["a"], "truncate": "START"}, "truncate"),
+        ({"texts": ["a"], "max_tokens": 5}, "max_tokens"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await cohere.embed(body, model())
+    assert caught.value.param == param
+
+
+async def test_it_is_served() -> None:
+    engine = FakeEngine(serving.tokenizer(), capabilities=("embedding", "rerank"))
+    async with serving.serving(engine) as world:
+        status, headers, body = await world.post("/v2/embed", {"texts": ["a"], "wibble": 1})
+        assert (status, headers["X-Ignored-Fields"], list(body["embeddings"])) == (200, "wibble", ["float"])
+        for path in ("/score", "/v1/score"):
+            status, _, body = await world.post(path, {"text_1": "a", "text_2": ["b", "c"]})
+            assert (status, [each["index"] for each in body["data"]]) == (200, [0, 1])

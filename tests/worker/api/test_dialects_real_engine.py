@@ -1,0 +1,62 @@
+"""A call that must be made, held to a grammar by a real engine of random weights, in each dialect, streamed or not."""
+
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.loaded import load, options
+from tests.worker.speaking import TOOLS
+from worker.server.server import Server
+
+torch.set_num_threads(1)
+SCHEMA: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+SCHEMA["additionalProperties"] = False
+HI: Any = [{"role": "user", "content": "hi"}]
+CITIES = ({"city": "Oslo"}, {"city": "Rome"})
+
+
+@pytest.mark.slow
+async def test_every_dialect_gets_the_call_it_asks_for(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, max_position_embeddings=768)
+    engine = load(folder, ctx_size=768, parallel=4)
+    settings = options(folder, name="tiny", chat_template=TOOLS, sampling='{"temp": 0}')
+    server = Server(engine, engine.tokenizer, settings, token=None, announce=lambda event: None)
+    url = (await server.start()).replace("tcp:", "http://")
+    try:
+        tool: Any = {"name": "weather", "input_schema": SCHEMA}
+        asked: Any = {"model": "tiny", "max_tokens": 400, "messages": HI, "tools": [tool]}
+        asked["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as claude:
+            whole = await claude.messages.create(**asked)
+            async with claude.messages.stream(**asked) as stream:
+                built = await stream.get_final_message()
+        for message in (whole, built):
+            assert len(message.content) == 1
+            block: Any = message.content[0]
+            assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
+            assert block.input in CITIES
+        assert whole.content[0].to_dict()["input"] == built.content[0].to_dict()["input"]
+
+        function: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+        body: Any = {"model": "tiny", "input": "hi", "tools": [function], "tool_choice": "required"}
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
+            response = await client.responses.create(**body, parallel_tool_calls=False)
+            [call] = response.output
+            assert call.type == "function_call"
+            assert call.arguments.replace(" ", "") in ('{"city":"Oslo"}', '{"city":"Rome"}')
+
+        async with ollama.AsyncClient(host=url) as llama:
+            answer = await llama.chat("tiny", HI, format=SCHEMA, options={"num_predict": 60})
+            lines = [line async for line in await llama.chat("tiny", HI, format=SCHEMA, stream=True)]
+            text = "".join(line.message.content or "" for line in lines)
+            assert answer.message.content == text
+            assert "Oslo" in text or "Rome" in text
+    finally:
+        await server.close()
+        await engine.close()

@@ -1,0 +1,903 @@
+"""OpenAI's chat and text completions and embeddings: what a body means, and what the answer looks like."""
+
+import base64
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.worker import serving
+from tests.worker.chatting import CHAT, model, only, streamed, whole
+from tests.worker.fake_engine import SCRIPT, FakeEngine
+from worker.api import embeddings, openai
+from worker.api.call import Model
+from worker.api.openai_replies import TextReply
+from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
+from worker.interface import Sampling
+
+# What a body means
+
+
+async def test_a_chat_becomes_one_generation_of_its_rendered_prompt() -> None:
+    made = model()
+    generation = await only({}, made)
+    assert made.decode(generation.prompt) == "<s><|user|>\nhi\n<|assistant|>\n"
+    assert generation.prompt.count(made.tokenizer.bos_token_id) == 1
+    assert (generation.max_tokens, generation.n, generation.stop) == (None, 1, ())
+    assert generation.sampling == Sampling()
+
+
+async def test_every_field_of_a_chat_reaches_the_engine() -> None:
+    body = {
+        "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2,
+        "repeat_last_n": 9, "presence_penalty": 0.3, "frequency_penalty": 0.4, "logit_bias": {"3": 2}, "seed": 11,
+        "stop": ["a", "b"], "n": 3, "logprobs": True, "top_logprobs": 2, "min_tokens": 2, "ignore_eos": True,
+    }  # fmt: skip
+    generation = await only(body)
+    assert (generation.max_tokens, generation.n, generation.stop) == (7, 3, ("a", "b"))
+    assert generation.sampling == Sampling(
+        temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, repeat_last_n=9, presence_penalty=0.3,
+        frequency_penalty=0.4, logit_bias={3: 2.0}, seed=11, min_tokens=2, ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": 2**63 - 1}, 2**63 - 1),
+    ],
+)
+async def test_a_maximum_of_tokens_has_two_names_and_one_meaning(body: dict[str, Any], tokens: int | None) -> None:
+    assert (await only(body)).max_tokens == tokens
+
+
+async def test_the_presets_maximum_serves_where_a_request_states_none() -> None:
+    assert (await only({}, model(n_predict=9))).max_tokens == 9
+    assert (await only({"max_tokens": 4}, model(n_predict=9))).max_tokens == 4
+    assert (await only({"max_tokens": -1}, model(n_predict=9))).max_tokens is None
+
+
+async def test_logprobs_without_alternatives_are_those_of_the_chosen_tokens() -> None:
+    assert (await only({"logprobs": True})).sampling.logprobs == 0
+    assert (await only({"logprobs": False})).sampling.logprobs is None
+
+
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": 5}, "model", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": -2}, "max_tokens", "invalid_value"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_value"),
+    ({"max_tokens": True}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 5.5}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens", "invalid_value"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"temperature": True}, "temperature", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"n": "2"}, "n", "invalid_value"),
+    ({"n": True}, "n", "invalid_value"),
+    ({"stop": [""]}, "stop", "invalid_value"),
+    ({"seed": "1"}, "seed", "invalid_value"),
+    ({"stream": "true"}, "stream", "invalid_value"),
+    ({"stream": 1}, "stream", "invalid_value"),
+    ({"stream_options": []}, "stream_options", "invalid_value"),
+    ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"max_tokens": 5, "n_predict": 6}, "n_predict", "invalid_value"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": ["5"]}, "stop_token_ids", "invalid_value"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+    ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+    ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids", "unsupported_parameter"),
+    ({"priority": 1}, "priority", "unsupported_parameter"),
+    ({"grammar_lazy": True}, "grammar_lazy", "unsupported_parameter"),
+    ({"reasoning_budget": 0}, "reasoning_budget", "unsupported_parameter"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
+    ({"sse_ping_interval": 0}, "sse_ping_interval", "invalid_value"),
+    ({"sse_ping_interval": -2}, "sse_ping_interval", "invalid_value"),
+    ({"sse_ping_interval": "15"}, "sse_ping_interval", "invalid_value"),
+    ({"response_format": "json"}, "response_format", "invalid_value"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema", "invalid_value"),
+    ({"json_schema": [1]}, "json_schema", "invalid_value"),
+    ({"json_schema": {}, "grammar": "root ::= x"}, "grammar", "invalid_value"),
+    ({"grammar": 5}, "grammar", "invalid_value"),
+    ({"guided_choice": []}, "guided_choice", "invalid_value"),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"lora": [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]}, "lora", "unsupported_parameter"),
+    ({"lora": [{"id": 0, "scale": "1"}]}, "lora", "invalid_value"),
+    ({"adapters": "french", "lora": "german"}, "lora", "invalid_value"),
+    ({"adapters": {"french": 1}}, "adapters", "invalid_value"),
+    ({"return_progress": 1}, "return_progress", "invalid_value"),
+    ({"timings_per_token": "yes"}, "timings_per_token", "invalid_value"),
+    ({"store": True}, "store", "unsupported_parameter"),
+    ({"mirostat": 2}, "mirostat", "unsupported_parameter"),
+    ({"typical_p": 0.9}, "typical_p", "unsupported_parameter"),
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"logprobs": 1}, "logprobs", "invalid_value"),
+    ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs", "invalid_value"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "invalid_value"),
+    ({"tools": [TOOL] * 513}, "tools", "invalid_value"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "invalid_value"),
+    ({"parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_value"),
+    ({"reasoning_format": "deepseek-legacy"}, "reasoning_format", "invalid_value"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt", "invalid_value"),
+    ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
+    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"documents": ["x"]}, "documents", "invalid_value"),
+    ({"functions": [{}]}, "functions", "unsupported_parameter"),
+]
+TEXT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"prompt": 5}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": {}}, "prompt", "invalid_value"),
+    ({"prompt": [[]]}, "prompt", "invalid_value"),
+    ({"prompt": ["a", None]}, "prompt", "invalid_value"),
+    ({"prompt": [5, True]}, "prompt", "invalid_value"),
+    ({"prompt": [[5], {}]}, "prompt", "invalid_value"),
+    ({"prompt": [[5, ["a"]]]}, "prompt", "invalid_value"),
+    ({"prompt": [5, True]}, "prompt", "invalid_value"),
+    ({"prompt": [True]}, "prompt", "invalid_value"),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [1.5]}, "prompt", "invalid_value"),
+    ({"prompt": [10**6]}, "prompt", "invalid_value"),
+    ({"prompt": ["a"] * 2049}, "prompt", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_value"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": -1}, "logprobs", "invalid_value"),
+    ({"echo": 1}, "echo", "invalid_value"),
+    ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+    ({"suffix": 5}, "suffix", "invalid_value"),
+    ({"suffix": "x", "echo": True}, "echo", "invalid_value"),
+    ({"best_of": 2, "n": 3}, "best_of", "invalid_value"),
+    ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
+    ({"best_of": 129}, "best_of", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *CHAT_FIELDS], ids=lambda each: str(each)[:40])
+async def test_a_field_of_a_chat_outside_its_type_or_range_is_refused_by_name(
+    body: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await openai.chat({**CHAT, **body}, model())
+    assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
+
+
+@pytest.mark.parametrize(("body", "param", "reason"), [*FIELDS, *TEXT_FIELDS], ids=lambda each: str(each)[:40])
+async def test_a_field_of_a_completion_outside_its_type_or_range_is_refused_by_name(
+    body: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await openai.completions({"prompt": "hi", **body}, model())
+    assert (caught.value.status, caught.value.param, caught.value.reason) == (400, param, reason)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "text"}},
+        {"tools": []},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"parallel_tool_calls": True},
+        {"grammar": ""},
+        {"lora": []},
+        {"reasoning_format": "none"},
+        {"return_progress": False},
+        {"timings_per_token": False},
+        {"store": False, "user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "cache_prompt": True},
+        {"stream_options": {"include_usage": True, "include_obfuscation": False}, "stream": True},
+        {"stream_options": {}, "use_beam_search": False, "length_penalty": 1.0, "priority": 0, "echo": False},
+        {"spaces_between_special_tokens": True, "guided_decoding_backend": "auto", "min_keep": 0, "tfs_z": 1},
+        {"mirostat": 0, "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_base": 1.75, "typ_p": 1.0, "samplers": []},
+    ],
+    ids=str,
+)
+async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) -> None:
+    made = model(strict_fields=True)
+    call = await openai.chat({**CHAT, **body}, made)
+    assert call.ignored == ()
+    assert call.generations[0].prompt == (await only({}, made)).prompt
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], "<s><|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>"),
+        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<s><fim_prefix>ab<fim_suffix>yz<fim_middle>"),
+        (["[SUFFIX]", "[PREFIX]"], "<s>[SUFFIX]yz[PREFIX]ab"),
+    ],
+)
+async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str], expected: str) -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    made = Model(FakeEngine(tokenizer), tokenizer, serving.options())
+    call = await openai.completions({"prompt": ["ab", "c"], "suffix": "yz"}, made)
+    assert made.decode(call.generations[0].prompt) == expected
+    assert made.decode(call.generations[1].prompt) == expected.replace("ab", "c")
+    tokens = tokenizer.encode("ab", add_special_tokens=False)
+    [generation] = (await openai.completions({"prompt": tokens, "suffix": "yz"}, made)).generations
+    assert generation.prompt == call.generations[0].prompt
+
+
+@pytest.mark.parametrize(
+    "stated", [5, {}, {"fields": {"content": {}}}, {"start_anchor": "x", "fields": {"a": {"open": 5}}}]
+)
+def test_a_response_template_that_cannot_be_used_leaves_answers_as_they_are(stated: Any) -> None:
+    tokenizer = tiny.make_tokenizer("llama")
+    tokenizer.response_template = stated
+    assert Model(FakeEngine(tokenizer), tokenizer, serving.options()).family is None
+
+
+TAKES_TOOLS = "{{ 'tools' if tools else 'none' }} <tool_call></tool_call> arguments"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+async def test_tools_without_a_place_in_the_template_are_refused_with_what_to_do_instead(choice: Any) -> None:
+    with pytest.raises(UnsupportedByModel, match="chat-template") as caught:
+        await only({"tools": [TOOL], "tool_choice": choice})
+    assert caught.value.param == "tools"
+
+
+async def test_a_call_that_must_be_made_is_a_grammar_in_the_models_own_way_of_writing() -> None:
+    made = model(chat_template=TAKES_TOOLS)
+    assert (await only({"tools": [TOOL]}, made)).grammar is None
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        generation = await only({"tools": [TOOL], "tool_choice": choice}, made)
+        assert generation.grammar is not None
+        assert generation.grammar.field == "tools"
+        assert "<tool_call>" in generation.grammar.text
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_one"),
+    [
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, True),
+        ({"tool_choice": NAMED}, True),
+        ({"tool_choice": NAMED, "parallel_tool_calls": True}, False),
+    ],
+)
+async def test_a_function_that_is_named_is_called_once_and_others_as_often_as_is_allowed(
+    choice: dict[str, Any], is_one: bool
+) -> None:
+    made = model(chat_template=TAKES_TOOLS)
+    grammar = (await only({"tools": [TOOL], **choice}, made)).grammar
+    assert grammar is not None
+    assert (")*" not in grammar.text) is is_one
+
+
+def allowing(mode: Any, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TOOLS_OF_THREE = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", "g", "h")]
+SHOWN = "{% for t in tools %}{{ t.function.name }}{% endfor %} <tool_call></tool_call> arguments"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_functions_that_are_not_allowed_are_not_shown_and_cannot_be_called(mode: str) -> None:
+    made = model(chat_template=SHOWN)
+    generation = await only({"tools": TOOLS_OF_THREE, "tool_choice": allowing(mode, "h", "f", "h")}, made)
+    assert made.decode(generation.prompt).startswith("fh ")
+    assert (generation.grammar is not None) is (mode == "required")
+    if generation.grammar is not None:
+        text = generation.grammar.text
+        assert [json.dumps(json.dumps({"name": name}))[1:-2] in text for name in "fgh"] == [True, False, True]
+        assert ")*" in text, "as often as it likes, unless parallel_tool_calls says otherwise"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowing("auto"),
+        allowing("sometimes", "f"),
+        allowing(None, "f"),
+        allowing([], "f"),
+        allowing("auto", "f", "x"),
+        allowing("required", "f", 5),
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": "f"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp", "name": "f"}]}},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+    ],
+)
+async def test_what_allows_no_function_of_the_request_is_refused(choice: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await only({"tools": TOOLS_OF_THREE, "tool_choice": choice}, model(chat_template=SHOWN))
+    assert caught.value.param == "tool_choice"
+
+
+async def test_functions_are_allowed_only_where_there_are_some() -> None:
+    with pytest.raises(InvalidValue, match="needs tools"):
+        await only({"tool_choice": allowing("auto", "f")}, model(chat_template=SHOWN))
+
+
+def test_a_model_whose_template_shows_tools_says_so() -> None:
+    assert "tools" in model(chat_template=TAKES_TOOLS).capabilities
+    assert "tools" not in model().capabilities
+    assert "tools" not in model(("embedding",), chat_template=TAKES_TOOLS).capabilities
+
+
+async def test_a_function_that_is_not_among_the_tools_cannot_be_named() -> None:
+    body = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}
+    with pytest.raises(InvalidValue) as caught:
+        await only(body, model(chat_template=TAKES_TOOLS))
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("held", "template"),
+    [
+        ({"grammar": 'root ::= "x"'}, TAKES_TOOLS),
+        ({"guided_regex": "x"}, TAKES_TOOLS),
+        ({"response_format": {"type": "json_object"}}, "{{ tools }} its calls are JSON themselves"),
+    ],
+)
+async def test_tools_that_may_be_called_and_an_answer_that_cannot_be_told_from_calls_exclude_each_other(
+    held: dict[str, Any], template: str
+) -> None:
+    made = model(chat_template=template)
+    with pytest.raises(InvalidValue, match="tool_choice") as caught:
+        await only({"tools": [TOOL], **held}, made)
+    assert caught.value.param == next(iter(held))
+    none = await only({"tools": [TOOL], **held, "tool_choice": "none"}, made)
+    assert none.grammar is not None
+
+
+async def test_an_answer_is_calls_or_else_the_json_that_was_asked_for() -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+    body = {"tools": [TOOL], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    either = (await only(body, model(chat_template=TAKES_TOOLS))).grammar
+    assert either is not None
+    assert (either.kind, either.field) == ("lark", "response_format.json_schema")
+    assert either.text.startswith("start: calls | answer\n")
+    assert '"answer"' in either.text
+    assert "<tool_call>" in either.text
+
+
+async def test_strict_arguments_are_reported_as_ignored_where_calls_are_free() -> None:
+    function = {"name": "f", "parameters": {}, "strict": True}
+    async with serving.serving(chat_template=TAKES_TOOLS) as world:
+        for choice, told in (("auto", "tools[].function.strict"), ("required", None), ("none", None)):
+            body = {**serving.chat("hi"), "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+            _, headers, _ = await world.post("/v1/chat/completions", body)
+            assert headers.get("X-Ignored-Fields") == told
+        _, headers, _ = await world.post("/v1/responses", {"input": "hi", "tools": [{"type": "function", **function}]})
+        assert headers["X-Ignored-Fields"] == "tools[].strict"
+
+
+async def test_a_format_beside_calls_that_must_be_made_is_reported_as_ignored() -> None:
+    body = {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    async with serving.serving(chat_template=TAKES_TOOLS) as world:
+        status, headers, _ = await world.post("/v1/chat/completions", {**serving.chat("hi"), **body})
+        assert (status, headers["X-Ignored-Fields"]) == (200, "response_format")
+
+
+async def test_a_model_that_thinks_may_do_so_before_it_is_held_to_anything() -> None:
+    body = {"response_format": {"type": "json_object"}}
+    opened = await only(body, model(chat_template="{{ messages[0].content }}</think>x<think>\n"))
+    assert opened.grammar is not None
+    assert "preamble: thoughts" in opened.grammar.preamble
+    free = await only(body, model(chat_template="{{ messages[0].content }} </think>"))
+    assert free.grammar is not None
+    assert free.grammar.preamble.startswith('preamble: ("<think>"')
+    plain = await only(body)
+    assert plain.grammar is not None
+    assert plain.grammar.preamble == ""
+
+
+async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:
+    made = model(chat_template="{{ 'tools' if tools else 'none' }}")
+    generation = await only({"tools": [TOOL], "tool_choice": "none"}, made)
+    assert made.decode(generation.prompt) == "none"
+
+
+async def test_unknown_fields_are_ignored_but_reported() -> None:
+    call = await openai.chat({**CHAT, "frobnicate": 1, "wibble": None, "top_a": 0.2}, model())
+    assert call.ignored == ("frobnicate", "top_a")
+
+
+async def test_an_unknown_field_is_refused_where_fields_are_strict() -> None:
+    with pytest.raises(RequestError) as caught:
+        await openai.chat({**CHAT, "frobnicate": 1}, model(strict_fields=True))
+    assert (caught.value.reason, caught.value.param) == ("unknown_parameter", "frobnicate")
+
+
+@pytest.mark.parametrize(
+    ("body", "interval"),
+    [({}, 15.0), ({"sse_ping_interval": 2}, 2.0), ({"sse_ping_interval": -1}, None)],
+)
+async def test_the_ping_interval_is_the_clients_choice(body: dict[str, Any], interval: float | None) -> None:
+    assert (await openai.chat({**CHAT, **body}, model())).ping_interval == interval
+
+
+async def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers() -> None:
+    made = model()
+    room = made.engine.ctx_size
+    await openai.completions({"prompt": [5] * (room - 1)}, made)
+    with pytest.raises(ContextExceeded, match=f"maximum context length is {room} tokens") as caught:
+        await openai.completions({"prompt": [5] * room}, made)
+    assert caught.value.extra == {"n_prompt_tokens": room, "n_ctx": room}
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextExceeded) as of_chat:
+        await openai.chat({"messages": [{"role": "user", "content": "word " * room}]}, made)
+    assert of_chat.value.param == "messages"
+
+
+async def test_a_preset_may_bound_prompts_below_the_context() -> None:
+    with pytest.raises(ContextExceeded, match="10 tokens"):
+        await openai.completions({"prompt": [5] * 11}, model(max_input_tokens=10))
+    await openai.completions({"prompt": [5] * 10}, model(max_input_tokens=10))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hi", ["<s>hi"]),
+        (["hi", "ho"], ["<s>hi", "<s>ho"]),
+        ([0, 40, 41], ["<s>GH"]),
+        ([[0, 40], [41, 42]], ["<s>G", "HI"]),
+        ("", ["<s>"]),
+        (["a", ""], ["<s>a", "<s>"]),
+    ],
+    ids=str,
+)
+async def test_a_prompt_has_four_forms(prompt: Any, prompts: list[str]) -> None:
+    made = model()
+    call = await openai.completions({"prompt": prompt}, made)
+    assert [made.decode(generation.prompt) for generation in call.generations] == prompts
+    assert len({generation.id for generation in call.generations}) == len(prompts)
+
+
+async def test_an_empty_prompt_needs_a_token_that_begins_a_text() -> None:
+    tokenizer = serving.bare_tokenizer()
+    assert tokenizer.encode("") == []
+    made = model(bare=True)
+    call = await openai.completions({"prompt": ""}, made)
+    assert call.generations[0].prompt == (tokenizer.bos_token_id,)
+
+
+async def test_an_embedding_model_refuses_to_chat_and_says_what_it_does() -> None:
+    made = model(["embedding"])
+    assert made.capabilities == ["embedding"]
+    with pytest.raises(UnsupportedByModel, match="/v1/embeddings") as caught:
+        await openai.chat(CHAT, made)
+    assert (caught.value.status, caught.value.reason) == (501, "unsupported_by_model")
+    with pytest.raises(UnsupportedByModel):
+        await openai.completions({"prompt": "hi"}, made)
+
+
+async def test_a_generating_model_refuses_to_embed_and_says_what_it_does() -> None:
+    made = model(["completion"])
+    assert made.capabilities == ["chat", "completion"]
+    with pytest.raises(UnsupportedByModel, match="/v1/chat/completions"):
+        await embeddings.embeddings({"input": "hi"}, made)
+
+
+async def test_a_model_without_a_template_completes_but_does_not_chat() -> None:
+    made = model(bare=True)
+    assert made.capabilities == ["completion", "embedding"]
+    with pytest.raises(UnsupportedByModel, match="chat-template"):
+        await openai.chat(CHAT, made)
+
+
+# What the answer looks like
+
+
+async def test_a_chat_is_answered_in_the_shape_of_the_api() -> None:
+    made = model()
+    call = await openai.chat({**CHAT, "model": "asked/for:this", "max_tokens": 2}, made)
+    body = await whole(call, made.engine)
+    prompt = len(call.generations[0].prompt)
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1.6e9
+    assert body.pop("system_fingerprint").startswith("b0-")
+    assert body == {
+        "object": "chat.completion",
+        "model": "asked/for:this",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "0 G"},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": 2,
+            "total_tokens": prompt + 2,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+        "timings": {
+            "cache_n": 2,
+            "prompt_n": prompt - 2,
+            "prompt_ms": 500.0,
+            "prompt_per_token_ms": 500.0 / (prompt - 2),
+            "prompt_per_second": (prompt - 2) / 0.5,
+            "predicted_n": 2,
+            "predicted_ms": 250.0,
+            "predicted_per_token_ms": 125.0,
+            "predicted_per_second": 8.0,
+        },
+    }
+
+
+async def test_the_model_is_named_by_the_preset_where_a_request_names_none() -> None:
+    made = model(name="house/model")
+    assert (await whole(await openai.chat(CHAT, made), made.engine))["model"] == "house/model"
+
+
+async def test_a_chat_streams_in_the_shape_of_the_api() -> None:
+    made = model()
+    call = await openai.chat({**CHAT, "max_tokens": 2, "stream": True}, made)
+    assert call.stream
+    [first, one, two, last, done] = await streamed(call, made.engine)
+    choice = {"index": 0, "logprobs": None, "finish_reason": None}
+    assert first["choices"] == [{**choice, "delta": {"role": "assistant", "content": None}}]
+    assert one["choices"] == [{**choice, "delta": {"content": "0"}}]
+    assert two["choices"] == [{**choice, "delta": {"content": " G"}}]
+    assert last["choices"] == [{**choice, "delta": {}, "finish_reason": "length"}]
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in (first, one, two, last)} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in (first, one, two, last)}) == 1
+    assert "usage" not in first
+    assert [("timings" in chunk) for chunk in (first, one, two, last)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_tells_how_far_its_prompt_is_if_asked(path: str) -> None:
+    async with serving.serving() as world:
+        world.engine.gate.set()
+        body = serving.chat("prefill") if "chat" in path else {"prompt": "prefill it now"}
+        frames = serving.chunks(await world.stream(path, {**body, "return_progress": True}))
+        total = len(world.engine.requests[0].prompt)
+        told = [frame["prompt_progress"] for frame in frames[:-1] if "prompt_progress" in frame]
+        assert told == [
+            {"total": total, "cache": 2, "processed": total // 2, "time_ms": 125.0},
+            {"total": total, "cache": 2, "processed": total, "time_ms": 500.0},
+        ]
+        first_text = next(at for at, frame in enumerate(frames) if _text_of(frame))
+        assert all("prompt_progress" not in frame for frame in frames[first_text:-1])
+        assert all(frame["choices"][0]["finish_reason"] is None for frame in frames[:first_text])
+        asked = {**body, "return_progress": True, "timings_per_token": True}
+        timed = [each for each in serving.chunks(await world.stream(path, asked))[:-1] if "prompt_progress" in each]
+        assert [(each["timings"]["cache_n"], each["timings"]["prompt_n"]) for each in timed] == [
+            (2, total // 2 - 2),
+            (2, total - 2),
+        ]
+        assert [each["timings"]["prompt_ms"] for each in timed] == [125.0, 500.0]
+        plain = await world.stream(path, body)
+        assert not any("prompt_progress" in frame for frame in plain)
+        assert len(plain) == len(frames) - 2, "nothing else is different"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_of_text_has_the_timings_so_far_if_asked(path: str) -> None:
+    async with serving.serving() as world:
+        body = serving.chat("hello") if "chat" in path else {"prompt": "hello"}
+        frames = serving.chunks(await world.stream(path, {**body, "timings_per_token": True, "n": 2}))[:-1]
+        said = [frame for frame in frames if _text_of(frame)]
+        counts = [frame["timings"]["predicted_n"] for frame in said]
+        assert counts == sorted(counts)
+        assert counts[0] == 1, "only what has been said counts"
+        assert frames[-1]["timings"]["predicted_n"] > counts[0]
+        whole = (await world.post(path, {**body, "n": 2}))[2]
+        assert frames[-1]["timings"] == whole["timings"]
+        plain = serving.chunks(await world.stream(path, {**body, "n": 2}))[:-1]
+        assert ["timings" in frame for frame in plain] == [False] * (len(plain) - 1) + [True]
+
+
+def _text_of(frame: Any) -> str:
+    choice = frame["choices"][0]
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+async def test_what_only_chunks_can_tell_is_reported_as_ignored_where_there_are_none() -> None:
+    async with serving.serving() as world:
+        _, headers, body = await world.post(
+            "/v1/chat/completions", serving.chat("hello", return_progress=True, timings_per_token=True)
+        )
+        assert headers["X-Ignored-Fields"] == "return_progress,timings_per_token"
+        assert "timings" in body
+
+
+async def test_usage_comes_in_a_chunk_of_its_own_if_asked_for() -> None:
+    made = model()
+    body = {**CHAT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = await streamed(await openai.chat(body, made), made.engine)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (usage["choices"], done) == ([], "[DONE]")
+    assert usage["usage"]["completion_tokens"] == usage["timings"]["predicted_n"] == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 3},
+        {"max_tokens": 6, "n": 2},
+        {"stop": ["brown"], "logprobs": True, "top_logprobs": 3},
+        {"stop": "🦊", "n": 2, "logprobs": True},
+    ],
+    ids=str,
+)
+async def test_chat_deltas_concatenate_to_the_answer_in_one_piece(body: dict[str, Any]) -> None:
+    made = model()
+    expected = await whole(await openai.chat({**CHAT, **body}, made), made.engine)
+    chunks = await streamed(await openai.chat({**CHAT, **body, "stream": True}, made), made.engine)
+    assert sum("timings" in chunk for chunk in chunks[:-1]) == 1
+    for choice in expected["choices"]:
+        mine = [one for chunk in chunks[:-1] for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": None}
+        assert all(one["delta"]["content"] for one in mine[1:-1])
+        assert "".join(one["delta"]["content"] for one in mine[1:-1]) == choice["message"]["content"]
+        assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, choice["finish_reason"])
+        entries = [entry for one in mine if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert entries == (choice["logprobs"] or {"content": []})["content"]
+
+
+async def test_logprobs_hold_bytes_and_no_infinity() -> None:
+    made = model()
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 4}
+    answer = await whole(await openai.chat(body, made), made.engine)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [
+        "0",
+        " G",
+        "r\N{REPLACEMENT CHARACTER}",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "0 Grü"
+    assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-2.0, None]
+    assert entries[0]["logprob"] == -1.0
+
+
+async def test_several_choices_of_one_prompt_count_it_once() -> None:
+    made = model()
+    call = await openai.chat({**CHAT, "n": 3, "max_tokens": 2}, made)
+    usage = (await whole(call, made.engine))["usage"]
+    assert usage["prompt_tokens"] == len(call.generations[0].prompt)
+    assert usage["completion_tokens"] == 6
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_a_completion_is_answered_in_the_shape_of_the_api() -> None:
+    made = model()
+    body = await whole(await openai.completions({"prompt": ["a", "b"], "n": 2, "max_tokens": 2}, made), made.engine)
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [
+        {"index": index, "text": text, "logprobs": None, "finish_reason": "length"}
+        for index, text in enumerate(["0 G", "1 G", "0 G", "1 G"])
+    ]
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["timings"]["predicted_n"] == 8
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 2, "max_tokens": 5},
+        {"prompt": ["one", "two"], "n": 2, "echo": True},
+        {"echo": True, "logprobs": 2, "max_tokens": 6},
+        {"prompt": [0, 40, 41], "echo": True, "logprobs": 0, "stop": ["世"]},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0},
+        {"prompt": "silent", "logprobs": 1},
+    ],
+    ids=str,
+)
+async def test_text_deltas_concatenate_to_the_answer_in_one_piece(body: dict[str, Any]) -> None:
+    made, body = model(), {"prompt": "word", **body}
+    expected = await whole(await openai.completions(body, made), made.engine)
+    *chunks, done = await streamed(await openai.completions({**body, "stream": True}, made), made.engine)
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    for choice in expected["choices"]:
+        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert (mine[-1]["text"], mine[-1]["finish_reason"]) == ("", choice["finish_reason"])
+        assert [one["finish_reason"] for one in mine[:-1]] == [None] * (len(mine) - 1)
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [each for one in mine if one["logprobs"] for each in one["logprobs"][name]]
+            assert joined == (choice["logprobs"] or {name: []})[name]
+
+
+async def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "Grün", "echo": True, "logprobs": 1, "max_tokens": 1}, made)
+    assert call.generations[0].prompt_logprobs
+    [choice] = (await whole(call, made.engine))["choices"]
+    assert choice["text"] == "Grün0"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["<s>", "G", r"bytes:\x72\xc3", r"bytes:\xbc", "n", "0"]
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5, -1.0]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][-1] == {"1": -2.0, "0": -1.0}
+    assert [choice["text"][offset:][:1] for offset in logprobs["text_offset"]] == ["G", "G", "r", "ü", "n", "0"]
+
+
+async def test_offsets_follow_a_special_token_where_the_prompt_spells_it() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "a</s>b", "echo": True, "logprobs": 0, "max_tokens": 1}, made)
+    [choice] = (await whole(call, made.engine))["choices"]
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "</s>", "b", "0"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 5, 6]
+
+
+async def test_a_prompt_alone_can_be_scored() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0}, made)
+    body = await whole(call, made.engine)
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert body["usage"]["completion_tokens"] == 0
+
+
+async def test_the_best_of_several_is_the_likeliest() -> None:
+    made = model()
+    call = await openai.completions({"prompt": "a", "best_of": 3, "n": 2, "max_tokens": 2}, made)
+    assert call.generations[0].n == 3
+    assert isinstance(call.reply, TextReply)
+    body = await whole(call, made.engine)
+    assert [(one["index"], one["text"], one["logprobs"]) for one in body["choices"]] == [
+        (0, "2 G", None),
+        (1, "1 G", None),
+    ]
+    assert body["usage"]["completion_tokens"] == 6
+
+
+async def test_a_whole_script_ends_by_itself() -> None:
+    made = model()
+    [choice] = (await whole(await openai.completions({"prompt": "a"}, made), made.engine))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (f"0 {SCRIPT} 2", "stop")
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize(
+    ("value", "lengths"),
+    [("hi", [2]), (["hi", "hi.."], [2, 4]), ([0, 40, 41], [3]), ([[0, 40], [41]], [2, 1])],
+    ids=str,
+)
+async def test_an_input_has_four_forms(value: Any, lengths: list[int]) -> None:
+    result = await embeddings.embeddings({"input": value, "model": "m"}, model())
+    assert result.body == {
+        "object": "list",
+        "model": "m",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": [float(length * part) for part in (1, 2, 3, 4)]}
+            for index, length in enumerate(lengths)
+        ],
+        "usage": {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)},
+    }
+    assert result.prompt_tokens == sum(lengths)
+
+
+async def test_base64_is_little_endian_float32() -> None:
+    result = await embeddings.embeddings({"input": "hi", "encoding_format": "base64"}, model())
+    encoded = result.body["data"][0]["embedding"]
+    assert struct.unpack("<4f", base64.b64decode(encoded)) == (2.0, 4.0, 6.0, 8.0)
+
+
+async def test_fewer_dimensions_are_cut_and_of_length_one_again() -> None:
+    result = await embeddings.embeddings({"input": "hi", "dimensions": 2}, model())
+    vector = result.body["data"][0]["embedding"]
+    assert vector == pytest.approx([1 / math.sqrt(5), 2 / math.sqrt(5)])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1, ["a"]]}, "input"),
+        ({"input": [10**6]}, "input"),
+        ({"input": {}}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 5}, "dimensions"),
+        ({"input": "a", "dimensions": "2"}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "encoding_format": 5}, "encoding_format"),
+        ({"input": "a", "model": 5}, "model"),
+    ],
+    ids=str,
+)
+async def test_a_field_of_embeddings_outside_its_type_or_range_is_refused_by_name(
+    body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await embeddings.embeddings(body, model())
+    assert caught.value.param == param
+
+
+async def test_an_input_longer_than_the_context_is_refused_not_truncated() -> None:
+    made = model()
+    size = made.engine.ctx_size
+    await embeddings.embeddings({"input": [5] * size}, made)
+    with pytest.raises(ContextExceeded) as caught:
+        await embeddings.embeddings({"input": [[5], [5] * (size + 1)]}, made)
+    assert (caught.value.status, caught.value.param) == (400, "input")
+
+
+async def test_unknown_fields_of_embeddings_are_reported() -> None:
+    result = await embeddings.embeddings({"input": "a", "user": "me", "input_type": "query"}, model())
+    assert result.ignored == ("input_type",)
+
+
+async def test_a_chat_is_embedded_as_its_template_writes_it() -> None:
+    async def seen(body: dict[str, Any], **settings: Any) -> tuple[str, tuple[str, ...]]:
+        made = model(**settings)
+        result = await embeddings.embeddings({**CHAT, **body}, made)
+        assert isinstance(made.engine, FakeEngine)
+        [text] = made.engine.texts
+        assert result.body["usage"]["prompt_tokens"] == len(text.tokens) == result.prompt_tokens
+        assert [entry["index"] for entry in result.body["data"]] == [0]
+        return made.decode(text.tokens), result.ignored
+
+    assert await seen({}) == ("<s><|user|>\nhi\n", ())
+    assert await seen({"add_generation_prompt": True}) == ("<s><|user|>\nhi\n<|assistant|>\n", ())
+    assert await seen({"add_special_tokens": True}) == ("<s><s><|user|>\nhi\n", ())
+    said = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "ho"}], "continue_final_message": True}
+    assert (await seen(said))[0].endswith("ho")
+    assert await seen({"chat_template_kwargs": {"tone": "low"}}, chat_template="{{ tone }}") == ("low", ())
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert await seen({"tools": tools}) == ("<s><|user|>\nhi\n", ("tools",))
+    assert await seen({"tools": tools}, chat_template="{{ tools[0].function.name }}") == ("f", ())
+
+
+async def test_a_chat_to_embed_is_cut_only_if_that_is_asked_for() -> None:
+    made = model()
+    long: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 500}]}
+    with pytest.raises(ContextExceeded) as caught:
+        await embeddings.embeddings(long, made)
+    assert caught.value.param == "messages"
+    result = await embeddings.embeddings({**long, "truncate_prompt_tokens": -1}, made)
+    assert result.prompt_tokens == made.max_text
+
+
+async def test_a_chat_that_cannot_be_embedded_is_refused_by_name() -> None:
+    with pytest.raises(InvalidValue, match="input and messages"):
+        await embeddings.embeddings({**CHAT, "input": "a"}, model())
+    with pytest.raises(InvalidValue, match="empty text"):
+        await embeddings.embeddings(CHAT, model(chat_template="{{ '' }}"))
+    with pytest.raises(UnsupportedByModel, match="input in the place of messages"):
+        await embeddings.embeddings(CHAT, model(bare=True))

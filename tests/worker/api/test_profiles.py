@@ -1,0 +1,109 @@
+"""One worker, and requests by several names, each with its own defaults; over a fake engine."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.worker.serving import Serving, serving
+from worker.interface import AdapterChoice, Generation
+from worker.protocol.argv import Profile, Serve
+from worker.protocol.headers import PROFILE_HEADER, PROFILES_PATH
+
+pytestmark = pytest.mark.asyncio
+
+TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": TEXT,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {**TEXT, "max_tokens": 2},
+    "/v1/responses": {"input": "hi"},
+    "/api/chat": {**TEXT, "stream": False},
+    "/completion": {"prompt": "hi"},
+}
+"""By path; those that say nothing of how they are sampled."""
+KIND = "{% for message in messages %}{{ tone }}{{ message.content }}{% endfor %}"
+
+
+async def tell(world: Serving, **profile: Any) -> tuple[int, Any]:
+    async with world.client.put(world.url + PROFILES_PATH, json=profile) as answer:
+        return answer.status, await answer.json()
+
+
+async def asked(world: Serving, path: str, body: Any, profile: str = "") -> Generation:
+    """What the engine is asked for."""
+    headers = {PROFILE_HEADER: profile} if profile else {}
+    status, _, answer = await world.post(path, body, **headers)
+    assert status == 200, answer
+    return world.engine.requests[-1]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_whoever_says_nothing_gets_what_the_profile_says(path: str) -> None:
+    async with serving() as world:
+        told = {"temp": 0.25, "stop": ["never"]}
+        assert await tell(
+            world, name="a", n_predict=7, seed=3, sampling=json.dumps(told), default_adapter="french"
+        ) == (200, {})  # fmt: skip
+        other, own = await asked(world, path, BODIES[path]), await asked(world, path, BODIES[path], "a")
+        most = 2 if path == "/v1/messages" else 7
+        assert (own.sampling.temperature, own.sampling.seed, own.stop, own.max_tokens, own.adapter) == (
+            0.25, 3, ("never",), most, AdapterChoice("french"),
+        )  # fmt: skip
+        assert other.sampling.temperature != 0.25
+        assert (other.sampling.seed, other.stop, other.adapter) == (None, (), None)
+
+
+async def test_what_a_request_says_itself_holds_under_any_profile() -> None:
+    async with serving() as world:
+        await tell(world, name="a", n_predict=7, seed=3, sampling='{"temp": 0.25}', default_adapter="french")
+        said = {"temperature": 0.5, "seed": 4, "max_tokens": 2, "lora": []}
+        found = await asked(world, "/v1/chat/completions", {**TEXT, **said}, "a")
+        assert (found.sampling.temperature, found.sampling.seed, found.max_tokens) == (0.5, 4, 2)
+        assert found.adapter == AdapterChoice(), "none, and not the default one"
+
+
+async def test_each_profile_has_its_own_template_and_name() -> None:
+    async with serving() as world:
+        await tell(world, name="a", chat_template=KIND, chat_template_kwargs='{"tone": "kindly "}')
+        await tell(world, name="b ü", chat_template=KIND, chat_template_kwargs='{"tone": "curtly "}')
+        prompts = []
+        for profile in ("a", "b%20%C3%BC"):
+            status, _, body = await world.post("/apply-template", TEXT, **{PROFILE_HEADER: profile})
+            assert status == 200
+            prompts.append(body["prompt"])
+        assert prompts == ["kindly hi", "curtly hi"]
+        _, _, body = await world.post("/v1/chat/completions", TEXT, **{PROFILE_HEADER: "b%20%C3%BC"})
+        assert body["model"] == "b ü"
+
+
+async def test_a_profile_is_replaced_and_one_that_cannot_be_used_changes_nothing() -> None:
+    async with serving() as world:
+        await tell(world, name="a", sampling='{"temp": 0.25}')
+        for wrong, why in (
+            ({"chat_template": "{% for %}"}, "chat"),
+            ({"sampling": '{"tempo": 1}'}, "tempo"),
+            ({"chat_template_kwargs": "[]"}, "JSON object"),
+            ({"colour": "red"}, "profile"),
+        ):
+            status, body = await tell(world, name="a", **wrong)
+            assert status == 400, wrong
+            assert why in body["error"]["message"]
+        assert (await asked(world, "/v1/completions", {"prompt": "x"}, "a")).sampling.temperature == 0.25
+        await tell(world, name="a", sampling='{"temp": 0.75}')
+        assert (await asked(world, "/v1/completions", {"prompt": "x"}, "a")).sampling.temperature == 0.75
+
+
+async def test_nobody_is_answered_under_a_profile_that_was_never_told() -> None:
+    async with serving() as world:
+        status, _, body = await world.post("/v1/chat/completions", TEXT, **{PROFILE_HEADER: "x"})
+        assert (status, body["error"]["message"]) == (400, "this worker was not told of the profile 'x'")
+        headers = {"Authorization": "Bearer wrong"}
+        async with world.client.put(world.url + PROFILES_PATH, json={"name": "x"}, headers=headers) as answer:
+            assert answer.status == 401
+
+
+async def test_a_profile_has_the_fields_of_the_options_that_it_stands_for() -> None:
+    mine = {name: field.default for name, field in Profile.__dataclass_fields__.items() if name != "name"}
+    serve = Serve.__dataclass_fields__
+    assert mine == {name: serve[name].default for name in mine}

@@ -1,0 +1,281 @@
+"""Promises of reranking, of llama-server's embeddings, and of prompts: what goes in, comes out, is refused."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.worker import serving
+from tests.worker.fake_engine import FakeEngine
+from worker.api import embeddings
+from worker.api.call import Model
+from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
+from worker.interface import Encoding
+
+DOCUMENTS = ["hi", {"text": "a much longer one"}, "hello you"]
+
+
+def model(*capabilities: str, encoding: Encoding | None = None, ctx_size: int = 256, **settings: Any) -> Model:
+    """By default a cross-encoder, whose score is the number of a pair's tokens."""
+    engine = FakeEngine(
+        serving.tokenizer(), capabilities=capabilities or ("rerank",), encoding=encoding, ctx_size=ctx_size
+    )
+    return Model(engine, engine.tokenizer, serving.options(**settings))
+
+
+def embedder(**settings: Any) -> Model:
+    prompts = {"query": "? ", "document": "", "title": "# "}
+    encoding = Encoding(dimensions=4, prompts=prompts, default_prompt="# ", skips_prompt=True)
+    return model("embedding", "rerank", encoding=encoding, **settings)
+
+
+def seen(made: Model) -> list[str]:
+    """What the engine was given, as text without special tokens."""
+    assert isinstance(made.engine, FakeEngine)
+    return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
+
+
+async def test_documents_come_back_by_score_with_their_places() -> None:
+    made = model()
+    result = await embeddings.rerank({"query": "what?", "documents": DOCUMENTS, "model": "m"}, made)
+    sizes = [len(made.tokenizer("what?", text)["input_ids"]) for text in ("hi", "a much longer one", "hello you")]
+    assert sizes[1] > sizes[2] > sizes[0]
+    assert result.body == {
+        "model": "m",
+        "object": "list",
+        "results": [{"index": index, "relevance_score": float(sizes[index])} for index in (1, 2, 0)],
+        "usage": {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)},
+    }
+    assert result.prompt_tokens == sum(sizes)
+
+
+async def test_only_so_many_come_back_and_with_their_texts_if_asked() -> None:
+    body = {"query": "q", "documents": DOCUMENTS, "top_n": 1, "return_documents": True, "rank_fields": ["text"]}
+    result = await embeddings.rerank(body, model())
+    assert [each["document"] for each in result.body["results"]] == [{"text": "a much longer one"}]
+    assert result.ignored == ("rank_fields",)
+    many = await embeddings.rerank({**body, "top_n": 50}, model())
+    assert len(many.body["results"]) == 3
+
+
+async def test_texts_come_back_as_a_bare_list_as_in_text_embeddings_inference() -> None:
+    given = ["a", "bb", "ccc"]
+    listed = (await embeddings.rerank({"query": "q", "documents": given, "top_n": 2}, model())).body["results"]
+    texts = {"query": "q", "texts": given, "top_n": 2}
+    bare = (await embeddings.rerank(texts, model())).body
+    assert bare == [{"index": each["index"], "score": each["relevance_score"]} for each in listed]
+    shown = (await embeddings.rerank({**texts, "return_text": True, "raw_scores": False}, model())).body
+    assert [each["text"] for each in shown] == [given[each["index"]] for each in listed]
+    with pytest.raises(UnsupportedField, match="raw_scores"):
+        await embeddings.rerank({**texts, "raw_scores": True}, model())
+
+
+async def test_equal_documents_keep_their_order() -> None:
+    result = await embeddings.rerank({"query": "q", "documents": ["same"] * 5}, model())
+    assert [each["index"] for each in result.body["results"]] == [0, 1, 2, 3, 4]
+
+
+async def test_an_embedder_ranks_by_its_prompts_for_queries_and_documents() -> None:
+    made = embedder()
+    result = await embeddings.rerank({"query": "why", "documents": ["so", "because"]}, made)
+    assert seen(made) == ["? why", "so", "because"]
+    assert {each["index"] for each in result.body["results"]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": ["a"]}, "query"),
+        ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": 5, "documents": ["a"]}, "query"),
+        ({"query": "a"}, "documents"),
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": "b"}, "documents"),
+        ({"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ({"query": "a", "documents": ["a", 5]}, "documents[1]"),
+        ({"query": "a", "documents": [{"image": "x"}]}, "documents[0]"),
+        ({"query": "a", "documents": ["a"], "texts": ["a"]}, "texts"),
+        ({"query": "a", "texts": []}, "texts"),
+        ({"query": "a", "texts": ["a", {"text": "b"}]}, "texts"),
+        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ({"query": "a", "documents": ["a"], "return_documents": 1}, "return_documents"),
+        ({"query": "a", "documents": ["a"], "truncate": "START"}, "truncate"),
+        ({"query": "a", "documents": ["a"], "truncate": 1}, "truncate"),
+    ],
+    ids=str,
+)
+async def test_a_field_of_rerank_outside_its_type_or_range_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await embeddings.rerank(body, model())
+    assert caught.value.param == param
+
+
+async def test_a_pair_that_is_too_long_is_refused_unless_it_may_be_cut() -> None:
+    body = {"query": "why", "documents": ["x" * 300, "y"]}
+    for made in (model(ctx_size=64), embedder(ctx_size=64), model(max_input_tokens=64)):
+        with pytest.raises(ContextExceeded) as caught:
+            await embeddings.rerank(body, made)
+        assert caught.value.param == "documents"
+        await embeddings.rerank({**body, "truncate": True}, made)
+        assert isinstance(made.engine, FakeEngine)
+        assert max(len(text.tokens) for text in made.engine.texts) == 64
+        assert "y" in seen(made)[-1]
+
+
+async def test_who_cannot_rerank_says_what_it_can() -> None:
+    with pytest.raises(UnsupportedByModel, match="/v1/chat/completions"):
+        await embeddings.rerank({"query": "a", "documents": ["b"]}, model("completion"))
+    for face in (embeddings.embeddings, embeddings.native):
+        with pytest.raises(UnsupportedByModel, match="/v1/rerank"):
+            await face({"input": "a"}, model())
+
+
+async def test_a_prompt_goes_before_texts_and_its_tokens_are_counted_for_those_who_skip_them() -> None:
+    made = embedder()
+    await embeddings.embeddings({"input": ["one", "two"]}, made)
+    await embeddings.embeddings({"input": "three", "prompt_name": "query"}, made)
+    await embeddings.embeddings({"input": "four", "prompt_name": "document"}, made)
+    assert seen(made) == ["# one", "# two", "? three", "four"]
+    assert isinstance(made.engine, FakeEngine)
+    skipped = [text.skipped for text in made.engine.texts]
+    assert skipped == [*[len(made.tokenizer(prompt)["input_ids"]) for prompt in ("# ", "# ", "? ")], 0]
+    with pytest.raises(InvalidValue, match="document, query, title"):
+        await embeddings.embeddings({"input": "a", "prompt_name": "clustering"}, made)
+
+
+async def test_token_ids_stay_as_they_are() -> None:
+    made = embedder()
+    await embeddings.embeddings({"input": [5, 6]}, made)
+    await embeddings.embeddings({"input": [5] * 300, "truncate": True}, made)
+    cut = {"input": [5] * 300, "truncate_prompt_tokens": -1}
+    await embeddings.embeddings({**cut, "truncation_side": "right"}, made)
+    with pytest.raises(UnsupportedField, match="only the end"):
+        await embeddings.embeddings({**cut, "truncation_side": "left"}, made)
+    with pytest.raises(UnsupportedField):
+        await embeddings.embeddings({"input": [5] * 300, "truncate_prompt_tokens": 4}, made)
+    assert isinstance(made.engine, FakeEngine)
+    assert [list(text.tokens) for text in made.engine.texts] == [[5, 6], *[[5] * 256] * 2]
+    with pytest.raises(InvalidValue) as caught:
+        await embeddings.embeddings({"input": [5, 6], "prompt_name": "query"}, made)
+    assert caught.value.param == "prompt_name"
+
+
+async def test_a_text_is_cut_as_its_tokenizer_cuts() -> None:
+    made = embedder(max_input_tokens=20)
+    text = "the quick brown fox " * 20
+    await embeddings.embeddings({"input": ["fox", text], "truncate": True}, made)
+    assert isinstance(made.engine, FakeEngine)
+    expected = made.tokenizer("# " + text, truncation=True, max_length=20)["input_ids"]
+    assert list(made.engine.texts[1].tokens) == expected
+    assert len(made.tokenizer(text)["input_ids"]) > 20, "the tokenizer itself still reads all of it"
+
+
+async def test_llama_servers_embeddings_have_a_list_for_each_text() -> None:
+    made = embedder()
+    result = await embeddings.native({"content": "hi", "embd_normalize": -1}, made)
+    count = len(made.tokenizer("# hi")["input_ids"])
+    assert result.body == [{"index": 0, "embedding": [[float(count * part) for part in (1, 2, 3, 4)]]}]
+    assert result.prompt_tokens == count
+    both = await embeddings.native({"input": ["a", "b"]}, made)
+    assert [each["index"] for each in both.body] == [0, 1]
+    with pytest.raises(InvalidValue) as caught:
+        await embeddings.native({}, made)
+    assert caught.value.param == "input"
+
+
+async def test_without_pooling_llama_servers_embeddings_have_a_vector_for_each_token() -> None:
+    made = model("embedding", encoding=Encoding(dimensions=2, is_pooled=False))
+    result = await embeddings.native({"content": [5, 6]}, made)
+    assert result.body == [{"index": 0, "embedding": [[5.0, 5.0], [6.0, 6.0]]}]
+    assert made.capabilities == ["embedding"]
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(serving.tokenizer(), capabilities=("embedding", "rerank"))
+
+
+async def test_all_paths_of_reranking_and_embedding_are_served() -> None:
+    async with serving.serving(engine()) as up:
+        for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank"):
+            status, _, body = await up.post(path, {"query": "a", "documents": ["b"]})
+            assert (status, body["results"][0]["index"]) == (200, 0)
+        for path in ("/embedding", "/embeddings"):
+            status, _, body = await up.post(path, {"content": "b"})
+            assert (status, len(body[0]["embedding"])) == (200, 1)
+        assert up.events[0].prompt_tokens > 0
+
+
+async def test_a_client_that_leaves_takes_its_reranking_along() -> None:
+    async with serving.serving(engine()) as up:
+        asking = asyncio.create_task(up.post("/v1/rerank", {"query": "hold", "documents": ["b"]}))
+        await up.engine.until("embed")
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await up.engine.until("cancelled")
+
+
+async def test_objects_that_llama_server_takes_for_texts_are_embedded_without_media() -> None:
+    made = embedder()
+    plain = await embeddings.embeddings({"input": ["a", "bc"]}, made)
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    spelt = await embeddings.embeddings({"input": [{"prompt_string": "a"}, {"content": parts}]}, made)
+    assert (spelt.body, spelt.ignored) == (plain.body, ())
+    for media in ({"prompt_string": "a", "multimodal_data": ["aGk="]}, {"content": [{"type": "image_url"}]}):
+        with pytest.raises(UnsupportedField) as caught:
+            await embeddings.native({"input": media}, made)
+        assert caught.value.param == "input"
+
+
+async def test_texts_are_scored_pair_by_pair_or_one_with_each_of_several() -> None:
+    made = model()
+    others = ["hi", "a much longer one"]
+    sizes = [len(made.tokenizer("what?", text)["input_ids"]) for text in others]
+    result = await embeddings.score({"text_1": "what?", "text_2": others, "model": "m"}, made)
+    assert {**result.body, "id": "", "created": 0} == {
+        "id": "",
+        "object": "list",
+        "created": 0,
+        "model": "m",
+        "data": [{"index": index, "object": "score", "score": float(size)} for index, size in enumerate(sizes)],
+        "usage": {"prompt_tokens": sum(sizes), "total_tokens": sum(sizes)},
+    }
+    paired = await embeddings.score({"queries": ["what?"] * 2, "documents": others}, made)
+    assert paired.body["data"] == result.body["data"]
+    for first, second in (("queries", "items"), ("data_1", "data_2")):
+        single = await embeddings.score({first: "what?", second: "hi"}, made)
+        assert [each["score"] for each in single.body["data"]] == [sizes[0]]
+
+
+async def test_an_embedder_scores_by_the_angle_between_vectors_with_its_prompts() -> None:
+    made = embedder()
+    one, two, left, right = (len(made.tokenizer(text)["input_ids"]) for text in ("? a", "? a b", "b", "c d"))
+    for queries, sizes in (("a", (one, one)), (["a", "a b"], (one, two))):
+        result = await embeddings.score({"queries": queries, "documents": ["b", "c d"]}, made)
+        # the engine's vectors are (1, 2, 3, 4) times the number of tokens, and it does not normalize
+        assert [each["score"] for each in result.body["data"]] == [sizes[0] * left * 30.0, sizes[1] * right * 30.0]
+    assert seen(made) == ["? a", "b", "c d", "? a", "? a b", "b", "c d"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text_1"),
+        ({"text_1": "a"}, "text_1"),
+        ({"text_1": "a", "documents": ["b"]}, "text_1"),
+        ({"text_1": "a", "text_2": "b", "items": "c"}, "text_1"),
+        ({"queries": ["a", "b"], "documents": ["c"]}, "documents"),
+        ({"queries": ["a", "b"], "documents": ["c", "d", "e"]}, "documents"),
+        ({"queries": "a", "documents": []}, "documents"),
+        ({"queries": 5, "documents": ["c"]}, "queries"),
+        ({"queries": "a", "documents": [{"text": "c"}]}, "documents"),
+        ({"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
+        ({"text_1": "a", "text_2": "b", "truncate": 5}, "truncate"),
+        ({"text_1": "a", "text_2": "b " * 300}, "text_2"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_scored_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await embeddings.score(body, model())
+    assert caught.value.param == param

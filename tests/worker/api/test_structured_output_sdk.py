@@ -1,0 +1,338 @@
+"""The official OpenAI client's helpers for structured output and tools, against a real engine with random weights."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import openai
+import pydantic
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.loaded import load, options
+from worker.engines.transformers.engine import TransformersEngine
+from worker.server.server import Server
+
+torch.set_num_threads(1)
+HELLO: Any = [{"role": "user", "content": "hi"}]
+Answer = TypeVar("Answer")
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    age: int = pydantic.Field(ge=0, le=30)
+    names: list[Literal["Ada", "Bob"]] = pydantic.Field(max_length=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=768)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[TransformersEngine]:
+    made = load(folder, ctx_size=768, parallel=8)
+    yield made
+    asyncio.run(made.close())
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: TransformersEngine, folder: Path, **changes: Any) -> AsyncIterator[str]:
+    """Its address."""
+    server = Server(
+        engine, engine.tokenizer, options(folder, name="tiny", **changes), token=None, announce=lambda event: None
+    )
+    address = await server.start()
+    try:
+        yield address.replace("tcp:", "http://") + "/v1"
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def in_a_thread(url: str, ask: Callable[[openai.OpenAI], Answer]) -> Answer:
+    def run() -> Answer:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return ask(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_an_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
+    async with serving(engine, folder) as url, asking(url) as client:
+        asked = [
+            client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Pet, seed=seed, max_tokens=400)
+            for seed in range(8)
+        ]
+        for answer in await asyncio.gather(*asked):
+            (choice,) = answer.choices
+            assert choice.finish_reason == "stop"
+            assert isinstance(choice.message.parsed, Pet)
+
+
+async def test_a_streamed_answer_parses_as_the_callers_own_type(engine: TransformersEngine, folder: Path) -> None:
+    async with serving(engine, folder) as url, asking(url) as client:
+        seen = ""
+        async with client.chat.completions.stream(
+            model="tiny", messages=HELLO, response_format=Pet, seed=3, max_tokens=400
+        ) as stream:
+            async for event in stream:
+                if event.type == "content.delta":
+                    seen += event.delta
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == Pet.model_validate_json(seen)
+
+
+async def test_the_synchronous_client_parses_too(engine: TransformersEngine, folder: Path) -> None:
+    def ask(client: openai.OpenAI) -> Pet | None:
+        answer = client.chat.completions.parse(
+            model="tiny", messages=HELLO, response_format=Pet, seed=1, max_tokens=400
+        )
+        return answer.choices[0].message.parsed
+
+    def ask_for_a_stream(client: openai.OpenAI) -> Pet | None:
+        with client.chat.completions.stream(
+            model="tiny", messages=HELLO, response_format=Pet, seed=1, max_tokens=400
+        ) as stream:
+            return stream.get_final_completion().choices[0].message.parsed
+
+    async with serving(engine, folder) as url:
+        whole = await in_a_thread(url, ask)
+        assert whole == await in_a_thread(url, ask_for_a_stream)
+        assert isinstance(whole, Pet)
+
+
+async def test_every_choice_of_a_request_is_held_to_it(engine: TransformersEngine, folder: Path) -> None:
+    async with serving(engine, folder) as url, asking(url) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=HELLO, n=5, seed=2, max_tokens=200, extra_body={"guided_regex": "[xyz]{4,9}!"}
+        )
+        texts = [choice.message.content or "" for choice in answer.choices]
+        assert all(text.endswith("!") and set(text) <= set("xyz!") for text in texts)
+        assert len(set(texts)) > 1
+
+
+async def test_a_text_completion_is_held_to_it_too(engine: TransformersEngine, folder: Path) -> None:
+    async with serving(engine, folder) as url, asking(url) as client:
+        answer = await client.completions.create(
+            model="tiny", prompt=["a", "b"], max_tokens=20, logprobs=0, extra_body={"guided_choice": ["ja", "nein"]}
+        )
+        assert {choice.text for choice in answer.choices} <= {"ja", "nein"}
+        answer = await client.completions.create(
+            model="tiny", prompt="a", max_tokens=99, seed=4, extra_body={"response_format": {"type": "json_object"}}
+        )
+        assert answer.choices[0].finish_reason == "length" or isinstance(json.loads(answer.choices[0].text), dict)
+
+
+async def test_what_cannot_be_compiled_is_a_bad_request_streamed_or_not(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "objekt"}}}
+    async with serving(engine, folder) as url, asking(url) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="objekt") as caught:
+                await client.chat.completions.create(model="tiny", messages=HELLO, response_format=bad, stream=stream)
+            assert caught.value.param == "response_format.json_schema"
+        fine = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
+        assert fine.usage is not None
+        assert fine.usage.completion_tokens == 3
+
+
+# Tools
+
+HERMES = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+THINKING = HERMES.replace("<|assistant|>\n{% endif %}", "<|assistant|>\n<think>\n{% endif %}") + "{# </think> #}"
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Oslo", "Rome"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+class Clock(pydantic.BaseModel):
+    zone: Literal["UTC", "CET"]
+
+
+TOOLS: Any = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Clock)]
+
+
+def checked(calls: Any) -> list[str]:
+    """The names of calls, their arguments validated."""
+    assert calls
+    for call in calls:
+        kinds: dict[str, type[pydantic.BaseModel]] = {"Weather": Weather, "Clock": Clock}
+        kinds[call.function.name].model_validate_json(call.function.arguments)
+        assert call.id.startswith("call_")
+    return [call.function.name for call in calls]
+
+
+@pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", "[").replace("</tool_call>", "]")])
+async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folder: Path, template: str) -> None:
+    """In the way of the model's family; in plain JSON where that is unknown."""
+    async with serving(engine, folder, chat_template=template) as url, asking(url) as client:
+        for seed in range(2):
+            answer = await client.chat.completions.create(
+                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
+                seed=seed, max_tokens=300,
+            )  # fmt: skip
+            (choice,) = answer.choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            assert len(checked(choice.message.tool_calls)) == 1
+        named: Any = {"type": "function", "function": {"name": "Clock"}}
+        answer = await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=TOOLS, tool_choice=named, n=2, max_tokens=300, seed=1
+        )
+        for choice in answer.choices:
+            assert set(checked(choice.message.tool_calls)) == {"Clock"}
+
+
+@pytest.mark.parametrize("allowed", ["Weather", "Clock"])
+async def test_of_the_functions_those_that_are_allowed_are_called(
+    engine: TransformersEngine, folder: Path, allowed: str
+) -> None:
+    only: Any = [{"type": "function", "function": {"name": allowed}}]
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=TOOLS, n=3, max_tokens=300, seed=1,
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": only}},
+        )  # fmt: skip
+        for choice in answer.choices:
+            assert set(checked(choice.message.tool_calls)) == {allowed}
+        free = await client.chat.completions.create(
+            model="tiny", messages=HELLO, tools=TOOLS, max_tokens=4,
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": only}},
+        )  # fmt: skip
+        assert free.choices[0].finish_reason == "length"
+
+
+async def test_an_answer_is_a_call_or_else_of_the_format_that_was_asked_for(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    class Reply(pydantic.BaseModel):
+        mood: Literal["good", "bad"]
+
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+
+        async def ask(first: str) -> Any:
+            """`first`: the letter that decides which of the two it is."""
+            answer = await client.chat.completions.parse(
+                model="tiny", messages=HELLO, tools=TOOLS, response_format=Reply, seed=3, max_tokens=600,
+                parallel_tool_calls=False, temperature=0.5, extra_body={"logit_bias": {first: 50}},
+            )  # fmt: skip
+            return answer.choices[0].message
+
+        called, replied = await ask("<"), await ask("{")
+        assert len(checked(called.tool_calls)) == 1
+        assert called.parsed is None
+        assert not replied.tool_calls
+        assert isinstance(replied.parsed, Reply)
+
+
+async def test_calls_are_parsed_as_the_callers_own_types_streamed_or_not(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    def ask(client: openai.OpenAI) -> Any:
+        answer = client.chat.completions.parse(
+            model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600
+        )
+        return answer.choices[0].message
+
+    def ask_for_a_stream(client: openai.OpenAI) -> Any:
+        with client.chat.completions.stream(
+            model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600
+        ) as stream:
+            kinds = {event.type for event in stream}
+            assert "tool_calls.function.arguments.done" in kinds
+            return stream.get_final_completion().choices[0].message
+
+    async with serving(engine, folder, chat_template=HERMES) as url:
+        whole, streamed = await in_a_thread(url, ask), await in_a_thread(url, ask_for_a_stream)
+        assert [call.function.parsed_arguments for call in whole.tool_calls] == [
+            call.function.parsed_arguments for call in streamed.tool_calls
+        ]
+        assert all(isinstance(call.function.parsed_arguments, Weather | Clock) for call in whole.tool_calls)
+        async with asking(url) as client:
+            chunks = await client.chat.completions.create(
+                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", seed=5, max_tokens=600, stream=True
+            )
+            deltas = [chunk.choices[0] async for chunk in chunks]
+        calls = [call for choice in deltas for call in choice.delta.tool_calls or []]
+        assert [call.index for call in calls] == list(range(len(whole.tool_calls)))
+        assert deltas[-1].finish_reason == "tool_calls"
+
+
+async def test_a_tool_whose_parameters_are_no_schema_is_a_bad_request(engine: TransformersEngine, folder: Path) -> None:
+    odd: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        with pytest.raises(openai.BadRequestError, match="objekt") as caught:
+            await client.chat.completions.create(model="tiny", messages=HELLO, tools=odd, tool_choice="required")
+        assert caught.value.param == "tools"
+
+
+async def test_a_model_that_may_call_and_does_not_just_answers(engine: TransformersEngine, folder: Path) -> None:
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        plain = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 20}
+        answer = await client.chat.completions.create(**plain, tools=TOOLS)
+        (choice,) = answer.choices
+        assert choice.message.tool_calls is None
+        assert choice.message.content
+        none = await client.chat.completions.create(**plain, tools=TOOLS, tool_choice="none")
+        without = await client.chat.completions.create(**plain)
+        assert none.choices[0].message.content == without.choices[0].message.content
+
+
+async def test_thoughts_come_before_what_is_held_to_a_grammar_and_are_told_apart(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    async with serving(engine, folder, chat_template=THINKING) as url, asking(url) as client:
+        body: Any = {
+            "model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 40, "extra_body": {"guided_regex": "[0-9]{3}"},
+        }  # fmt: skip
+        answer = await client.chat.completions.create(**body)
+        message: Any = answer.choices[0].message
+        assert message.reasoning_content
+        assert message.content == "", "a model of random weights thinks on and on"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens_details.reasoning_tokens
+        kept = await client.chat.completions.create(
+            **{**body, "extra_body": {"guided_regex": "[0-9]{3}", "reasoning_format": "none"}}
+        )
+        assert (kept.choices[0].message.content or "").startswith(message.reasoning_content[:20].lstrip())
+
+
+async def test_a_conversation_with_calls_and_their_results_is_rendered_by_the_template(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "Clock", "arguments": '{"zone": "UTC"}'}}
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=messages, tools=TOOLS, max_tokens=4, temperature=0
+        )
+        assert answer.choices[0].finish_reason == "length"
+        made = await client.post(
+            url.removesuffix("/v1") + "/apply-template", cast_to=object, body={"messages": messages, "tools": TOOLS}
+        )
+        assert '<tool_call>{"name": "Clock", "arguments": {"zone": "UTC"}}</tool_call>' in str(made)
+        assert "<|tool|>\\nnoon" in str(made)

@@ -1,0 +1,184 @@
+"""Texts and chats to tokens and back: /tokenize and /detokenize, for llama-server's clients and for vLLM's."""
+
+from typing import Any
+
+import pytest
+
+from tests import tiny_vision
+from tests.worker import serving
+from tests.worker.fake_engine import FakeEngine
+from worker.api.call import LONG_TEXT, Model
+from worker.api.tokens import detokenize, tokenize
+from worker.errors import InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
+
+BOS = 0
+
+
+def model(*, bare: bool = False, **settings: Any) -> Model:
+    tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
+    return Model(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
+
+
+async def tokens(body: dict[str, Any]) -> Any:
+    return (await tokenize(body, model())).body["tokens"]
+
+
+async def test_a_text_becomes_its_tokens_without_special_ones() -> None:
+    expected = serving.tokenizer().encode("hi there", add_special_tokens=False)
+    assert await tokens({"content": "hi there"}) == expected
+    assert await tokens({"content": "hi there", "add_special": True}) == [BOS, *expected]
+    assert await tokens({"content": ""}) == []
+
+
+async def test_tokenize_takes_texts_and_token_ids_one_behind_another() -> None:
+    hi, there = await tokens({"content": "hi"}), await tokens({"content": " there"})
+    assert await tokens({"content": ["hi", 7, " there"]}) == [*hi, 7, *there]
+    assert await tokens({"content": ["hi", " there"], "add_special": True}) == [BOS, *hi, *there]
+    assert await tokens({"content": [7, "hi"], "add_special": True}) == [7, *hi]
+    assert await tokens({"content": []}) == []
+
+
+async def test_special_tokens_in_a_text_are_tokens_unless_told_otherwise() -> None:
+    assert (await tokens({"content": "<s>"})) == [BOS]
+    literal = await tokens({"content": "<s>", "parse_special": False})
+    assert BOS not in literal
+    assert serving.tokenizer().decode(literal) == "<s>"
+    assert (await tokens({"content": "<s>"})) == [BOS]
+
+
+async def test_reading_special_tokens_as_text_leaves_the_shared_tokenizer_as_it_was() -> None:
+    made = model()
+    await tokenize({"content": "<s>", "parse_special": False}, made)
+    assert made.tokenizer.backend_tokenizer.encode_special_tokens is False
+
+
+async def test_pieces_are_text_or_the_bytes_of_a_part_of_a_character() -> None:
+    pieces = await tokens({"content": "hi ü", "with_pieces": True})
+    assert [each["piece"] for each in pieces] == ["hi", [0x20, 0xC3], [0xBC]]
+    assert [each["id"] for each in pieces] == await tokens({"content": "hi ü"})
+
+
+@pytest.mark.parametrize("text", ["hi there", "Grüße, 世界! 🦊", "", "  two  spaces ", "<s>x</s>"])
+async def test_tokens_and_back_is_the_same_text(text: str) -> None:
+    made = model()
+    encoded = (await tokenize({"content": text}, made)).body
+    assert (await detokenize(encoded, made)).body == {"content": text, "prompt": text}
+
+
+async def test_a_long_text_is_tokenized_like_a_short_one() -> None:
+    text = "word " * (LONG_TEXT // 4)
+    assert await tokens({"content": text}) == serving.tokenizer().encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "content"),
+        ({"content": None}, "content"),
+        ({"content": 5}, "content"),
+        ({"content": [True]}, "content"),
+        ({"content": [["a"]]}, "content"),
+        ({"content": "a", "add_special": 1}, "add_special"),
+        ({"content": "a", "parse_special": "no"}, "parse_special"),
+        ({"content": "a", "with_pieces": 1}, "with_pieces"),
+        ({"content": "a", "model": 1}, "model"),
+    ],
+    ids=str,
+)
+async def test_a_field_of_tokenize_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await tokenize(body, model())
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("value", [None, 5, "5", [True], ["5"], [-1], [1.5], [10**6], [10**30], [None]], ids=str)
+async def test_detokenize_takes_token_ids_of_this_model(value: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await detokenize({"tokens": value}, model())
+    assert caught.value.param == "tokens"
+
+
+async def test_unknown_fields_are_reported_or_refused() -> None:
+    assert (await tokenize({"content": "a", "x": 1}, model())).ignored == ("x",)
+    with pytest.raises(RequestError) as caught:
+        await detokenize({"tokens": [], "x": 1}, model(strict_fields=True))
+    assert caught.value.reason == "unknown_parameter"
+
+
+async def ask(body: dict[str, Any], **settings: Any) -> Any:
+    return (await tokenize(body, model(**settings))).body
+
+
+async def test_vllms_clients_get_the_tokens_of_a_prompt_and_their_number() -> None:
+    expected = serving.tokenizer().encode("hi there", add_special_tokens=False)
+    told = await ask({"model": "tiny", "prompt": "hi there"})
+    assert told == {"count": len(expected) + 1, "max_model_len": 256, "tokens": [BOS, *expected], "token_strs": None}
+    told = await ask({"prompt": "hi there", "add_special_tokens": False})
+    assert (told["count"], told["tokens"]) == (len(expected), expected)
+
+
+async def test_vllms_clients_may_have_tokens_as_the_tokenizer_spells_them() -> None:
+    told = await ask({"prompt": "hi ü", "return_token_strs": True})
+    assert told["token_strs"] == serving.tokenizer().convert_ids_to_tokens(told["tokens"])
+    assert told["token_strs"][0] == "<s>"
+
+
+async def test_a_chat_becomes_the_tokens_that_its_answer_would_start_from() -> None:
+    encode = serving.tokenizer().encode
+    told = await ask(serving.chat("hi", temperature=0.5, return_token_strs=True))
+    prompt = "<s><|user|>\nhi\n<|assistant|>\n"
+    assert told["tokens"] == encode(prompt, add_special_tokens=False)
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    told = await ask(serving.chat("hi", add_generation_prompt=False))
+    assert told["tokens"] == encode("<s><|user|>\nhi\n", add_special_tokens=False)
+    told = await ask(serving.chat("hi", add_special_tokens=True))
+    assert told["tokens"] == [BOS, *encode(prompt, add_special_tokens=False)]
+
+
+async def test_the_tools_of_a_chat_are_among_its_tokens() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    told = await ask(serving.chat("hi", tools=[tool]), chat_template="{{ tools[0].function.name }}")
+    assert told["tokens"] == serving.tokenizer().encode("f", add_special_tokens=False)
+
+
+async def test_tokens_beside_a_prompt_with_images_are_refused_by_name() -> None:
+    picture = {"type": "image_url", "image_url": {"url": tiny_vision.data_url(tiny_vision.picture())}}
+    chat = {"messages": [{"role": "user", "content": [picture]}], "add_special_tokens": True}
+    with pytest.raises(UnsupportedField) as caught:
+        await tokenize(chat, model())
+    assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_a_text_longer_than_the_context_has_its_tokens_counted() -> None:
+    told = await ask({"prompt": "word " * 1000})
+    assert told["count"] == len(told["tokens"]) > told["max_model_len"]
+
+
+async def test_a_chat_without_a_template_has_no_tokens() -> None:
+    with pytest.raises(UnsupportedByModel):
+        await tokenize(serving.chat("hi"), model(bare=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["hi"]}, "prompt"),
+        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": 1}, "add_special_tokens"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"content": "a", "prompt": "a"}, "prompt"),
+    ],
+    ids=str,
+)
+async def test_a_field_of_vllms_clients_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        await tokenize(body, model())
+    assert caught.value.param == param
+
+
+async def test_fields_of_the_other_dialect_are_reported() -> None:
+    assert (await tokenize({"content": "a", "add_special_tokens": True}, model())).ignored == ("add_special_tokens",)
+    assert (await tokenize({"prompt": "a", "with_pieces": True}, model())).ignored == ("with_pieces",)

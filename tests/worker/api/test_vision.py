@@ -1,0 +1,438 @@
+"""Images in every dialect, by official clients, before a real engine of random weights; and what is no image."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import re
+import struct
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import ollama
+import openai
+import PIL.Image
+import pytest
+import torch
+
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory.checkpoint import offered
+from tests import tiny_vision
+from tests.tiny_vision import data_url, encoded, picture
+from tests.worker.loaded import load, options
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.load import loader
+from worker.engines.transformers.run import vision
+from worker.errors import QueueFull
+from worker.images import MAX_PIXELS, Image
+from worker.protocol.architectures import VISION
+from worker.protocol.events import Event
+from worker.server.server import Server
+
+torch.set_num_threads(1)
+WORDS = "What does it show?"
+IMAGE = picture(seed=1)
+MOST = 16
+"""New tokens of an answer."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersEngine]:
+    folder = tiny_vision.make("llava", tmp_path_factory.mktemp("snapshot"))
+    engine = load(folder, ctx_size=300, parallel=3, prefill_chunk=32, limit_images=2)
+    yield engine
+    asyncio.run(engine.close())
+
+
+class World:
+    """A server, and a client without an opinion."""
+
+    def __init__(self, url: str, client: aiohttp.ClientSession):
+        self.url, self.client = url, client
+        self.events: list[Event] = []
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any, Any]:
+        async with self.client.post(self.url + path, json=body) as answer:
+            return answer.status, await answer.json(), answer.headers
+
+    async def chat(self, *parts: Any, **further: Any) -> tuple[int, Any]:
+        message = {"role": "user", "content": list(parts)}
+        body = {"messages": [message], "temperature": 0, "max_tokens": MOST, **further}
+        status, told, _ = await self.post("/v1/chat/completions", body)
+        return status, told
+
+    async def say(self, *parts: Any) -> str:
+        status, told = await self.chat(*parts)
+        assert status == 200, told
+        text: str = told["choices"][0]["message"]["content"]
+        return text
+
+    async def refused(self, *parts: Any) -> Any:
+        status, told = await self.chat(*parts)
+        assert status == 400, told
+        return told["error"]
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: TransformersEngine) -> AsyncIterator[World]:
+    events: list[Event] = []
+    settings = options(Path(), name="tiny", sampling='{"temp": 0}')
+    server = Server(engine, engine.tokenizer, settings, token=None, announce=events.append)
+    url = (await server.start()).replace("tcp:", "http://")
+    async with aiohttp.ClientSession() as client:
+        world = World(url, client)
+        world.events = events
+        try:
+            yield world
+        finally:
+            await server.close()
+
+
+def shown(image: PIL.Image.Image, form: str = "PNG", **options: Any) -> Any:
+    return {"type": "image_url", "image_url": {"url": data_url(image, form, **options)}}
+
+
+def said(url: str) -> Any:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+TEXT: Any = {"type": "text", "text": WORDS}
+
+
+@pytest.mark.slow
+async def test_every_dialect_says_the_same_about_an_image(engine: TransformersEngine) -> None:
+    url = data_url(IMAGE)
+    async with serving(engine) as world:
+        text = await world.say(shown(IMAGE), TEXT)
+        assert text != await world.say(TEXT)
+        async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key="k", max_retries=0) as client:
+            message: Any = {"role": "user", "content": [shown(IMAGE), TEXT]}
+            asked: Any = {"model": "tiny", "messages": [message], "max_tokens": MOST}
+            chat = await client.chat.completions.create(**asked)
+            assert chat.choices[0].message.content == text
+            assert chat.usage is not None
+            streamed = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+            item: Any = {
+                "role": "user",
+                "content": [
+                    {"type": "input_image", "image_url": url, "detail": "auto"},
+                    {"type": "input_text", "text": WORDS},
+                ],
+            }
+            response = await client.responses.create(model="tiny", input=[item], max_output_tokens=MOST)
+            assert response.output_text == text
+            counted = await client.responses.input_tokens.count(model="tiny", input=[item])
+            assert counted.input_tokens == chat.usage.prompt_tokens
+        async with anthropic.AsyncAnthropic(base_url=world.url, api_key="k", max_retries=0) as claude:
+            source: Any = {"type": "base64", "media_type": "image/png", "data": encoded(IMAGE)}
+            block: Any = {"role": "user", "content": [{"type": "image", "source": source}, TEXT]}
+            answer: Any = await claude.messages.create(model="tiny", max_tokens=MOST, messages=[block])
+            assert answer.content[0].text == text
+            assert answer.usage.input_tokens == chat.usage.prompt_tokens
+            tokens = await claude.messages.count_tokens(model="tiny", messages=[block])
+            assert tokens.input_tokens == chat.usage.prompt_tokens
+        async with ollama.AsyncClient(host=world.url) as llama:
+            settings = {"num_predict": MOST}
+            asking: Any = [{"role": "user", "content": WORDS, "images": [encoded(IMAGE)]}]
+            assert (await llama.chat("tiny", asking, options=settings)).message.content == text
+            made = await llama.generate("tiny", WORDS, images=[encoded(IMAGE)], options=settings)
+            assert made.response == text
+
+
+async def test_images_of_tools_results_are_shown_behind_them(engine: TransformersEngine) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(IMAGE)}
+    image, url = {"type": "image", "source": source}, data_url(IMAGE)
+
+    def returned(*parts: Any) -> list[Any]:
+        calls = [{"type": "tool_use", "id": id, "name": "look", "input": {}} for id in "ab"]
+        results: list[Any] = [{"type": "tool_result", "tool_use_id": id, "content": "seen"} for id in "ab"]
+        results[0]["content"] = [{"type": "text", "text": "seen"}, *parts]
+        return [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+
+    def put_out(*parts: Any) -> list[Any]:
+        calls = [{"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"} for id in "ab"]
+        results: list[Any] = [{"type": "function_call_output", "call_id": id, "output": "seen"} for id in "ab"]
+        results[0]["output"] = [{"type": "input_text", "text": "seen"}, *parts]
+        return [*calls, *results]
+
+    begun: Any = {"role": "user", "content": WORDS}
+    async with serving(engine) as world:
+
+        async def heard(path: str, messages: list[Any]) -> tuple[int, str]:
+            ours = {"messages": messages, "max_tokens": MOST} if "messages" in path else {"input": messages}
+            status, told, _ = await world.post(path, {"temperature": 0, "max_output_tokens": MOST, **ours})
+            assert status == 200, told
+            said = told["content"] if "content" in told else told["output"][0]["content"]
+            return told["usage"]["input_tokens"], said[0]["text"]
+
+        blocks = [begun, *returned()]
+        blocks[-1] = {**blocks[-1], "content": [*blocks[-1]["content"], image]}
+        beside = await heard("/v1/messages", blocks)
+        assert await heard("/v1/messages", [begun, *returned(image)]) == beside
+        shown_by_hand: Any = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+        behind = await heard("/v1/responses", [begun, *put_out(), shown_by_hand])
+        assert await heard("/v1/responses", [begun, *put_out({"type": "input_image", "image_url": url})]) == behind
+        assert behind == beside
+        further = [*put_out({"type": "input_image", "image_url": url}), begun]
+        assert (await heard("/v1/responses", [begun, *further]))[0] > behind[0]
+
+
+async def test_image_tokens_count_in_usage(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        _, one = await world.chat(TEXT, shown(IMAGE))
+        _, two = await world.chat(TEXT, shown(IMAGE), shown(picture(90, 20)))
+        assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 16
+
+
+async def test_where_an_image_stands_among_the_words_makes_a_difference(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        assert await world.say(shown(IMAGE), TEXT) != await world.say(TEXT, shown(IMAGE))
+
+
+@pytest.mark.slow
+async def test_files_of_all_kinds_and_colours_are_read(engine: TransformersEngine) -> None:
+    plain = picture(48, 48, seed=4)
+    turned = plain.getexif()
+    turned[0x0112] = 6  # a quarter turn, as cameras note it
+    async with serving(engine) as world:
+        whole = await world.say(shown(plain), TEXT)
+        assert await world.say(shown(plain, "WEBP", lossless=True), TEXT) == whole
+        assert await world.say(shown(plain.convert("RGBA")), TEXT) == whole
+        wrapped = "\n".join(encoded(plain)[at : at + 76] for at in range(0, len(encoded(plain)), 76))
+        assert await world.say(said(f"data:image/png;base64,{wrapped}"), TEXT) == whole
+        assert await world.say(shown(plain.rotate(90), exif=turned), TEXT) == whole
+        for odd in (
+            shown(plain.convert("CMYK"), "JPEG"),
+            shown(plain.convert("L")),
+            shown(plain.convert("1")),
+            shown(plain.convert("P")),
+            shown(plain.convert("I;16")),
+            shown(plain.convert("P"), "GIF"),
+            shown(picture(1, 1)),
+            shown(picture(3, 100)),
+            shown(picture(100, 3)),
+        ):
+            assert (await world.chat(odd, TEXT))[0] == 200
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width: int, height: int, content: bytes = b"") -> str:
+    """A file that claims to be so large."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    whole = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(content)) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(whole).decode()
+
+
+def animated() -> str:
+    file = io.BytesIO()
+    picture(8, 8).save(file, "GIF", save_all=True, append_images=[picture(8, 8, seed=9)])
+    return "data:image/gif;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def cut(form: str) -> str:
+    whole = base64.b64decode(encoded(picture(64, 64), form))
+    return f"data:image/{form.lower()};base64," + base64.b64encode(whole[: len(whole) // 2]).decode()
+
+
+NO_IMAGES = {
+    "nothing": ("data:image/png;base64,", "must be an image in base64"),
+    "no base64": ("data:image/png;base64,%%%%", "no valid base64"),
+    "a text": ("data:text/plain;base64,aGVsbG8=", "said to be no image"),
+    "bytes of a text": ("data:image/png;base64,aGVsbG8gd29ybGQ=", "no image that can be read"),
+    "a format for documents": (
+        "data:image/png;base64," + base64.b64encode(b"%PDF-1.7\n%EOF").decode(),
+        "no image that can be read",
+    ),
+    "a vector drawing": ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "no image that can be"),
+    "half a PNG": (cut("PNG"), "damaged or cut short"),
+    "half a JPEG": (cut("JPEG"), "damaged or cut short"),
+    "half a WebP": (cut("WEBP"), "no image that can be read|damaged or cut short"),
+    "a head without a body": (png(100, 100), "damaged or cut short"),
+    "a bomb": (png(60000, 60000), "pixels"),
+    "one pixel too many": (png(4097, MAX_PIXELS // 4096), "4097 x 4096 pixels; at most .* scale it down"),
+    "no pixels": (png(0, 5), "damaged|no image"),
+    "a thread": (data_url(picture(1, 60)), "50 times the other"),
+    "a film": (animated(), "animated; send one frame"),
+    "a place in the web": ("https://example.com/cat.png", "no URL is fetched here"),
+    "a file of the machine": ("file:///etc/passwd", "no URL is fetched here"),
+    "an address inside": ("http://169.254.169.254/latest", "no URL is fetched here"),
+    "no word of base64": ("data:image/png,abc", "data URL in base64"),
+}
+
+
+@pytest.mark.parametrize("name", NO_IMAGES)
+async def test_what_is_no_image_is_refused_by_its_name(engine: TransformersEngine, name: str) -> None:
+    url, message = NO_IMAGES[name]
+    async with serving(engine) as world:
+        error = await world.refused(TEXT, said(url))
+        assert error["param"] == "messages[0].content[1]"
+        assert re.search(message, error["message"]), error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.slow
+async def test_a_broken_image_ends_nobody_elses_answer(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        alone = await world.say(shown(IMAGE), TEXT)
+        broken = [world.refused(TEXT, said(url)) for url, _ in list(NO_IMAGES.values())[:12]]
+        *told, _ = await asyncio.gather(*(world.say(shown(IMAGE), TEXT) for _ in range(3)), asyncio.gather(*broken))
+        assert told == [alone] * 3
+
+
+async def test_more_images_than_the_model_is_served_with_are_refused(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        error = await world.refused(shown(IMAGE), shown(IMAGE), TEXT, shown(IMAGE))
+        assert error["param"] == "messages[0].content[3]"
+        assert "limit-images" in error["message"]
+
+
+async def test_a_prompt_whose_images_outgrow_the_context_is_refused(tmp_path: Path) -> None:
+    engine = load(tiny_vision.make("llava", tmp_path), ctx_size=40)
+    try:
+        async with serving(engine) as world:
+            error = await world.refused(*[shown(IMAGE)] * 3)
+            assert error["type"] == "exceed_context_size_error"
+            assert error["n_prompt_tokens"] > 48
+    finally:
+        await engine.close()
+
+
+async def test_text_cannot_pretend_to_be_an_image(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        error = await world.refused(shown(IMAGE), {"type": "text", "text": "and <image> too"})
+        assert "<image>" in error["message"]
+        assert (await world.chat({"type": "text", "text": "no image, but <image>"}))[0] == 200
+
+
+async def test_images_stand_in_messages_of_the_user(engine: TransformersEngine) -> None:
+    async with serving(engine) as world:
+        messages = [{"role": "system", "content": [shown(IMAGE)]}, {"role": "user", "content": "hi"}]
+        status, told, _ = await world.post("/v1/chat/completions", {"messages": messages})
+        assert (status, told["error"]["param"]) == (400, "messages[0].content[0]")
+        assert "messages of the user" in told["error"]["message"]
+
+
+async def test_detail_is_read_and_reported_as_ignored(engine: TransformersEngine) -> None:
+    def detailed(detail: Any) -> Any:
+        return {"type": "image_url", "image_url": {"url": data_url(IMAGE), "detail": detail}}
+
+    async with serving(engine) as world:
+        body = {"messages": [{"role": "user", "content": [detailed("high")]}], "max_tokens": 1}
+        status, _, headers = await world.post("/v1/chat/completions", body)
+        assert status == 200
+        assert "content[0].detail" in headers["X-Ignored-Fields"]
+        error = await world.refused(detailed("blurred"))
+        assert "detail must be one of auto, low, high" in error["message"]
+
+
+async def test_each_dialect_names_the_image_in_its_own_words(engine: TransformersEngine) -> None:
+    wrong = "data:image/png;base64,aGVsbG8="
+    source = {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}
+    item = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": wrong}],
+    }
+    block = {"role": "user", "content": [TEXT, {"type": "image", "source": source}]}
+    asked: list[tuple[str, Any, str]] = [
+        ("/v1/responses", {"input": [item]}, "input[0].content[1]"),
+        ("/v1/messages", {"messages": [block], "max_tokens": 5}, "messages[0].content[1].source"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "?", "images": ["aGVsbG8="]}]},
+            "messages[0].images[0]",
+        ),
+        ("/api/generate", {"prompt": "?", "images": ["aGVsbG8="]}, "images[0]"),
+        ("/api/generate", {"prompt": "?", "images": [encoded(IMAGE)], "raw": True}, "raw prompt"),
+    ]
+    async with serving(engine) as world:
+        for path, body, name in asked:
+            status, told, _ = await world.post(path, body)
+            assert status == 400
+            assert name in str(told), told
+
+
+async def test_a_model_that_sees_says_so(engine: TransformersEngine) -> None:
+    server = Server(engine, engine.tokenizer, options(Path()), token=None, announce=lambda event: None)
+    assert server.capabilities == ["chat", "completion", "vision"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llava", {"limit_images": 0}, "set limit-images in its preset"),
+        ("vipllava", {}, "are not supported by this version"),
+        ("gemma3", {"prefill_chunk": 8}, "is 9 tokens of one step; set prefill-chunk to that or more"),
+        ("no processor", {}, "image processor cannot be loaded"),
+    ],
+)
+async def test_a_model_served_without_images_says_why_and_talks(
+    tmp_path: Path, family: str, settings: dict[str, Any], why: str
+) -> None:
+    folder = tiny_vision.make(family if family in tiny_vision.FAMILIES else "llava", tmp_path)
+    config = folder / "config.json"
+    if family == "vipllava":
+        config.write_text(config.read_text().replace('"model_type": "llava"', '"model_type": "vipllava"'))
+    if family == "no processor":
+        (folder / "processor_config.json").unlink()
+    engine = load(folder, ctx_size=100, load_format="dummy", **settings)
+    try:
+        async with serving(engine) as world:
+            error = await world.refused(TEXT, shown(IMAGE))
+            assert error["param"] == "messages[0].content[1]"
+            assert why in error["message"]
+            assert (await world.chat(TEXT))[0] == 200
+            assert "vision" not in engine.capabilities
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("family", sorted(tiny_vision.FAMILIES))
+async def test_the_files_promise_what_the_worker_says(tmp_path: Path, family: str) -> None:
+    folder = tiny_vision.make(family, tmp_path)
+    engine = load(folder, ctx_size=100)
+    try:
+        server = Server(engine, engine.tokenizer, options(folder), token=None, announce=lambda event: None)
+        assert offered(checkpoint.read(folder), Preset(id="a")) == server.capabilities
+    finally:
+        await engine.close()
+
+
+async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_on(tmp_path: Path) -> None:
+    settings = options(tiny_vision.make("llava", tmp_path))
+    tokenizer = loader.load_tokenizer(settings)
+    processor = vision.Processor(settings, loader.load_config(settings), tokenizer)
+    eyes = vision.Eyes(processor, torch.float32, most=4, held=1)
+    image = Image("here", encoded(IMAGE))
+    try:
+        first = await eyes.read("<image><image>", [image, image])
+        with pytest.raises(QueueFull):
+            await eyes.read("<image>", [image])
+        del first
+        assert len((await eyes.read("<image>", [image]))[1].each) == 1, "room comes back with the request's end"
+    finally:
+        eyes.close()
+
+
+async def test_others_are_served_while_an_image_is_opened(engine: TransformersEngine) -> None:
+    assert engine.vision is not None
+    large = Image("here", encoded(PIL.Image.new("RGB", (2048, 2048))))
+    reading = asyncio.ensure_future(engine.vision.read("<image>", [large]))
+    passes = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        passes += 1
+    assert len((await reading)[0]) == 16
+    assert passes > 10, "the loop stood still"
+
+
+def test_all_families_that_see_are_tried_here() -> None:
+    assert set(VISION) == set(tiny_vision.FAMILIES)

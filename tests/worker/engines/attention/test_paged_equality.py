@@ -1,0 +1,222 @@
+"""Text from the cache in blocks equals transformers' own: with found prefixes, tiny pools, shared prompts, cancels."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.worker.loaded import (
+    DEADLINE,
+    Told,
+    generated,
+    generation,
+    load,
+    say,
+    serving,
+    tell,
+)
+from worker.engines.transformers.attention import dense, kv_pool, paged
+from worker.engines.transformers.run.backends import make_blocks
+from worker.engines.transformers.schedule import kv_cache
+from worker.errors import StartError
+from worker.interface import Sampling
+from worker.protocol.argv import Serve
+from worker.protocol.memory import BLOCK_TOKENS
+
+torch.set_num_threads(1)
+B = BLOCK_TOKENS
+CTX, NEW = 128, 32
+FAMILIES = ("llama", "mistral", "gpt2")
+"""Grouped heads; a window that is narrower than the prompts; a head of its own for each query."""
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: tiny.make(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def models(snapshots: dict[str, Path]) -> dict[str, Any]:
+    return {family: transformers.AutoModelForCausalLM.from_pretrained(folder) for family, folder in snapshots.items()}
+
+
+def words(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
+
+
+def cached(told: Told) -> int:
+    assert told.timings is not None
+    return told.timings.cached_tokens
+
+
+SYSTEM = words(2 * B + 3)
+PROMPTS = (
+    *((*SYSTEM, *words(tail, seed=tail)) for tail in (1, 5, 14, 40)),  # alike, then each its own way
+    SYSTEM,
+    SYSTEM[: B + 2],
+    words(3, seed=9),
+    (*SYSTEM[: B + 5], *words(20, seed=4)),  # another way inside a block
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention_name", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_prompts_that_begin_alike_say_what_they_say_alone(
+    snapshots: dict[str, Path], models: dict[str, Any], family: str, attention_name: str
+) -> None:
+    expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
+    changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "attention": attention_name}
+    async with serving(load(snapshots[family], **changes)) as engine:
+        first = await say(engine, PROMPTS[0], max_tokens=NEW)
+        assert (first.tokens, cached(first)) == (expected[0], 0)
+        for _ in range(2):  # with the beginning of one; then with everything of all
+            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in told] == expected
+        counts = [cached(each) for each in told]
+    assert counts[4:] == [2 * B, B, 0, B], "whole blocks, never the last token; none of three tokens"
+    assert all(count >= 2 * B for count in counts[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
+    snapshots: dict[str, Path], models: dict[str, Any], family: str
+) -> None:
+    """Eight sequences of up to five blocks, in a pool of eight: most are put back, some of them twice."""
+    expected = [generated(models[family], prompt, NEW) for prompt in PROMPTS]
+    for caches in (True, False):
+        changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 8, "prefill_chunk": 24, "kv_tokens": CTX}
+        changes["prefix_caching"] = caches
+        async with serving(load(snapshots[family], **changes)) as engine:
+            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in told] == expected
+            choices = await tell(engine, generation(PROMPTS[3], n=6, max_tokens=NEW))
+            assert [each.tokens for each in choices] == [expected[3]] * 6
+            assert engine._generating is not None
+            engine._generating._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_choices_that_share_a_prompt_of_broken_blocks_say_what_they_say_alone(
+    snapshots: dict[str, Path], models: dict[str, Any], family: str
+) -> None:
+    warm = [Sampling(temperature=1.2, seed=5 + index) for index in range(3)]
+    async with serving(load(snapshots[family], ctx_size=CTX, parallel=4, prefix_caching=False)) as engine:
+        alone = [await say(engine, PROMPTS[2], sampling=each, max_tokens=NEW) for each in warm]
+        together, other = await asyncio.gather(
+            tell(engine, generation(PROMPTS[2], n=3, sampling=warm[0], max_tokens=NEW)),
+            say(engine, PROMPTS[1], max_tokens=NEW),
+        )
+        assert [each.tokens for each in together] == [each.tokens for each in alone]
+        assert other.tokens == generated(models[family], PROMPTS[1], NEW)
+
+
+async def test_a_cancel_frees_blocks_that_others_share_for_them_alone(
+    snapshots: dict[str, Path], models: dict[str, Any]
+) -> None:
+    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=4, kv_tokens=2 * CTX)) as engine:
+        expected = [generated(models["llama"], prompt, NEW) for prompt in PROMPTS[:4]]
+        for _ in range(3):
+            streams = [engine.generate(generation(SYSTEM, max_tokens=60, n=2)) for _ in range(2)]
+            tasks = [asyncio.create_task(say(engine, prompt, max_tokens=NEW)) for prompt in PROMPTS[:4]]
+            async with asyncio.timeout(DEADLINE):
+                for stream in streams:
+                    for _ in range(3):
+                        await anext(stream)
+                    await stream.aclose()
+                told = await asyncio.gather(*tasks)
+            assert [each.tokens for each in told] == expected
+        assert engine._generating is not None
+        engine._generating._scheduler.check_integrity()
+
+
+async def test_a_conversation_finds_all_that_was_said_before(
+    snapshots: dict[str, Path], models: dict[str, Any]
+) -> None:
+    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
+        talk, computed = list(SYSTEM), 0
+        for turn in range(3):
+            told = await say(engine, talk, max_tokens=10)
+            assert told.tokens == generated(models["llama"], talk, 10)
+            assert cached(told) == computed // B * B
+            computed = len(talk) + len(told.tokens) - 1  # nobody needed the last one's keys
+            talk += [*told.tokens, *words(7, seed=turn)]
+
+
+async def test_logprobs_of_a_prompt_are_whole_though_its_beginning_is_cached(snapshots: dict[str, Path]) -> None:
+    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2)) as engine:
+        first = await say(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
+        again = await say(engine, SYSTEM, max_tokens=4, prompt_logprobs=True)
+        assert again.prompt_logprobs == first.prompt_logprobs
+        assert (len(again.prompt_logprobs), cached(again)) == (len(SYSTEM), 0)
+        assert cached(await say(engine, SYSTEM, max_tokens=4)) == 2 * B
+
+
+async def test_a_prompt_tells_what_of_it_was_cached(snapshots: dict[str, Path]) -> None:
+    async with serving(load(snapshots["llama"], ctx_size=CTX, parallel=2, prefill_chunk=16)) as engine:
+        await say(engine, SYSTEM, max_tokens=1)
+        told = await say(engine, (*SYSTEM, *words(40, seed=3)), max_tokens=1, progress=True)
+        known = [each.progress for each in told.deltas if each.progress is not None]
+        assert [(each.done, each.total, each.cached) for each in known][:2] == [(32, 75, 32), (48, 75, 32)]
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_way_out() -> None:
+    with pytest.raises(StartError, match=r"kv-tokens 100 is less than the 128 tokens .* raise kv-tokens"):
+        make_blocks(Serve(snapshot="x", listen="", kv_tokens=100), CTX, caches=True)
+
+
+# Of the kernels
+
+
+def runs(table: kv_cache.Table, blocks: list[int]) -> kv_cache.Table:
+    for block in blocks:
+        table.append(block)
+    return table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_merged_are_the_formula_over_all_of_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pool = kv_pool.Pool(layers=1, kv_heads=2, head_dim=8, rows=3, blocks=12, dtype=dtype, device=torch.device("cpu"))
+    pool.keys[0].normal_()
+    pool.values[0].normal_()
+    tables = [
+        runs(kv_cache.Table(), [0, 1, 4, 5]),  # a beginning that the second shares, then each its own home
+        runs(kv_cache.Table(), [0, 1, 8]),
+        runs(kv_cache.Table(), [6, 2, 3, 10]),
+    ]
+    decodes = tuple(zip(tables, (60, 40, 53), strict=True))
+    packed = paged.Packed(pool, torch.zeros(3, dtype=torch.int64), decodes, ())
+    query = torch.randn(3, 4, 8).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for window in (0, 20, 5):
+        plan = packed.plan(window, 4, dtype, can_merge=True)
+        assert plan.merges == (window == 0)
+        told = paged._decode(dense.sdpa, packed, 0, query, window, None)
+        exact = paged._decode(dense.eager, packed, 0, query, window, None)
+        torch.testing.assert_close(told, exact, atol=tolerance, rtol=1e-2)
+        for each, (table, end) in enumerate(decodes):
+            slots = [place for slot, count in table.slots(0, end) for place in range(slot, slot + count)]
+            slots = slots[-window:] if window else slots
+            keys, values = (part[0][slots].double().repeat_interleave(2, 1) for part in (pool.keys, pool.values))
+            scores = torch.einsum("hd,phd->hp", query[each].double(), keys) / 8**0.5
+            answer = torch.einsum("hp,phd->hd", scores.softmax(-1), values)
+            torch.testing.assert_close(told[each].double(), answer, atol=tolerance, rtol=1e-2)
+
+
+def test_blocks_are_copied_as_they_were_and_erased_whole() -> None:
+    pool = kv_pool.Pool(
+        layers=2, kv_heads=2, head_dim=8, rows=2, blocks=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    pool.keys[1][:B] = float("nan")
+    pool.values[0][B : 2 * B] = 3.0
+    pool.copy([(1, 2), (0, 1)])
+    assert torch.equal(pool.values[0][2 * B : 3 * B], torch.full((B, 2, 8), 3.0)), "read before anything is written"
+    assert bool(pool.keys[1][B : 2 * B].isnan().all())
+    pool.erase([0, 1])
+    assert not bool(pool.keys[1].isnan().any())

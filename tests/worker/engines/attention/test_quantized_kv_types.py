@@ -1,0 +1,154 @@
+"""Keys and values that are kept in another type: the formula, and text that is transformers' own over such a cache."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from router.config import kv_types
+from tests import tiny
+from tests.worker import kept
+from tests.worker.loaded import generated, generation, load, reference, say, serving, tell
+from worker.engines.transformers.attention.quantized_kv_types import CacheType, group_size
+from worker.errors import StartError
+
+torch.set_num_threads(1)
+CTX, NEW = 128, 24
+QUANTISED = ("int8", "int4")
+
+
+def words(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
+
+
+# The formula
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", *QUANTISED])
+def test_what_is_read_is_what_the_documented_formula_says(name: str, dtype: torch.dtype) -> None:
+    source = torch.Generator().manual_seed(0)
+    for heads, dim in ((2, 64), (1, 80), (3, 16), (1, 8)):
+        given = torch.randn(5, heads, dim, generator=source).to(dtype) * 3
+        given[1, 0], given[2, 0], given[3] = 0.0, -7.0, given[3] * 1e-6
+        kind = CacheType.of(name, heads, dim, dtype)
+        if kind is None:
+            assert str(dtype).endswith({"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[name])
+            continue
+        records = kind.pack(given)
+        assert records.shape == (5, kind.width)
+        assert torch.equal(kind.unpack(records), kept.kept(given, name))
+
+
+def test_bytes_of_a_record() -> None:
+    def width(name: str, heads: int, dim: int) -> int:
+        kind = CacheType.of(name, heads, dim, torch.float32)
+        assert kind is not None
+        return kind.width
+
+    assert width("int8", 8, 128) == 8 * (128 + 4 * 2)
+    assert width("int4", 8, 128) == 8 * (64 + 4 * 4)
+    assert width("bf16", 8, 128) == 8 * 256
+    for name in ("f32", "f16", "bf16", *QUANTISED):
+        for dim in (8, 16, 37 if name == "int8" else 40, 64, 72, 80, 96, 128, 192, 512):
+            kind = CacheType.of(name, 2, dim, torch.float64)
+            assert kind is not None
+            assert kind.width == 2 * kv_types.head_bytes(name, dim, 8), "as the router reckons"
+    assert [group_size(dim) for dim in (128, 80, 96, 72, 8, 37, 4)] == [32, 20, 32, 24, 8, 37, 4]
+    with pytest.raises(StartError, match=r"int4 .* heads have 37; choose int8"):
+        CacheType.of("int4", 1, 37, torch.float32)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_nothing_is_further_off_than_half_a_scale(name: str) -> None:
+    source = torch.Generator().manual_seed(1)
+    given = torch.randn(200, 4, 64, generator=source)
+    given[..., 7] += 9.0  # a channel that stands out
+    kind = CacheType.of(name, 4, 64, torch.float32)
+    assert kind is not None
+    found = kind.unpack(kind.pack(given))
+    groups, read = given.view(200, 4, 2, 32), found.view(200, 4, 2, 32)
+    largest = groups.abs().amax(-1)
+    scales = largest / 127 if name == "int8" else (groups.amax(-1) - groups.amin(-1)) / 15
+    bound = 0.5 * scales + largest / 256  # which is what rounding scales and minima to 8 bits may add
+    assert bool(((groups - read).abs().amax(-1) <= bound).all())
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_none_when_it_is_read(name: str, wrong: float) -> None:
+    kind = CacheType.of(name, 2, 32, torch.float32)
+    assert kind is not None
+    given = torch.randn(3, 2, 32)
+    given[1, 0, 5] = wrong
+    found = kind.unpack(kind.pack(given))
+    assert not bool(found[1, 0].isfinite().any())
+    assert bool(found[[0, 2]].isfinite().all())
+    assert bool(found[1, 1].isfinite().all())
+
+
+# Text
+
+SYSTEM = words(35)
+PROMPTS = (
+    *((*SYSTEM, *words(tail, seed=tail)) for tail in (1, 14, 40)),
+    SYSTEM,
+    SYSTEM[:18],
+    words(3, seed=9),
+)
+
+
+def expected(model: Any, name: str) -> list[list[int]]:
+    texts = [generated(model, prompt, NEW, past_key_values=kept.cache(model, name)) for prompt in PROMPTS]
+    if name in QUANTISED:
+        assert texts != [generated(model, prompt, NEW) for prompt in PROMPTS], "it shows in the text how they are kept"
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "int4"), ("mistral", "int8"), ("gpt2", "int8"), ("qwen3", "bf16")]
+)
+async def test_text_is_that_of_generate_over_such_a_cache(family: str, name: str, tmp_path: Path) -> None:
+    """Prefixes that are found, a pool too small for all, so that some are put back, and choices that share a prompt."""
+    folder = tiny.make(family, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    texts = expected(model, name)
+    changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 4, "prefill_chunk": 24, "kv_cache_dtype": name}
+    async with serving(load(folder, **changes, kv_tokens=CTX)) as engine:
+        assert (await say(engine, PROMPTS[0], max_tokens=NEW)).tokens == texts[0]
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert [each.tokens for each in told] == texts
+        assert any(each.timings is not None and each.timings.cached_tokens for each in told)
+        choices = await tell(engine, generation(PROMPTS[2], n=3, max_tokens=NEW))
+        assert [each.tokens for each in choices] == [texts[2]] * 3
+        assert engine._generating is not None
+        engine._generating._scheduler.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma2", "int8"),  # windows
+        ("deepseek_v3", "int4"),  # compressed rows
+        ("jamba", "int4"),  # states beside layers with keys
+        ("falcon_h1", "int4"),  # states and keys in one layer
+        ("t5", "int4"),  # keys of what an encoder read
+    ],
+)
+async def test_so_it_is_where_a_model_runs_by_its_own_forward(family: str, name: str, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path, seed=2 if family == "t5" else 0)
+    model = reference(folder)
+    texts = expected(model, name)
+    changes: dict[str, Any] = {"ctx_size": CTX, "parallel": 3, "prefill_chunk": 24, "kv_cache_dtype": name}
+    async with serving(load(folder, **changes)) as engine:
+        assert (await say(engine, PROMPTS[2], max_tokens=NEW)).tokens == texts[2]
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+        assert [each.tokens for each in told] == texts
+        choices = await tell(engine, generation(PROMPTS[0], n=2, max_tokens=NEW))
+        assert [each.tokens for each in choices] == [texts[0]] * 2
+    assert len({token for text in texts for token in text}) > 10, "the text is varied enough to tell"

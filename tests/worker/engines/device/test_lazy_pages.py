@@ -1,0 +1,83 @@
+"""Memory that is taken at once and comes later: what is written to it stays, and what is told of it is true."""
+
+import asyncio
+import ctypes
+import os
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.fakes import DEADLINE
+from tests.worker.loaded import load, options, say, serving
+from worker.engines.transformers.device.lazy_pages import claim, claiming
+from worker.engines.transformers.engine import TransformersEngine
+from worker.protocol.events import Pulse
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _trimmed() -> None:
+    ctypes.CDLL(None).malloc_trim(0)  # what other tests have freed is not to serve
+
+
+def test_memory_that_is_claimed_is_zeros_and_there_at_once() -> None:
+    before = resident()
+    claimed = claim(3, 16 * MIB, dtype=torch.uint8, device=CPU)
+    assert resident() - before > 47 * MIB
+    assert not claimed.any()
+
+
+def test_pages_that_come_later_change_nothing_of_what_was_written_meanwhile() -> None:
+    before = resident()
+    with claiming() as claims:
+        claimed = claim(3, 16 * MIB, dtype=torch.uint8, device=CPU)
+        small = claim(5, dtype=torch.float32, device=CPU)
+    assert resident() - before < 4 * MIB
+    assert claims.left == 48 * MIB, "the small one is there"
+    claimed[1] = 7
+    claims.start()
+    claims.finish()
+    assert claims.left == 0
+    assert resident() - before > 47 * MIB
+    assert [int(each.sum()) for each in claimed] == [0, 7 * 16 * MIB, 0]
+    assert not small.any()
+
+
+def test_pages_come_behind_what_is_wanted_first() -> None:
+    with claiming() as claims:
+        claim(4 * MIB, dtype=torch.uint8, device=CPU)
+    seen = []
+    claims.start(behind=lambda: seen.append(claims.left))
+    claims.finish()
+    assert (seen, claims.left) == ([4 * MIB], 0)
+
+
+async def test_what_a_worker_is_yet_to_take_is_told_from_its_first_pulse_on(tmp_path: Path) -> None:
+    """Weights that are not mapped yet, a cache whose pages have not come: whoever learns from what a fresh worker
+    measures learns with these."""
+    folder = tiny.make("llama", tmp_path / "model")
+    pulses: queue.SimpleQueue[Pulse] = queue.SimpleQueue()
+    asked = options(folder, ctx_size=512, parallel=64)
+    engine = TransformersEngine.load(asked, progress=lambda event: None, pulse=pulses.put)
+    async with serving(engine):
+        at_ready = engine.later
+        first = await asyncio.to_thread(pulses.get, timeout=DEADLINE)
+        assert first.later == at_ready
+        engine.map_rest()
+        assert (await say(engine, (9, 41, 70), max_tokens=4)).finish == "length"
+        engine.until_mapped()
+        came = at_ready - engine.later
+        weights = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
+        assert came == weights + engine._late.claims.taken > weights + 2 * MIB
+    async with serving(load(folder, ctx_size=512, parallel=64)) as other:
+        assert (await say(other, (9, 41, 70), max_tokens=4)).finish == "length", "nobody has to have them come"

@@ -1,0 +1,91 @@
+"""What a process says that it occupies."""
+
+import gc
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.engines.transformers.device.memory import Inheritance, cap, is_exhausted, is_sticky, keep_small, mapped
+from worker.errors import StartError
+
+MIB = 1 << 20
+WEIGHTS = Path(__file__).parents[4] / "worker" / "demo" / "chat" / "model.safetensors"
+
+
+def forked(look: Inheritance, written: torch.Tensor) -> int:
+    """What a child finds that it shares with us, after it has overwritten `written`."""
+    told, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the child does nothing that another thread's lock could hold up
+        pid = os.fork()
+    if pid == 0:
+        try:
+            look.take()
+            written.fill_(7)
+            os.write(tell, str(look.bytes()).encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as file:
+        said = file.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return int(said)
+
+
+def test_a_child_counts_what_it_still_shares_and_not_what_it_has_made_its_own() -> None:
+    gc.collect()
+    ours = torch.ones(64 * MIB, dtype=torch.uint8)
+    look = Inheritance()
+    look.survey()
+    shared, less = forked(look, ours[:0]), forked(look, ours[: 48 * MIB])
+    assert shared > 64 * MIB
+    assert shared - less == pytest.approx(48 * MIB, rel=0.1)
+
+
+def test_a_process_that_was_not_forked_shares_nothing() -> None:
+    look = Inheritance()
+    look.survey()
+    assert look.bytes() == 0
+
+
+def test_pages_of_files_are_told_apart_as_long_as_they_are_mapped() -> None:
+    before, size = mapped(), WEIGHTS.stat().st_size
+    with WEIGHTS.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as area:
+        assert any(area[:: mmap.PAGESIZE])
+        assert mapped() - before > 0.9 * size
+    assert mapped() - before < 0.1 * size
+
+
+@pytest.mark.parametrize("reserved", ["5", "[1]", '{"cuda:0": "much"}', '{"cuda:0": null}', "{"])
+def test_a_reservation_that_is_no_object_of_bytes_is_refused(reserved: str) -> None:
+    with pytest.raises(StartError, match="--reserved wants a JSON object of bytes by device"):
+        cap(["cpu"], reserved)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_device_that_is_full_is_not_lost(error: Exception) -> None:
+    assert is_exhausted(error)
+    assert not is_sticky(error)
+
+
+def test_a_device_that_is_lost_is_not_full() -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert is_sticky(error)
+    assert not is_exhausted(error)
+
+
+def test_attention_is_left_to_no_kernels_that_keep_a_plan_for_each_shape() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    keep_small()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

@@ -1,0 +1,176 @@
+"""A model whose layers lie on several devices: what has to move moves, and the text is the same."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests import tiny
+from tests.worker import kept
+from tests.worker.loaded import generated, load, reference, say, serving
+from worker.engines.transformers.load import layer_split, loader, staging
+from worker.engines.transformers.load.safetensors import WeightFile
+from worker.errors import StartError
+from worker.estimate import estimate
+from worker.protocol.argv import Estimate
+
+torch.set_num_threads(1)
+COMMON: dict[str, Any] = {"ctx_size": 64, "parallel": 2, "prefill_chunk": 16}
+DEEP = {"num_hidden_layers": 3}
+
+
+def traced(folder: Path, layers: tuple[str, ...], **changes: Any) -> list[estimate.Shard]:
+    """The steps of a model on devices that exist in name only: an operator that is given tensors of two of them, or a
+    tensor that nobody moved, is an error."""
+    devices = tuple(f"cuda:{index}" for index in range(len(layers)))
+    options = Estimate(snapshot=str(folder), devices=devices, layers=layers, **{**COMMON, **changes})
+    return estimate.trace_split(options, loader.load_config(options))[0]
+
+
+KINDS = ("llama", "gpt2", "opt", "mistral", "gemma2", "falcon-alibi", "mpt", "mamba", "jamba", "deepseek_v2", "mixtral")
+"""Of each way in which models of today hand things from layer to layer one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_no_operator_is_given_tensors_of_two_devices(family: str, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path)
+    config = loader.load_config(Estimate(snapshot=str(folder)))
+    count: int = config.get_text_config(decoder=True).num_hidden_layers
+    shards = traced(folder, ("1", str(count - 1)), prefill_chunk=8, parallel=2)
+    assert all(min(each.weights, each.context, each.compute) > 0 for each in shards)
+
+
+@pytest.mark.slow
+def test_each_weight_and_each_key_lies_on_one_device(tmp_path: Path) -> None:
+    """Qwen 3's head is its embeddings here, and stays with them."""
+    for family in ("llama", "qwen3"):
+        folder = tiny.make(family, tmp_path / family, **DEEP)
+        options = Estimate(snapshot=str(folder), devices=("cuda:0",), **COMMON)
+        whole = estimate.trace(options, loader.load_config(options))
+        shards = traced(folder, ("1", "1", "1"))
+        assert sum(each.weights for each in shards) == whole.weights
+        assert [each.context for each in shards] == [whole.context // 3] * 3
+        logits = max(range(3), key=lambda shard: shards[shard].compute)
+        assert logits == {"llama": 2, "qwen3": 0}[family]
+
+
+@pytest.mark.slow
+def test_the_exact_estimate_has_a_figure_for_each_device(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, **DEEP)
+    devices = ("cuda:0", "cuda:1")
+    said = estimate.estimate(Estimate(snapshot=str(folder), devices=devices, layers=("1", "2"), **COMMON))
+    assert len(said.weights) == len(said.runtime) == 2
+    assert said.context[1] == 2 * said.context[0]
+    assert said.host > 0
+
+
+# On the processor, which is one device, all that a split does happens, but for the way between two memories.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "mamba", "jamba"])
+async def test_text_is_the_same_however_the_layers_lie(family: str, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path)
+    model = reference(folder)
+    count: int = model.config.num_hidden_layers
+    prompts = [tuple(3 + (seed + index * 37) % 480 for index in range(length)) for seed, length in ((1, 30), (2, 9))]
+    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", str(count - 1)), **COMMON}
+    async with serving(load(folder, ahead=family in ("llama", "gemma2"), **changes)) as engine:
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=12) for prompt in (*prompts, prompts[0])))
+        assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in (*prompts, prompts[0])]
+        again = await say(engine, prompts[0], max_tokens=12)
+        assert again.tokens == told[0].tokens
+
+
+@pytest.mark.slow
+async def test_keys_and_values_are_kept_on_each_device_as_on_one(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, **DEEP)
+    prompt = tuple(range(3, 40))
+    expected = generated(reference(folder), prompt, 12, past_key_values=kept.cache(reference(folder), "int4"))
+    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), "kv_cache_dtype": "int4", **COMMON}
+    async with serving(load(folder, **changes)) as engine:
+        assert (await say(engine, prompt, max_tokens=12)).tokens == expected
+
+
+@pytest.mark.slow
+async def test_a_prompt_that_was_cached_is_found_on_all_devices(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, **DEEP)
+    prompt = tuple(range(3, 40))
+    changes: dict[str, Any] = {"devices": ("cpu", "cpu"), "layers": ("1", "2"), **COMMON}
+    async with serving(load(folder, **changes)) as engine:
+        first = await say(engine, prompt, max_tokens=6)
+        again = await say(engine, prompt, max_tokens=6)
+        assert again.timings is not None
+        assert again.timings.cached_tokens == 32
+        assert first.tokens == again.tokens == generated(reference(folder), prompt, 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_weights_go_to_all_devices_at_once_from_their_files(family: str, tmp_path: Path) -> None:
+    """`cpu:0` is no other memory, but another device by its name: what belongs there goes the way through the ring."""
+    folder = tiny.make(family, tmp_path)
+    expected = {name: each.clone() for name, each in reference(folder).named_parameters()}
+    model, files, told = reference(folder), [WeightFile(folder / "model.safetensors")], list[int]()
+    views = dict(files[0].tensors())
+    for name, parameter in model.named_parameters():
+        parameter.data = views.get(name, parameter.data)
+    there = torch.device("cpu", 0)
+    layer_split.place(
+        model,
+        layer_split.Split((torch.device("cpu"), there), (1, model.config.num_hidden_layers - 1)),
+        files,
+        told.append,
+    )
+    assert all(torch.equal(each, expected[name]) for name, each in model.named_parameters())
+    _, stack = layer_split.stack_of(model)
+    assert all(files[0].offset(each) is None for each in stack[1:].parameters())
+    assert all(files[0].offset(each) is not None for each in stack[0].parameters())
+    assert told == sorted(told)
+    assert told[-1] >= sum(each.nbytes for each in stack[1:].parameters())
+
+
+def test_several_devices_divide_the_ring(tmp_path: Path) -> None:
+    tensors = {str(number): torch.full((5000,), float(number)) for number in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    file, told = WeightFile(tmp_path / "model.safetensors"), list[int]()
+    views = dict(file.tensors())
+    here, there = torch.device("cpu"), torch.device("cpu", 0)
+    shares = {here: [views[each] for each in "0246"], there: [views[each] for each in "1357"]}
+    brought = staging.bring_each(shares, [file], told.append, buffer_bytes=4096)
+    for device, share in shares.items():
+        for view in share:
+            new = brought[device](view)
+            assert file.offset(new) is None
+            assert torch.equal(new, view)
+    assert told == sorted(told)
+    assert told[-1] == sum(each.nbytes for each in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "devices", "layers", "why"),
+    [
+        ("llama", ("cpu", "cpu"), (), "--layers= does not say how many layers each of 2 devices has"),
+        ("llama", ("cpu", "cpu"), ("1", "0"), "--layers=1,0 does not say"),
+        ("llama", ("cpu", "cpu"), ("1", "2"), "--layers=1,2 are 3 layers, the model has 2"),
+        ("llama", ("cpu",), ("1", "1"), "--layers=1,1 does not say"),
+        ("llama", (), (), "no device is given"),
+        ("t5", ("cpu", "cpu"), ("1", "1"), "'t5' cannot be split over devices: it has an encoder and a decoder"),
+        ("llama-embed", ("cpu", "cpu"), ("1", "1"), "embeds or scores texts cannot be split over devices"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_with_the_way_out(
+    family: str, devices: tuple[str, ...], layers: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    folder = tiny.make(family, tmp_path)
+    with pytest.raises(StartError, match=why):
+        load(folder, devices=devices, layers=layers)
+
+
+def test_a_quantised_model_is_not_split(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    with pytest.raises(StartError, match="its weights are quantised; give it one device"):
+        load(folder, devices=("cpu", "cpu"), layers=("1", "1"), quantization="bnb-4bit")

@@ -1,0 +1,572 @@
+"""Promises of loading: what works without copies, and what is refused by name, with the exit code that fits."""
+
+import asyncio
+import ctypes
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from tests.worker.loaded import generated, load, options, say, serving
+from worker.engines.transformers.attention import kv_pool
+from worker.engines.transformers.load import architectures, loader, safetensors
+from worker.engines.transformers.load.loader import load_config, load_model
+from worker.engines.transformers.schedule.kv_cache import pool_blocks
+from worker.errors import StartError
+from worker.interface import Text
+from worker.protocol.exits import Exit
+from worker.protocol.memory import BLOCK_TOKENS
+
+torch.set_num_threads(1)
+PROMPT = (9, 41, 70, 77, 80)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.make("llama", tmp_path / "llama")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    body = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
+
+
+def refused(folder: Path, **changes: Any) -> StartError:
+    with pytest.raises(StartError) as error:
+        asyncio.run(load(folder, **changes).close())
+    assert "\n" not in str(error.value), "one line, for a person"
+    assert len(str(error.value)) < 500
+    return error.value
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the weights over two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, members in parts.items() for name in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    return [folder / file for file in parts]
+
+
+# What works
+
+
+def test_weights_on_the_cpu_are_the_mapped_file_itself(folder: Path) -> None:
+    asked = options(folder)
+    stages: list[int] = []
+    loaded = load_model(asked, load_config(asked), None, lambda event: stages.append(event.done))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0].split("-") for line in maps if line.endswith(str(folder / "model.safetensors"))]
+    ranges = [(int(low, 16), int(high, 16)) for low, high in mapped]
+    for name, parameter in loaded.model.named_parameters():
+        assert any(low <= parameter.data_ptr() < high for low, high in ranges), f"{name} was copied"
+    assert stages == sorted(stages)
+    assert stages[-1] == (folder / "model.safetensors").stat().st_size
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that are mapped into this process, and in memory."""
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    ours = [area for area in areas if str(path) in area]
+    return sum(int(area.partition("Rss:")[2].split()[0]) << 10 for area in ours)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_load_ends_with_its_weights_in_memory(is_cached: bool, tmp_path: Path) -> None:
+    """So that no first request waits for a disk, and what is measured then is what the model takes."""
+    path = tmp_path / "model.safetensors"
+    save_file({"big": torch.zeros(33 << 18), "small": torch.zeros(8)}, path)
+    if not is_cached:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened, told = safetensors.WeightFile(path), list[int]()
+    assert resident(path) == 0
+    with safetensors.ReadAhead([opened]) as ahead:
+        ahead.finish(told.append)
+    assert resident(path) >= path.stat().st_size
+    assert told == sorted(told)
+    assert told[-1] == path.stat().st_size
+
+
+def test_weights_in_the_page_cache_are_mapped_while_the_model_computes(tmp_path: Path) -> None:
+    """Nobody waits for that, and what is not mapped yet is known to come."""
+    folder = tiny.make("llama", tmp_path, hidden_size=512, intermediate_size=2048, vocab_size=4096)
+    path, asked = folder / "model.safetensors", options(folder)
+    loaded = load_model(asked, load_config(asked), None, lambda event: None)
+    weight = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert loaded.prefault is not None
+    assert resident(path) < loaded.prefault.left == weight
+    loaded.prefault.start()
+    loaded.prefault.finish()
+    assert resident(path) >= weight
+    assert loaded.prefault.left == 0
+
+
+def test_weights_that_were_let_go_are_not_mapped_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({str(number): torch.zeros(1 << 20) for number in range(4)}, path)
+    opened = safetensors.WeightFile(path)
+    views = [view for _, view in opened.tensors()]
+    prefault = safetensors.Prefault([opened], [*views, torch.zeros(1 << 20)] * 1000)  # it is not soon over
+    prefault.start()
+    loaded = loader.Loaded(None, None, torch.device("cpu"), torch.float32, False, (opened,), prefault=prefault)
+    assert all(loaded.let_go(view) for view in views)
+    assert not loaded.let_go(torch.zeros(8))
+    prefault.finish()
+    assert resident(path) < 1 << 20
+
+
+def test_what_is_only_copied_from_is_never_all_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"big": torch.zeros(33 << 18)}, path)
+    opened = safetensors.WeightFile(path)
+    with safetensors.ReadAhead([opened], {opened}) as ahead:
+        ahead.finish(lambda done: None)
+    assert resident(path) == 0
+
+
+async def test_shards_of_an_index_say_the_same(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    shard(folder)
+    async with serving(load(folder)) as engine:
+        assert (await say(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "used"),
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float16", "auto", torch.float32),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("float32", "auto", torch.float32),
+    ],
+)
+def test_the_dtype_is_as_asked_or_the_checkpoints(stored: str, asked: str, used: torch.dtype, tmp_path: Path) -> None:
+    folder = tiny.make("qwen3", tmp_path, dtype=stored)
+    config = load_config(options(folder))
+    stages: list[int] = []
+    loaded = load_model(options(folder, dtype=asked), config, None, lambda event: stages.append(event.done))
+    assert loaded.dtype == used
+    assert stages == sorted(stages), "it went back"
+    assert stages[-1] == (folder / "model.safetensors").stat().st_size
+    exact = load_file(folder / "model.safetensors")
+    found = dict(loaded.model.named_parameters())
+    assert {parameter.dtype for parameter in found.values()} == {used}
+    assert torch.equal(found["model.embed_tokens.weight"], exact["model.embed_tokens.weight"].to(used))
+
+
+def test_progress_of_a_conversion_never_goes_back(tmp_path: Path) -> None:
+    """Bytes that are converted and bytes that are read ahead are counted apart, and one is behind the other."""
+    folder = tiny.make("qwen3", tmp_path)
+    parts = shard(folder)
+    told: list[int] = []
+    asked = options(folder, dtype="bfloat16")
+    load_model(asked, load_config(asked), None, lambda event: told.append(event.done))
+    assert told == sorted(told), "it went back"
+    assert len(set(told)) > len(parts)
+    assert told[-1] == sum(part.stat().st_size for part in parts)
+
+
+async def test_a_converted_checkpoint_says_what_generate_says(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    async with serving(load(folder, dtype="float32")) as engine:
+        assert (await say(engine, PROMPT, max_tokens=24)).tokens == generated(model, PROMPT, 24)
+
+
+async def test_random_weights_need_no_files(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    said = []
+    for _ in range(2):
+        async with serving(load(folder, load_format="dummy", ctx_size=64)) as engine:
+            said.append((await say(engine, PROMPT, max_tokens=9)).tokens)
+    assert said[0] == said[1]
+    assert len(said[0]) > 0
+
+
+async def test_a_config_override_is_merged_into_the_configuration(folder: Path) -> None:
+    override = json.dumps({"max_position_embeddings": 50, "rope_parameters": {"rope_theta": 500.0}})
+    config = load_config(options(folder, config_override=override))
+    assert config.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
+    async with serving(load(folder, config_override=override)) as engine:
+        assert engine.ctx_size == 50
+
+
+async def test_a_context_beyond_the_models_positions_is_cut_to_them(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=100_000)) as engine:
+        assert engine.ctx_size == 256
+    async with serving(load(folder, ctx_size=99)) as engine:
+        assert engine.ctx_size == 99
+
+
+def test_positions_are_those_that_a_sequence_can_use() -> None:
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, **factors}
+    phi = transformers.Phi3Config(max_position_embeddings=131072, rope_parameters=longrope)
+    assert architectures.positions(phi) == 4096, "beyond it all earlier positions would turn otherwise"
+    roberta = transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1)
+    assert architectures.positions(roberta) == 512
+    assert architectures.positions(transformers.GPT2Config(n_positions=77)) == 77
+    assert architectures.positions(transformers.MambaConfig()) == 0
+
+
+def test_the_pool_has_exactly_the_bytes_that_are_promised() -> None:
+    config = transformers.Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    shape = architectures.CacheShape.of(config)
+    pool = kv_pool.Pool(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rows=5,
+        blocks=pool_blocks(5, 40),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    # keys and values of 3 layers, 2 heads of 16, 2 bytes each: 40 tokens take three blocks of each of 5 rows
+    assert pool.bytes == 2 * 3 * 2 * 16 * 2 * 15 * BLOCK_TOKENS
+    llama = transformers.LlamaConfig(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    published = 128 << 10  # Llama 3 8B in bfloat16: of a token
+    said = architectures.CacheShape.of(llama)
+    assert 2 * said.layers * said.kv_heads * said.head_dim * 2 == published
+    gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4)
+    assert architectures.CacheShape.of(gpt2) == architectures.CacheShape(layers=2, kv_heads=4, head_dim=16)
+
+
+def test_a_tokenizer_of_another_folder_may_be_named(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny.make_tokenizer("qwen3").save_pretrained(other)
+    found: Any = loader.load_tokenizer(options(folder, tokenizer=str(other)))
+    assert found("Hello")["input_ids"] == tiny.make_tokenizer("qwen3")("Hello")["input_ids"]
+
+
+async def test_all_tokens_that_end_an_answer_end_it(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[1, 217])
+    edit(folder / "config.json", eos_token_id=303)
+    async with serving(load(folder)) as engine:
+        told = await say(engine, PROMPT, max_tokens=40)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        answer = generated(model, PROMPT, 40)
+        ends = [answer.index(token) for token in (1, 217, 303) if token in answer]
+        assert told.tokens == answer[: min(ends, default=40)]
+        assert engine._vocabulary.ends == {1, 217, 303}
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaModel
+
+
+class BrandnewConfig(LlamaConfig):
+    model_type = "brandnew"
+
+
+class BrandnewModel(LlamaModel):
+    config_class = BrandnewConfig
+"""
+
+
+async def test_code_in_a_snapshot_runs_only_when_trusted_and_never_with_our_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = tiny.make("llama-embed", tmp_path / "model")
+    async with serving(load(folder)) as engine:
+        expected = await engine.embed([Text(PROMPT)])
+    (folder / "code.py").write_text(CODE)
+    names = {"AutoConfig": "code.BrandnewConfig", "AutoModel": "code.BrandnewModel"}
+    edit(folder / "config.json", model_type="brandnew", auto_map=names)
+    assert "trust-remote-code" in str(refused(folder))
+    async with serving(load(folder, trust_remote_code=True)) as engine:
+        assert (await engine.embed([Text(PROMPT)]))[0] == pytest.approx(expected[0], abs=1e-6)
+    assert "brandnew" in str(refused(folder, trust_remote_code=True, task="generate"))
+
+
+@pytest.mark.parametrize(
+    "classes", [{"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, "evil.Model"], ids=["named", "odd"]
+)
+def test_a_native_class_is_used_where_there_is_one_whatever_code_lies_beside_it(folder: Path, classes: Any) -> None:
+    edit(folder / "config.json", auto_map=classes)
+    (folder / "evil.py").write_text("raise SystemExit('this must not run')")
+    for trusted in (False, True):
+        config = load_config(options(folder, trust_remote_code=trusted))
+        assert type(config) is transformers.LlamaConfig
+        loaded = load_model(options(folder, trust_remote_code=trusted), config, None, lambda event: None)
+        assert type(loaded.model) is transformers.LlamaForCausalLM
+
+
+def test_the_pool_is_resident_from_the_beginning() -> None:
+    def resident(tensor: torch.Tensor) -> int:
+        """Bytes of the whole pages within it that are in memory, those that were before it was made included."""
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE
+        told = (ctypes.c_ubyte * pages)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), told) == 0
+        return sum(each & 1 for each in told) * mmap.PAGESIZE
+
+    pool = kv_pool.Pool(
+        layers=2,
+        kv_heads=4,
+        head_dim=64,
+        rows=4,
+        blocks=pool_blocks(4, 8192),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert pool.bytes == 128 << 20
+    assert sum(map(resident, (*pool.keys, *pool.values))) >= 0.99 * pool.bytes
+
+
+def test_pages_of_the_file_that_the_model_does_not_use_are_let_go(tmp_path: Path) -> None:
+    """Experts are stacked into new tensors; the file's own would count twice."""
+    folder = tiny.make("mixtral", tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=512)
+    asked = options(folder)
+    loaded = load_model(asked, load_config(asked), None, lambda event: None)
+    smaps = Path("/proc/self/smaps").read_text().split(str(folder / "model.safetensors"))[1]
+    kept = next(int(line.split()[1]) << 10 for line in smaps.splitlines() if line.startswith("Rss:"))
+    experts = sum(each.nbytes for name, each in loaded.model.named_parameters() if "experts" in name)
+    assert kept <= (folder / "model.safetensors").stat().st_size - 0.9 * experts
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"task": "classify"}, "classify"),
+        ({"attention": "xformers"}, "xformers"),
+        ({"parallel": 0}, "parallel"),
+        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"load_format": "pt"}, "pt"),
+        ({"dtype": "int8"}, "int8"),
+        ({"config_override": "[1]"}, "config-override"),
+        ({"config_override": "{"}, "config-override"),
+    ],
+)
+def test_an_option_that_means_nothing_is_named(folder: Path, changes: dict[str, Any], word: str) -> None:
+    error = refused(folder, **changes)
+    assert word in str(error)
+    assert error.exit is Exit.USAGE
+
+
+def test_devices_that_are_not_here_are_named(folder: Path) -> None:
+    assert "cuda:7" in str(refused(folder, devices=("cuda:7",)))
+    assert "of 2 devices has" in str(refused(folder, devices=("cpu", "cpu")))
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _without_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+def _unknown(folder: Path) -> None:
+    edit(folder / "config.json", model_type="brandnew", architectures=["BrandnewForCausalLM"])
+
+
+def _with_code(folder: Path) -> None:
+    edit(folder / "config.json", model_type="brandnew", auto_map={"AutoConfig": "code.BrandnewConfig"})
+
+
+def _without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_another_shape(folder: Path) -> None:
+    edit(folder / "config.json", intermediate_size=96)
+
+
+def _invalid(folder: Path) -> None:
+    edit(folder / "config.json", num_attention_heads="many")
+
+
+def _of_another_version(folder: Path) -> None:
+    edit(folder / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+
+
+def _of_another_vocabulary(folder: Path) -> None:
+    edit(folder / "config.json", pad_token_id=99999)
+
+
+def _quantised(folder: Path) -> None:
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_without_config, ["config.json"]),
+        (_without_weights, ["model.safetensors"]),
+        (_pickled, ["pickled", "safetensors"]),
+        (_without_tokenizer, ["tokenizer"]),
+        (_unknown, ["brandnew"]),
+        (_with_code, ["brandnew", "trust-remote-code"]),
+        (_without_a_tensor, ["model.layers.1.self_attn.q_proj.weight", "fetch the snapshot again"]),
+        (_of_another_shape, ["mlp.down_proj.weight is [64, 128] in the file, [64, 96] by config.json"]),
+        (_invalid, ["config.json", "llama"]),
+        (_of_another_version, ["config.json", "llama", "KeyError: 'spiral'"]),
+        (_of_another_vocabulary, ["config.json", "llama", "Padding_idx must be within num_embeddings"]),
+        (_quantised, ["gptq", "pip install"]),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_refused_with_the_reason(
+    folder: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    damage(folder)
+    error = refused(folder)
+    assert error.exit is Exit.UNUSABLE
+    for word in words:
+        assert word in str(error)
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _header_only(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0")
+
+
+def _absurd_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def _garbled_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[9:12] = b"\xff\xff\xff"
+    path.write_bytes(content)
+
+
+def _shard_missing(folder: Path) -> None:
+    shard(folder)[1].unlink()
+
+
+def _shard_elsewhere(folder: Path) -> None:
+    shard(folder)
+    edit(folder / "model.safetensors.index.json", weight_map={"a": "../../etc/passwd"})
+
+
+def _garbled_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lla')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncated,
+        _header_only,
+        _absurd_header,
+        _garbled_header,
+        _shard_missing,
+        _shard_elsewhere,
+        _garbled_config,
+    ],
+)
+def test_files_cut_short_are_damaged_and_may_be_fetched_again(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    assert refused(folder).exit is Exit.DAMAGED
+
+
+def test_an_encoder_that_cannot_go_on_with_a_text_is_refused_by_name(folder: Path) -> None:
+    transformers.BertConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
+    error = refused(folder, task="generate")
+    assert error.exit is Exit.UNUSABLE
+    assert "'bert' is an encoder" in str(error)
+    assert "task = embed" in str(error), "and it says what to do"
+
+
+@pytest.mark.parametrize(
+    "config", [transformers.WhisperConfig(), transformers.ViTConfig(), transformers.Pix2StructConfig()]
+)
+def test_what_does_not_go_from_text_to_text_is_refused_by_name(folder: Path, config: Any) -> None:
+    config.save_pretrained(folder)
+    error = refused(folder, task="generate")
+    assert error.exit is Exit.UNUSABLE
+    assert config.model_type in str(error)
+    assert "text" in str(error)
+
+
+def test_an_encoder_with_a_decoder_does_not_embed(folder: Path) -> None:
+    transformers.T5Config(vocab_size=512).save_pretrained(folder)
+    assert "t5" in str(refused(folder, task="embed"))
+
+
+@pytest.mark.parametrize("kind", ["aquila", "baichuan", "qwen", "chatglm"])
+def test_a_family_that_transformers_dropped_names_the_way(folder: Path, kind: str) -> None:
+    edit(
+        folder / "config.json",
+        model_type=kind,
+        auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.M"},
+    )
+    assert kind in str(refused(folder))
+    assert "trust-remote-code = on" in str(refused(folder))
+    edit(folder / "config.json", model_type=kind, auto_map=None)
+    error = refused(folder)
+    assert error.exit is Exit.UNUSABLE
+    for word in (repr(kind), "auto_map", "trust-remote-code = on"):
+        assert word in str(error), "a copy without its code says what to look for"
+
+
+def test_a_configuration_that_names_no_family_says_so(folder: Path) -> None:
+    edit(folder / "config.json", model_type=None)
+    assert "names no model_type" in str(refused(folder))
+
+
+def test_a_quantisation_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:
+    assert "not quantised" in str(refused(folder, quantization="awq"))
+    _quantised(folder)
+    assert "gptq" in str(refused(folder, quantization="none"))
+
+
+def test_an_attention_that_does_not_exist_is_refused_with_the_ones_that_do(folder: Path) -> None:
+    assert "none of auto, sdpa, eager; set attention = auto" in str(refused(folder, attention="flash"))
+
+
+def test_an_odd_offset_is_read_correctly(tmp_path: Path) -> None:
+    """The format does not promise alignment."""
+    numbers = torch.arange(5, dtype=torch.float32)
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+            "b": {"dtype": "F32", "shape": [5], "data_offsets": [3, 23]},
+            "c": {"dtype": "F32", "shape": [0, 4], "data_offsets": [23, 23]},
+        }
+    ).encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\1\2\3" + numbers.numpy().tobytes())
+    found = dict(safetensors.WeightFile(path).tensors())
+    assert found["a"].tolist() == [1, 2, 3]
+    assert found["b"].tolist() == numbers.tolist()
+    assert found["c"].shape == (0, 4)

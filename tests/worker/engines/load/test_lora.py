@@ -1,0 +1,328 @@
+"""Adapters in a running batch: each sequence's greedy text is what PEFT's model says alone, whoever is beside it."""
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import lora, tiny
+from tests.worker.loaded import (
+    DEADLINE,
+    Told,
+    generated,
+    generation,
+    load,
+    put_back_the_youngest,
+    reference,
+    say,
+    serving,
+    tell,
+)
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.load import lora_files
+from worker.engines.transformers.load.loader import load_config
+from worker.engines.transformers.load.lora import Adapters, linear_layers
+from worker.errors import AdapterNotFound, StartError, UnsupportedByModel, UnusableAdapter
+from worker.estimate.estimate import trace
+from worker.interface import AdapterChoice
+from worker.protocol.argv import AdapterSource, Estimate, encode_adapters
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
+NEW = 20
+LENGTHS = (5, 23, 40)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "first": {"r": 4, "lora_alpha": 8},
+    "second": {"seed": 1, "r": 6, "lora_alpha": 3, "use_rslora": True, "rank_pattern": {"0.*": 2}},
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral with a window": ("mistral", {}),
+    "qwen2 with biases": ("qwen2", {}),
+    "gpt2 with weights that lie across": ("gpt2", {}),
+    "t5": ("t5", {"seed": 2}),
+}
+Expected = dict[tuple[str, tuple[int, ...]], list[int]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=FAMILIES,
+)
+def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, overrides = FAMILIES[request.param]
+    return tiny.make(family, tmp_path_factory.mktemp("snapshot"), **overrides)
+
+
+@pytest.fixture(scope="module")
+def adapters(snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: lora.make(snapshot, folder / name, **settings) for name, settings in SETTINGS.items()}
+
+
+def sources(adapters: dict[str, Path], **changes: Any) -> list[AdapterSource]:
+    return [AdapterSource(name=name, path=str(path), **changes) for name, path in adapters.items()]
+
+
+@pytest.fixture(scope="module")
+def expected(snapshot: Path, adapters: dict[str, Path]) -> Expected:
+    """By adapter (none: the model as it is) and prompt."""
+    source = random.Random(3)
+    prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in LENGTHS]
+    models = {"": reference(snapshot), **{name: lora.adapted(snapshot, path) for name, path in adapters.items()}}
+    return {(name, prompt): generated(model, prompt, NEW) for name, model in models.items() for prompt in prompts}
+
+
+def start(snapshot: Path, adapters: dict[str, Path], **changes: Any) -> TransformersEngine:
+    settings = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "max_loras": 2, **changes}
+    return load(snapshot, adapters=encode_adapters(sources(adapters)), **settings)
+
+
+@pytest.fixture(scope="module")
+def engine(snapshot: Path, adapters: dict[str, Path]) -> Iterator[TransformersEngine]:
+    engine = start(snapshot, adapters)
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def test_each_sequence_of_a_batch_says_what_its_own_adapter_says_alone(
+    engine: TransformersEngine, expected: Expected
+) -> None:
+    """Base and adapters side by side, joining, leaving and coming again behind prefixes that others left."""
+    assert len({tuple(answer) for answer in expected.values()}) > len(expected) - 2, "adapters change the text"
+    source = random.Random(5)
+
+    async def talk(name: str, prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
+        told = Told()
+        stream = engine.generate(generation(prompt, max_tokens=count, adapter=AdapterChoice(name) if name else None))
+        async for delta in stream:
+            told.add(delta)
+            if leave_after is not None and len(told.tokens) >= leave_after:
+                break
+        await stream.aclose()
+        whole = expected[name, prompt]
+        assert told.tokens == whole[: len(told.tokens)]
+        assert leave_after is not None or told.tokens == whole[:count]
+
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
+        for name, prompt in [*expected, *random.Random(4).sample(list(expected), len(expected))]:
+            count = source.choice((3, 9, NEW, NEW))
+            leave = source.choice((None, None, source.randrange(1, count + 1)))
+            tasks.create_task(talk(name, prompt, count, leave))
+            for _ in range(source.randrange(30)):
+                await asyncio.sleep(0)
+
+
+async def test_those_who_are_put_back_say_the_same_with_one_slot_for_all(
+    snapshot: Path, adapters: dict[str, Path], expected: Expected
+) -> None:
+    async with serving(start(snapshot, adapters, max_loras=1, max_cpu_loras=1)) as engine:
+        work = engine._generating
+        assert work is not None
+
+        async def talk(name: str, prompt: tuple[int, ...]) -> list[int]:
+            told = Told()
+            async for delta in engine.generate(generation(prompt, max_tokens=NEW, adapter=AdapterChoice(name))):
+                told.add(delta)
+                if len(told.tokens) % 9 == 4:
+                    put_back_the_youngest(engine)
+            return told.tokens
+
+        async with asyncio.timeout(DEADLINE):
+            told = await asyncio.gather(*(talk(*each) for each in expected))
+        assert told == list(expected.values())
+        work._scheduler.check_integrity()
+
+
+async def test_choices_of_one_request_share_its_adapter(engine: TransformersEngine, expected: Expected) -> None:
+    for (name, prompt), answer in expected.items():
+        if name:
+            told = await tell(engine, generation(prompt, max_tokens=NEW, n=2, adapter=AdapterChoice(name)))
+            assert [each.tokens for each in told] == [answer, answer]
+
+
+# What a name stands for
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def one(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lora.make(llama, tmp_path_factory.mktemp("adapter") / "one")
+
+
+PROMPT = tuple(range(20, 60))
+
+
+async def test_what_an_adapter_left_in_the_cache_serves_nobody_else(llama: Path, one: Path) -> None:
+    async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one})))) as engine:
+        plain = await say(engine, PROMPT, max_tokens=NEW)
+        adapted = await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
+        halved = await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one", scale=0.5))
+        again = await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))
+    assert [each.timings and each.timings.cached_tokens for each in (plain, adapted, halved, again)] == [0, 0, 0, 32]
+    assert len({tuple(each.tokens) for each in (plain, adapted, halved)}) == 3
+    assert again.tokens == adapted.tokens
+
+
+async def test_an_adapter_is_chosen_by_name_by_number_or_by_default_and_none_by_an_empty_name(
+    llama: Path, one: Path
+) -> None:
+    known = encode_adapters(sources({"one": one}))
+    async with serving(load(llama, max_loras=2, adapters=known, default_adapter="one")) as engine:
+        adapted = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one"))).tokens
+        plain = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice())).tokens
+        assert adapted != plain
+        for choice in (None, AdapterChoice(number=0)):
+            assert (await say(engine, PROMPT, max_tokens=NEW, adapter=choice)).tokens == adapted
+        assert (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("one", scale=0.0))).tokens == plain
+        with pytest.raises(AdapterNotFound, match="did you mean one"):
+            await say(engine, PROMPT, adapter=AdapterChoice("onee"))
+        with pytest.raises(AdapterNotFound, match="no adapter 1"):
+            await say(engine, PROMPT, adapter=AdapterChoice(number=1))
+
+
+async def test_an_update_holds_from_the_next_request_on(llama: Path, one: Path, tmp_path: Path) -> None:
+    other = lora.make(llama, tmp_path / "other", seed=9)
+    async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"a": one})))) as engine:
+        before = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))).tokens
+        runs = engine.generate(generation(PROMPT, max_tokens=NEW, adapter=AdapterChoice("a")))
+        told = [delta async for delta in _until_first(runs)]
+        assert await engine.adapt(sources({"a": other})) == {}
+        after = say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
+        rest = [delta async for delta in runs]
+        assert [token for delta in [*told, *rest] for token in delta.tokens] == before
+        assert (await after).tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
+        assert await engine.adapt([]) == {}
+        with pytest.raises(AdapterNotFound):
+            await say(engine, PROMPT, adapter=AdapterChoice("a"))
+
+
+async def _until_first(stream: Any) -> Any:
+    yield await anext(stream)
+
+
+async def test_files_that_have_changed_end_the_request_and_nobody_else(llama: Path, one: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(one, tmp_path / "mine")
+    known = encode_adapters(sources({"one": one, "mine": folder}))
+    async with serving(load(llama, max_loras=1, max_cpu_loras=1, adapters=known)) as engine:
+        await say(engine, PROMPT, max_tokens=1, adapter=AdapterChoice("one"))  # its file is open now, the other's not
+        (folder / lora_files.CONFIG).write_text("{}")
+        plain = say(engine, PROMPT, max_tokens=NEW)
+        results = await asyncio.gather(
+            say(engine, PROMPT, adapter=AdapterChoice("mine")), plain, return_exceptions=True
+        )
+        assert isinstance(results[0], UnusableAdapter)
+        assert isinstance(results[1], Told)
+
+
+async def test_a_model_without_slots_says_how_to_have_some(llama: Path, one: Path) -> None:
+    async with serving(load(llama)) as engine:
+        assert (await say(engine, PROMPT, max_tokens=1, adapter=AdapterChoice())).tokens
+        with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
+            await say(engine, PROMPT, adapter=AdapterChoice("one"))
+        with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
+            await engine.adapt(sources({"one": one}))
+
+
+# Which files can be used
+
+
+def problem(llama: Path, folder: Path) -> str:
+    adapters = Adapters(reference(llama), slots=1, rank=4, copies=0, device=torch.device("cpu"))
+    return adapters.update([AdapterSource(name="x", path=str(folder))]).get("x", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "whole layers of its own"),
+        ({"bias": "all"}, "trained biases"),
+        ({"peft_type": "LOHA"}, "'LOHA' are not supported"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "no linear layers, as those of experts"),
+        ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
+        ({"something_new": 1}, "something_new is set"),
+        ({"r": 3}, "has rank 4, and adapter_config.json says 3"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern"),
+        ({"lora_alpha": None}, "states no r or lora_alpha"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused_by_its_name(
+    llama: Path, one: Path, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    folder = shutil.copytree(one, tmp_path / "mine")
+    config = json.loads((folder / lora_files.CONFIG).read_text())
+    (folder / lora_files.CONFIG).write_text(json.dumps(config | changes))
+    assert says in problem(llama, folder)
+    assert not problem(llama, one)
+
+
+def test_files_that_are_missing_damaged_or_of_another_model_are_refused(llama: Path, one: Path, tmp_path: Path) -> None:
+    assert "has no adapter_config.json" in problem(llama, tmp_path)
+    folder = shutil.copytree(one, tmp_path / "cut")
+    weights = folder / lora_files.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "cannot be read" in problem(llama, folder)
+    weights.unlink()
+    (folder / "adapter_model.bin").write_bytes(b"")
+    assert "pickle" in problem(llama, folder)
+    wider = tiny.make("llama", tmp_path / "wide", hidden_size=32)
+    assert "is for another model" in problem(wider, one)
+    assert "there is no layer" in problem(tiny.make("gpt2", tmp_path / "gpt2"), one)
+
+
+def test_ranks_above_the_slots_and_layers_that_see_other_rows_are_refused(llama: Path, tmp_path: Path) -> None:
+    assert "raise max-lora-rank" in problem(llama, lora.make(llama, tmp_path / "high", r=5))
+    head = lora.make(llama, tmp_path / "head", target_modules=["lm_head"])
+    assert "lm_head" in problem(llama, head)
+    embedding = lora.make(llama, tmp_path / "embedding", target_modules=["embed_tokens"])
+    assert "embeddings" in problem(llama, embedding)
+
+
+def test_experts_have_no_adapters_and_the_layers_around_them_do(tmp_path: Path) -> None:
+    found = linear_layers(reference(tiny.make("qwen3_moe", tmp_path)))
+    assert {name.split(".")[-1] for name in found} >= {"q_proj", "o_proj"}
+    assert not any("experts" in name for name in found)
+
+
+def test_an_embedder_has_no_adapters(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="enable-lora = off"):
+        load(tiny.make("bert-embed", tmp_path), max_loras=1)
+
+
+# What they cost
+
+
+async def test_nothing_stands_in_the_way_of_steps_without_adapters(llama: Path, one: Path) -> None:
+    async with serving(load(llama, max_loras=1, adapters=encode_adapters(sources({"one": one})))) as engine:
+        adapters = engine._adapters
+        assert adapters is not None
+        await say(engine, PROMPT, max_tokens=2, adapter=AdapterChoice("one"))
+        assert not adapters.stands_aside
+        await say(engine, PROMPT, max_tokens=2)
+        assert adapters.stands_aside
+
+
+def test_slots_take_what_their_shapes_say(llama: Path) -> None:
+    """2 layers: q and o 64 x 64, k and v 64 x 32, gate, up and down 64 x 128; float32."""
+    adapters = Adapters(reference(llama), slots=3, rank=5, copies=0, device=torch.device("cpu"))
+    assert adapters.bytes == 3 * 5 * 2 * (2 * 128 + 2 * 96 + 3 * 192) * 4
+
+
+def test_the_exact_estimate_counts_the_slots(llama: Path) -> None:
+    asked = Estimate(snapshot=str(llama), ctx_size=64)
+    config = load_config(asked)
+    without, with_slots = (trace(replace(asked, max_loras=slots), config) for slots in (0, 3))
+    adapters = Adapters(reference(llama), slots=3, rank=16, copies=0, device=torch.device("cpu"))
+    assert with_slots.weights - without.weights == adapters.bytes

@@ -1,0 +1,106 @@
+"""Checkpoints that are packed before they come here, really loaded, on the CPU: what they say and what they take."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory.activations import compute_bytes
+from router.memory.weights import weight_bytes
+from tests import packed
+from tests.worker.allocated import allocated
+from tests.worker.loaded import load, say, serving
+from worker.engines.transformers.attention import paged
+from worker.engines.transformers.load import loader, quantization
+from worker.engines.transformers.run import backends
+from worker.errors import StartError
+from worker.estimate import estimate
+from worker.protocol.argv import Estimate
+
+
+def _method(name: str) -> Any:
+    module, command = quantization.LIBRARIES[packed.said(name)["quant_method"]]
+    if not module:
+        return name
+    is_missing = importlib.util.find_spec(module) is None
+    why = f"{module} is not installed: {command}"
+    return pytest.param(name, marks=[pytest.mark.extra, pytest.mark.skipif(is_missing, reason=why)])
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of the libraries' own
+]
+METHODS = [_method(name) for name in packed.METHODS]
+PROMPT = [5, 9, 17, 40, 33, 21, 60, 8, 11]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_packed_checkpoint_says_what_its_numbers_say(tmp_path: Path, method: str) -> None:
+    folder = packed.make(method, tmp_path / "m")
+    told = []
+    for each in (packed.plain(folder), folder):
+        async with serving(load(each, parallel=2, ctx_size=64, dtype="float32")) as engine:
+            told.append((await say(engine, PROMPT, max_tokens=8)).tokens)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_packed_checkpoint_takes_what_was_estimated(tmp_path: Path, method: str, dtype: str) -> None:
+    folder = packed.make(method, tmp_path / "m")
+    chosen = Estimate(snapshot=str(folder), parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
+    config = loader.load_config(chosen)
+    traced = estimate.trace(chosen, config)
+    paged.register()
+    loaded = loader.load_model(chosen, config, backends.implementation("auto", config), lambda progress: None)
+    weights = held_bytes(loaded.model)
+    assert weights == traced.weights
+    preset = Preset(id="m", parallel=2, ctx_size=128, prefill_chunk=64, threads=1, dtype=dtype)
+    facts = checkpoint.read(folder)
+    assert weights <= 1.001 * weight_bytes(facts, preset, on_host=True) <= 1.06 * weights
+    runner, capacity = backends.make_runner(loaded.model, config, chosen, 128, loaded.device, caches=True)
+    peak = max(allocated(step) for step in estimate.generation_steps(runner, capacity, chosen, 128))
+    assert peak <= 1.02 * traced.compute <= 1.2 * peak + (1 << 18)
+    assert peak <= compute_bytes(facts, preset, 128, on_host=True)
+    assert held_bytes(loaded.model) == weights, "no request has anything unpacked or put into order"
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Of parameters and buffers, and of what layers keep beside them, each storage once."""
+    kept = [each for layer in model.modules() for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+    tensors = [*model.parameters(), *model.buffers(), *kept]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, ["gptqmodel", "pip install"]),
+        ({"quant_method": "compressed-tensors"}, ["compressed_tensors", "pip install"]),
+        ({"quant_method": "brand-new"}, ["'brand-new'", "cannot load", "not quantised"]),
+    ],
+)
+def test_what_cannot_be_unpacked_here_is_refused_before_anything_is_read(
+    tmp_path: Path, said: dict[str, Any], words: list[str]
+) -> None:
+    folder = packed.make("fp8", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}), "utf-8")
+    chosen = Estimate(snapshot=str(folder))
+    module, _ = quantization.LIBRARIES.get(str(said["quant_method"]), ("", ""))
+    if module and importlib.util.find_spec(module):
+        pytest.skip(f"{module} is installed")
+    with pytest.raises(StartError) as refused:
+        estimate.estimate(chosen)
+    assert all(word in str(refused.value) for word in words)

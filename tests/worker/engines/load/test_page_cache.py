@@ -1,0 +1,90 @@
+"""Weights that are read while a worker imports, and whether they are in memory yet."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from worker.engines.transformers.load.page_cache import PIECE, STRETCH, Pieces, Reading, cached
+from worker.protocol.snapshot_files import INDEX, WEIGHTS
+
+MIB = 1 << 20
+
+
+def cold(path: Path, size: int) -> Path:
+    """A file of which nothing is in memory."""
+    path.write_bytes(os.urandom(MIB) * (size // MIB) + b"x" * (size % MIB))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def here(path: Path) -> int:
+    with path.open("rb") as file:
+        return cached(file.fileno(), 0, path.stat().st_size)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """In two files by an index, with a second copy of the weights beside it that nobody loads."""
+    for name in ("a.safetensors", "b.safetensors", WEIGHTS):
+        cold(tmp_path / name, STRETCH + 3 * MIB + 5)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    if here(tmp_path / WEIGHTS):
+        pytest.skip("this file system keeps all of a file in memory")
+    return tmp_path
+
+
+def test_what_will_be_loaded_is_read_and_nothing_else(snapshot: Path) -> None:
+    reading = Reading.of(str(snapshot))
+    reading.start()
+    reading.finish()
+    assert [here(snapshot / name) > STRETCH + 3 * MIB for name in ("a.safetensors", "b.safetensors")] == [True] * 2
+    assert here(snapshot / WEIGHTS) == 0
+
+
+def test_one_that_was_stopped_reads_no_more(snapshot: Path) -> None:
+    reading = Reading.of(str(snapshot))
+    reading.stop()
+    reading.start()
+    reading.finish()
+    assert here(snapshot / "a.safetensors") == 0
+
+
+def test_what_is_not_there_is_for_whoever_loads(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{")
+    reading = Reading.of(str(tmp_path / "nowhere"))
+    reading.start()
+    reading.finish()
+    reading = Reading.of(str(tmp_path))
+    reading.start()
+    reading.stop()
+
+
+def test_a_file_is_written_in_pieces_that_begin_at_multiples_of_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+    whole = os.pwrite
+
+    def pwrite(descriptor: int, data: memoryview, at: int) -> int:
+        written.append((at, len(data)))
+        return whole(descriptor, data[: PIECE // 2 + 1], at)  # as a kernel may that is interrupted
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    text = os.urandom(3 * PIECE + 77)
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(text[:1000])
+        file.flush()
+        pieces = Pieces(file.fileno(), 1000)
+        for start in range(1000, len(text), MIB + 1):
+            pieces.append(text[start : start + MIB + 1])
+        assert (pieces.written, pieces.end) == (3 * PIECE, len(text))
+        pieces.flush()
+        pieces.flush()
+        assert pieces.written == len(text)
+    assert (tmp_path / "file").read_bytes() == text
+    assert [at for at, _ in written if at % PIECE == 0] == [PIECE, 2 * PIECE, 3 * PIECE]
+    assert written[0] == (1000, PIECE - 1000)

@@ -1,0 +1,203 @@
+"""The aligned backend by itself: any family, in any company, whatever is computed twice, forked or forgotten."""
+
+import random
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.loaded import generated, reference
+from worker.engines.transformers.run.aligned import AlignedRunner
+from worker.engines.transformers.run.self_check import trial
+from worker.engines.transformers.schedule.scheduler import Segment
+from worker.engines.transformers.schedule.sequence import Sequence
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+NEW, ROWS, WIDTH, CHUNK = 32, 4, 128, 16
+KINDS = {
+    "llama": "keys and values",
+    "gemma3_text": "windows in some layers",
+    "deepseek_v3": "compressed rows",
+    "jamba": "states that cannot be carried on by several tokens",
+    "falcon_h1": "states beside keys",
+    "t5": "an encoder",
+    "bart": "an encoder, and positions that nobody can state",
+}
+
+
+def made(family: str, folder: Path, **settings: Any) -> tuple[Any, AlignedRunner]:
+    """A model, and a runner of it that knows how it has to be used."""
+    model = reference(tiny.make(family, folder, **settings)).eval()
+    runner = AlignedRunner(model, rows=ROWS, ctx_size=WIDTH, chunk=CHUNK, device=CPU)
+    trial(runner)
+    return model, runner
+
+
+def sequence(id: int, prompt: Tokens[int], *, prompt_logprobs: bool = False) -> Sequence:
+    return Sequence(
+        id=id,
+        prompt_tokens=len(prompt),
+        tokens=list(prompt),
+        limit=NEW,
+        ends=frozenset(),
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed + length).choices(range(2, 500), k=length)
+
+
+def said(runner: AlignedRunner, row: int, asked: Sequence, count: int) -> list[int]:
+    """So many greedy tokens of `asked`, alone in its row."""
+    for _ in range(count):
+        segment = Segment(asked, row, asked.computed, asked.pending)
+        asked.tokens.append(int(runner.run((segment,))[-1].argmax()))
+        asked.computed = segment.end
+    return asked.tokens[asked.prompt_tokens :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_text_is_that_of_generate_whoever_joins_leaves_or_is_computed_again(family: str, tmp_path: Path) -> None:
+    """Segments in any order, of any length; steps repeated as a whole and one by one, as after a failure."""
+    model, runner = made(family, tmp_path, seed=2 if family == "t5" else 0)
+    model.generation_config.eos_token_id = None
+    prompts = [prompt(length) for length in (1, 7, 23, 60, 2, 11)]
+    expected = [generated(model, each, NEW) for each in prompts]
+    choose = random.Random(1)
+    waiting = [(number % len(prompts), number) for number in range(10)]
+    running: dict[int, tuple[int, Sequence]] = {}
+    finished = 0
+    while waiting or running:
+        free = [row for row in range(ROWS) if row not in running]
+        if waiting and free and choose.random() < 0.5:
+            which, id = waiting.pop()
+            running[choose.choice(free)] = which, sequence(id, prompts[which])
+        batch = []
+        for row, (_, each) in running.items():
+            length = 1 if each.is_decoding else min(each.pending, choose.choice((3, CHUNK)))
+            if choose.random() < 0.9:  # some are left out of a step
+                batch.append(Segment(each, row, each.computed, length))
+        choose.shuffle(batch)
+        if choose.random() < 0.2:
+            runner.run(tuple(batch))
+        logits = runner.run(tuple(batch))
+        if choose.random() < 0.2:
+            alone = [runner.run((segment,)) for segment in batch]
+            again = torch.cat([each for each in alone if len(each)] or [logits])
+            torch.testing.assert_close(again, logits, rtol=1e-2, atol=1e-3)
+        rows = iter(logits)
+        for segment in batch:
+            each = segment.sequence
+            each.computed = segment.end
+            if not segment.completes:
+                continue
+            each.tokens.append(int(next(rows).argmax()))
+            which = running[segment.row][0]
+            answer = each.tokens[each.prompt_tokens :]
+            assert answer == expected[which][: len(answer)]
+            if len(answer) == NEW or choose.random() < 0.02:  # cancelled
+                finished += len(answer) == NEW
+                runner.forget(segment.row)
+                del running[segment.row]
+        assert next(rows, None) is None
+    assert finished >= 4
+    assert len({token for answer in expected for token in answer}) > 10, "the text is varied enough to tell"
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba", "t5"])
+def test_a_fork_goes_on_as_its_source_would(family: str, tmp_path: Path) -> None:
+    _, runner = made(family, tmp_path)
+    one = sequence(0, prompt(20))
+    runner.run((Segment(one, 0, 0, 20),))
+    runner.fork(0, 2)
+    one.computed = 20
+    one.tokens.append(5)
+    other = sequence(1, prompt(20))
+    other.tokens.append(9)
+    other.computed = 20
+    both = runner.run((Segment(one, 0, 20, 1), Segment(other, 2, 20, 1)))
+    for row, token in ((0, 5), (1, 9)):
+        fresh = sequence(2, prompt(20))
+        runner.run((Segment(fresh, 3, 0, 20),))
+        fresh.tokens.append(token)
+        torch.testing.assert_close(runner.run((Segment(fresh, 3, 20, 1),))[0], both[row], rtol=1e-4, atol=1e-4)
+        runner.forget(3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "falcon_h1"])
+def test_logits_of_a_whole_prompt_are_those_of_one_forward(family: str, tmp_path: Path) -> None:
+    model, runner = made(family, tmp_path)
+    asked = sequence(0, prompt(21), prompt_logprobs=True)
+    found = torch.cat([runner.run((Segment(asked, 0, start, 7),)) for start in (0, 7, 14)])
+    with torch.inference_mode():
+        expected = model(torch.tensor([asked.tokens])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "jamba", "t5"])
+def test_nothing_grows_and_the_bytes_are_those_that_were_promised(family: str, tmp_path: Path) -> None:
+    _, runner = made(family, tmp_path)
+    buffers = [*runner._cache._all(), *runner._cache._scratch.values()]
+    places = [each.data_ptr() for each in buffers]
+    assert runner.bytes == sum(each.untyped_storage().nbytes() for each in buffers)
+    said(runner, 0, sequence(0, prompt(30)), 20)
+    said(runner, 1, sequence(1, prompt(60)), 3)
+    assert [each.data_ptr() for each in (*runner._cache._all(), *runner._cache._scratch.values())] == places
+
+
+def test_soft_caps_are_not_left_out(tmp_path: Path) -> None:
+    """transformers' own batches did so, silently."""
+    _, capped = made("gemma2", tmp_path / "capped")
+    _, plain = made("gemma2", tmp_path / "plain", attn_logit_softcapping=None)
+    answers = [said(runner, 0, sequence(0, prompt(30)), 20) for runner in (capped, plain)]
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba", "t5"])
+def test_numbers_that_are_none_end_with_their_row(family: str, tmp_path: Path) -> None:
+    _, runner = made(family, tmp_path)
+    expected = said(runner, 0, sequence(0, prompt(9)), 6)
+    runner.forget(0)
+    for row in range(ROWS):  # whatever slot comes next was spoiled
+        runner.run((Segment(sequence(row, prompt(40)), row, 0, 40),))
+        slot, begin = runner._alignment.slot(row), runner._alignment.begin(row)
+        for buffer in runner._cache._timed:
+            buffer[slot, :, begin : begin + runner._lengths[row]] = torch.nan
+        for buffer in runner._cache._across:
+            buffer[slot, :, :40] = torch.nan
+        for pair in runner._cache._states:
+            pair[0][slot] = torch.nan
+    for row in range(ROWS):
+        runner.forget(row)
+    long, short = sequence(0, prompt(50)), sequence(1, prompt(9))
+    said(runner, 0, long, 4)
+    for _ in range(6):
+        batch = (Segment(long, 0, long.computed, 1), Segment(short, 1, short.computed, short.pending))
+        for segment, logits in zip(batch, runner.run(batch), strict=True):
+            assert bool(logits.isfinite().all())
+            segment.sequence.computed = segment.end
+            segment.sequence.tokens.append(int(logits.argmax()))
+    assert short.tokens[9:] == expected
+
+
+def test_a_row_has_room_for_the_whole_context_however_the_others_lie(tmp_path: Path) -> None:
+    model, runner = made("llama", tmp_path)
+    long, short = sequence(0, prompt(WIDTH - 40)), sequence(1, prompt(3))
+    runner.run((Segment(long, 0, 0, WIDTH - 40), Segment(short, 1, 0, 3)))
+    long.computed, short.computed = WIDTH - 40, 3
+    for step in range(39):
+        long.tokens.append(step + 2)
+        short.tokens.append(step + 3)
+        logits = runner.run((Segment(short, 1, short.computed, 1), Segment(long, 0, long.computed, 1)))
+        long.computed += 1
+        short.computed += 1
+    for each, found in ((short, logits[0]), (long, logits[1])):
+        with torch.inference_mode():
+            expected = model(torch.tensor([each.tokens])).logits[0, -1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,187 @@
+"""Steps on an accelerator that is none: whatever meets is on one device, and nobody waits for it but at the landing.
+
+What kernels compute there, and how fast, only a real one shows (tests/gpu).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.families import FAMILIES
+from tests.worker.loaded import options
+from tests.worker.pretended import CUDA, TOLD, Watch, accelerator, moved
+from tests.worker.stepped import Drive
+from worker.engines.transformers.attention import paged
+from worker.engines.transformers.load import loader, model_class
+from worker.engines.transformers.run import backends
+from worker.engines.transformers.run.aligned import AlignedRunner
+from worker.engines.transformers.run.cuda_graphs import FixedRunner
+from worker.engines.transformers.run.runner import PackedRunner, Runner
+from worker.engines.transformers.run.warmup import warm_up
+from worker.engines.transformers.sample import sampler
+from worker.engines.transformers.schedule.kv_cache import Capacity
+from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.scheduler import Batch
+from worker.estimate import estimate
+from worker.interface import Sampling
+
+torch.set_num_threads(1)
+CTX = 128
+FAST = ("llama", "gemma2", "mamba")
+"""Of each kind one; the others are of the slow tier."""
+ANSWER = 4
+WAITING = {
+    "dbrx": "nonzero",  # which experts anybody has chosen
+    "falcon": "modeling_falcon.py",  # a list as a subscript
+    "falcon with grouped heads": "modeling_falcon.py",
+    "gpt_neo": "modeling_gpt_neo.py",  # a constant, made anew in each layer
+    "llama with positions that stretch beyond its context": "modeling_rope_utils.py",  # how long the longest is
+    "phimoe": "modeling_phimoe.py",
+    "phi3 with two sets of frequencies": "modeling_rope_utils.py",  # in the first step only
+}
+"""Families whose own code waits for the device in a step, and where. They are not recorded as graphs."""
+
+
+@contextmanager
+def made(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Iterator[tuple[PackedRunner | AlignedRunner, Capacity, Watch]]:
+    """A model of a family on the device, with its cache."""
+    family, overrides = FAMILIES[name]
+    asked = options(tiny.make(family, folder, **overrides), ctx_size=CTX, parallel=4, prefill_chunk=32, **changes)
+    config = loader.load_config(asked)
+    paged.register()
+    with accelerator() as watch:
+        model = estimate.build(model_class.model_class(asked, config, False), config, dtype, embeds=False)
+        if (implementation := backends.implementation("auto", config)) is not None:
+            model.set_attn_implementation(implementation)
+        runner, capacity = backends.make_runner(moved(model), config, asked, CTX, CUDA, caches=True)
+        watch.waits.clear()
+        yield runner, capacity, watch
+
+
+def every(names: tuple[str, ...]) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", every(tuple(FAMILIES)))
+async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_nothing(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 25)), most=ANSWER, sampling=Sampling(temperature=0.0, logprobs=2))
+        drive.ask(1, most=2, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, logit_bias={7: 2.0}))
+        drive.ask(2, most=2, sampling=Sampling(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5))
+        drive.to_the_end()
+        assert drive.work.steps_ahead > 0
+        assert await drive.told(0) == [*[TOLD] * ANSWER, "length"]
+    expected = WAITING.get(name, "")
+    assert [each for each in watch.waits if not expected or expected not in each] == []
+    assert bool(watch.waits) == bool(expected)
+
+
+PACKED = tuple(name for name in FAMILIES if name not in WAITING)
+
+
+@pytest.mark.parametrize("name", every(PACKED))
+def test_a_step_that_is_to_be_recorded_waits_for_nothing(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path) as (runner, _, watch):
+        if not isinstance(runner, PackedRunner):
+            return
+        fixed = FixedRunner(runner, rows=4, ctx_size=CTX)
+        with torch.inference_mode():
+            for shape in fixed.shapes:
+                fixed.compute(*shape)
+    assert watch.waits == []
+
+
+async def test_a_step_of_fixed_shape_is_filled_without_a_wait(tmp_path: Path) -> None:
+    with made("llama", tmp_path) as (runner, capacity, watch):
+        assert isinstance(runner, PackedRunner)
+        fixed = FixedRunner(runner, rows=4, ctx_size=CTX)
+        drive = Drive(fixed, capacity)
+        for id in range(3):
+            drive.ask(id, most=ANSWER)
+        drive.to_the_end()
+        assert fixed.fixed_steps > 0
+        assert drive.work.steps_ahead > 0
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("kept_as", ["int8", "int4", "f16"])
+@pytest.mark.parametrize("name", every(("llama", "gemma2")))
+async def test_a_cache_in_another_type_is_read_without_a_wait(name: str, kept_as: str, tmp_path: Path) -> None:
+    with made(name, tmp_path, kv_cache_dtype=kept_as) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 25)), most=ANSWER)
+        drive.ask(1, most=ANSWER)
+        drive.to_the_end()
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("name", every(("llama", "gemma2", "gpt2")))
+def test_adapters_add_what_they_do_without_a_wait(name: str, tmp_path: Path) -> None:
+    with made(name, tmp_path, max_loras=2) as (runner, capacity, watch):
+        asked = options(tmp_path, ctx_size=CTX, parallel=4, prefill_chunk=32, max_loras=2)
+        adapters = backends.make_adapters(runner, runner._model, asked, CUDA, copies=0)
+        assert adapters is not None
+        watch.waits.clear()
+        steps: list[Any] = list(estimate.generation_steps(runner, capacity, asked, CTX, adapters.pretend()))
+        for _, batch in (step.args for step in steps):
+            for segment in batch:
+                runner.forget(segment.row)
+            assert runner.run(batch).device == CUDA
+            assert not adapters.stands_aside
+    assert watch.waits == []
+
+
+def test_the_masks_of_grammars_go_to_the_device_without_a_wait() -> None:
+    with accelerator() as watch:
+        assert sampler.penalties(np.zeros((3, 64), np.uint8), CUDA).device == CUDA
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_prompts_are_left_to_kernels_that_do_not_compute_all_scores_at_once(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Where FlashAttention cannot be had, as here, keys are repeated for those that want one for each head; and masks
+    have rows that begin where they want them, or each layer would copy them."""
+    with made("llama", tmp_path, dtype=dtype) as (runner, capacity, watch):
+        drive = Drive(runner, capacity)
+        drive.ask(0, tuple(range(5, 35)), most=1)  # in two chunks
+        drive.to_the_end()
+    masks = [mask for _, _, mask, _ in watch.attended if mask is not None]
+    assert 0 < len(masks) < len(watch.attended)
+    assert all(mask.stride(-1) == 1 and all(each % 16 == 0 for each in mask.stride()[:-1]) for mask in masks)
+    assert all(query.shape[1] == keys.shape[1] for query, keys, _, _ in watch.attended)
+    assert not any(is_grouped for _, _, _, is_grouped in watch.attended)
+
+
+class Noting:
+    """A runner, and the tokens of each segment of its steps."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self.steps: list[tuple[int, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        self.steps.append(tuple(segment.length for segment in batch))
+        return self._runner.run(batch, fed)
+
+
+@pytest.mark.parametrize("name", every(("llama", "gemma2", "t5")))
+def test_the_largest_steps_lie_behind_a_load(name: str, tmp_path: Path) -> None:
+    """A whole chunk beside all other rows, and all rows: what a worker takes is known before it is ready."""
+    with made(name, tmp_path) as (runner, capacity, _):
+        noting: Any = Noting(runner)
+        warm_up(noting, capacity, Pace(), chunk=32, ctx_size=CTX, progress=lambda event: None)
+    assert noting.steps[-2:] == [(1, 1, 1, 32), (1, 1, 1, 1)]

@@ -1,0 +1,181 @@
+"""Code that nobody of us has seen: it runs where it is trusted, and is refused where our cache would make it wrong."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests import tiny
+from tests.worker.loaded import generated, load, say, serving
+from worker.engines.transformers.engine import TransformersEngine
+from worker.errors import StartError
+from worker.protocol.exits import Exit
+
+PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 40, 11)]
+CONFIG = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OddConfig(LlamaConfig):
+    model_type = "odd"
+"""
+RIGHT = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+"""
+COUNTS_FROM_THE_LEFT = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **options):
+        first = past_key_values.get_seq_length() % 3 if past_key_values is not None else 0
+        return super().forward(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids + first,
+            past_key_values=past_key_values, **options
+        )
+"""
+KEEPS_ITS_OWN = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def forward(self, input_ids, attention_mask=None, **options):
+        return super().forward(input_ids, use_cache=False)
+"""
+
+
+OF_ANOTHER_TIME = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def forward(self, input_ids, past_key_values=None, **options):
+        return super().forward(input_ids, past_key_values=past_key_values[0][0].old_names, **options)
+"""
+NEVER_BUILT = """
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        self.what = config.is_no_longer_there
+"""
+NEVER_READ = """
+from transformers import GoneWithVersionFive
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers copies the code of snapshots to."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+
+
+def snapshot(folder: Path, code: str) -> Path:
+    """A llama whose code lies beside it, under a name that transformers does not know."""
+    tiny.make("llama", folder)
+    (folder / "modeling_odd.py").write_text(CONFIG + code)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "odd",
+        "architectures": ["OddForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def test_code_of_a_snapshot_is_batched_where_it_is_trusted(tmp_path: Path, modules: None) -> None:
+    folder = snapshot(tmp_path / "right", RIGHT)
+    model = transformers.LlamaForCausalLM.from_pretrained(tiny.make("llama", tmp_path / "plain"))
+    async with serving(load(folder, trust_remote_code=True)) as engine:
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=36) for prompt in PROMPTS))
+    assert [each.tokens for each in told] == [generated(model, prompt, 36) for prompt in PROMPTS]
+
+
+def test_code_of_a_snapshot_names_the_way_where_it_is_not_trusted(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="trust-remote-code = on") as error:
+        load(snapshot(tmp_path / "right", RIGHT))
+    assert "'odd'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(COUNTS_FROM_THE_LEFT, "gave other text"), (KEEPS_ITS_OWN, "takes no cache")],
+    ids=["wrong", "none"],
+)
+def test_what_our_cache_would_make_wrong_is_refused(code: str, why: str, tmp_path: Path, modules: None) -> None:
+    with pytest.raises(StartError, match=why) as error:
+        load(snapshot(tmp_path / "odd", code), trust_remote_code=True)
+    assert error.value.exit is Exit.UNUSABLE
+    assert "'odd'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (OF_ANOTHER_TIME, "its model"),
+        (NEVER_BUILT, "AttributeError: 'OddConfig' object has no attribute 'is_no_longer_there'"),
+        (NEVER_READ, "ImportError: cannot import name 'GoneWithVersionFive'"),
+    ],
+    ids=["forward", "init", "import"],
+)
+def test_code_that_does_not_run_any_more_is_refused_and_not_tried_again(
+    code: str, why: str, tmp_path: Path, modules: None
+) -> None:
+    with pytest.raises(StartError, match="own code") as error:
+        load(snapshot(tmp_path / "odd", code), trust_remote_code=True)
+    assert error.value.exit is Exit.UNUSABLE
+    assert f"does not run with transformers {transformers.__version__}" in str(error.value)
+    assert why in str(error.value)
+
+
+def test_a_tokenizer_whose_code_does_not_run_any_more_is_refused_by_its_folder(tmp_path: Path, modules: None) -> None:
+    folder = tiny.make("llama", tmp_path / "odd")
+    (folder / "tokenization_odd.py").write_text(
+        "from transformers import PreTrainedTokenizer\n\n\nclass OddTokenizer(PreTrainedTokenizer):\n"
+        "    def __init__(self, **settings):\n        self.sp_tokenizer.begin()\n"
+    )
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "tokenizer_class": "OddTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_odd.OddTokenizer", None]},
+    }
+    path.write_text(json.dumps(config))
+    with pytest.raises(StartError, match="has no tokenizer that can be loaded: AttributeError") as error:
+        load(folder, trust_remote_code=True)
+    assert str(folder) in str(error.value)
+
+
+async def test_an_architecture_of_transformers_that_no_test_of_ours_covers_is_served(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    tiny.make("llama", folder)
+    small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.HeliumConfig(
+        **small, num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=256, eos_token_id=1
+    )
+    model: Any = transformers.HeliumForCausalLM(config)
+    model.eval().save_pretrained(folder)
+    engine: TransformersEngine
+    async with serving(load(folder)) as engine:
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=12) for prompt in PROMPTS))
+    assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_an_architecture_of_transformers_that_takes_no_cache_but_its_own_is_refused(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "m")
+    small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MiniMaxConfig(
+        **small, num_key_value_heads=2, head_dim=16, vocab_size=512, num_local_experts=2, num_experts_per_tok=1
+    )
+    transformers.MiniMaxForCausalLM(config).save_pretrained(folder)
+    with pytest.raises(StartError, match=r"architecture 'minimax' does not run here .*cache of its own") as error:
+        load(folder)
+    assert error.value.exit is Exit.UNUSABLE

@@ -1,0 +1,265 @@
+"""A model whose matrices are divided among ranks: the text is the same, and whoever is lost is told of.
+
+Followers are forked from this process, and speak to it as they would to a worker.
+"""
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker import kept
+from tests.worker.loaded import DEADLINE, generated, generation, options, reference, say, serving, tell
+from worker.engines.transformers.device.rank_processes import Ranks
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.load import loader, tensor_parallel_plan
+from worker.engines.transformers.load.tensor_parallel_plan import Slice
+from worker.errors import Draining, RankLost, StartError
+from worker.estimate import estimate, tensor_parallel
+from worker.program import supervision
+from worker.program.main import _follow
+from worker.protocol.architectures import DIVISIBLE
+from worker.protocol.argv import Estimate, to_argv
+from worker.protocol.exits import Exit
+
+torch.set_num_threads(1)
+COMMON: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 24, "tensor_parallel": 2}
+NEW = 8
+
+
+def words(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(3 + (seed * 131 + index * 37) % 480 for index in range(count))
+
+
+PROMPTS = (words(35), words(50), words(9, 1), words(35), words(3, 3))
+"""Some begin alike; more than run at once."""
+
+
+@contextmanager
+def ranked(folder: Path, **changes: Any) -> Iterator[tuple[TransformersEngine, Ranks]]:
+    """An engine that leads, and its followers; at the end of the block there are none any more."""
+    asked = options(folder, **{**COMMON, **changes})
+    ranks = Ranks.fork(asked.tensor_parallel, partial(_follow, to_argv(asked)), supervision.follow)
+    try:
+        silent: Any = lambda _: None  # noqa: E731
+        yield TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks), ranks
+    finally:
+        ranks.end()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(DIVISIBLE))
+async def test_text_is_the_same_as_of_one_rank(family: str, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path)
+    model = reference(folder)
+    expected = [generated(model, prompt, NEW) for prompt in PROMPTS]
+    with ranked(folder) as (engine, _):
+        async with serving(engine):
+            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS))
+            assert [each.tokens for each in told] == expected
+            for _ in range(2):
+                again = await say(engine, PROMPTS[1], max_tokens=NEW)
+                assert again.tokens == expected[1]
+            assert again.timings is not None
+            assert again.timings.cached_tokens == 48, "found by all ranks, or the text would be another"
+
+
+@pytest.mark.slow
+async def test_four_ranks_in_bfloat16_with_a_cache_too_small_for_all(tmp_path: Path) -> None:
+    """Weights are converted, blocks taken back and copied, choices forked; what is asked with a seed is the same
+    twice."""
+    folder = tiny.make("llama", tmp_path, num_attention_heads=8, num_key_value_heads=4, head_dim=8, vocab_size=511)
+    changes = {"tensor_parallel": 4, "dtype": "bfloat16", "kv_tokens": 128}
+    with ranked(folder, **changes) as (engine, ranks):
+        async with serving(engine):
+            assert len(ranks.pids) == 3
+            alone = [await say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]]
+            together = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
+            assert [len(each.tokens) for each in alone] == [len(each.tokens) for each in together] == [NEW] * 3
+            choices = await tell(engine, generation(PROMPTS[1], n=3, max_tokens=NEW))
+            assert len({tuple(each.tokens) for each in choices}) == 1, "greedy, so all alike"
+            assert engine._generating is not None
+            engine._generating._scheduler.check_integrity()
+
+
+@pytest.mark.slow
+async def test_ranks_keep_keys_and_values_as_one_would(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    model = reference(folder)
+    expected = [generated(model, each, NEW, past_key_values=kept.cache(model, "int4")) for each in PROMPTS[:3]]
+    assert expected != [generated(model, each, NEW) for each in PROMPTS[:3]]
+    with ranked(folder, kv_cache_dtype="int4") as (engine, _):
+        async with serving(engine):
+            told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in PROMPTS[:3]))
+            assert [each.tokens for each in told] == expected
+
+
+async def test_a_rank_that_is_killed_ends_the_answers_and_the_engine(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    with ranked(folder) as (engine, ranks):
+        async with serving(engine), asyncio.timeout(DEADLINE):
+            stream = engine.generate(generation(words(9), max_tokens=100))
+            await anext(stream)
+            os.kill(ranks.pids[0], signal.SIGKILL)
+            with pytest.raises(Draining, match="its worker is being replaced"):
+                [delta async for delta in stream]
+            with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {ranks.pids[0]}\): was killed by SIGKILL"):
+                await asyncio.wrap_future(engine.fatal)
+            with pytest.raises(Draining):
+                await say(engine, words(3))
+
+
+async def test_a_rank_that_is_killed_while_nobody_asks_is_missed_at_once(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    with ranked(folder) as (engine, ranks):
+        async with serving(engine), asyncio.timeout(DEADLINE):
+            await say(engine, words(3), max_tokens=1)
+            os.kill(ranks.pids[0], signal.SIGKILL)
+            with pytest.raises(RankLost, match="was killed by SIGKILL"):
+                await asyncio.wrap_future(engine.fatal)
+
+
+class Bound:
+    """Something that may only be destroyed by the process that made it."""
+
+    def __init__(self) -> None:
+        self._owner, self._itself = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self._owner:
+            os._exit(77)
+
+
+def test_what_the_leader_left_behind_is_not_destroyed_by_a_follower() -> None:
+    """A group of processes of an engine that has ended, say: at its end it waits for threads of the leader's."""
+
+    def follow(link: Any) -> int:
+        gc.collect()
+        link.ready()
+        link.hear()
+        return 0
+
+    gc.collect()
+    gc.disable()
+    try:
+        Bound()
+        ranks = Ranks.fork(2, follow, supervision.follow)
+        try:
+            ranks.until_ready(lambda _: None)
+        finally:
+            ranks.end()
+    finally:
+        gc.enable()
+
+
+def test_a_rank_that_cannot_load_says_why_and_with_which_exit_code(tmp_path: Path) -> None:
+    def follow(link: Any) -> int:
+        link.hear()
+        link.fail(Exit.DEVICE_MEMORY, "no memory for the weights on cuda:1")
+        return Exit.DEVICE_MEMORY
+
+    asked = options(tiny.make("llama", tmp_path), **COMMON)
+    ranks = Ranks.fork(2, follow, supervision.follow)
+    silent: Any = lambda _: None  # noqa: E731
+    with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\): no memory for the weights on cuda:1") as failed:
+        TransformersEngine.load(asked, progress=silent, pulse=silent, ranks=ranks)
+    assert failed.value.exit == Exit.DEVICE_MEMORY
+    ranks.end()
+
+
+# What can be told without any rank
+
+
+@pytest.mark.parametrize("family", sorted(DIVISIBLE))
+def test_slices_are_the_whole_model_and_nothing_twice(family: str) -> None:
+    """Of each parameter the ranks have equal parts that make it up, or all the same one."""
+    count = 2
+    config_name, model_name, settings = tiny._FAMILIES[family]
+    transformers: Any = __import__("transformers")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "pad_token_id": None}
+    config = getattr(transformers, config_name)(**{**settings, **heads})
+    whole = getattr(transformers, model_name)(config)
+    parts = [getattr(transformers, model_name)(config) for _ in range(count)]
+    parted = 0
+    for rank, part in enumerate(parts):
+        part.load_state_dict(whole.state_dict())
+        tensor_parallel_plan.divide(part, Slice(rank, count), tensor_parallel.Pretended(count))
+    for name, parameter in whole.named_parameters():
+        mine = [dict(part.named_parameters()).get(name) for part in parts]
+        first = mine[0]
+        assert first is not None
+        if first.shape == parameter.shape:  # the same on all, but for a bias that is added once
+            assert all(each is None or torch.equal(each, parameter) for each in mine)
+            continue
+        dim = next(dim for dim in range(parameter.ndim) if first.shape[dim] < parameter.shape[dim])
+        assert torch.equal(torch.cat([each for each in mine if each is not None], dim), parameter)
+        parted += parameter.numel()
+    layers = sum(each.numel() for name, each in whole.named_parameters() if "layers." in name and each.ndim > 1)
+    assert parted >= layers, "every matrix of a layer"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "config", "why"),
+    [
+        ("llama", {"tensor_parallel": 3}, {}, "it has 4 attention heads, which 3 does not divide.*pipeline-parallel"),
+        ("llama", {"tensor_parallel": 4}, {}, "it has 2 heads of keys and values, which 4 does not divide"),
+        ("llama", {}, {"intermediate_size": 129}, "its MLP is 129 wide, which 2 does not divide"),
+        ("gpt2", {}, {}, "transformers has no plan for this family; remove tensor-parallel; pipeline-parallel puts"),
+        ("mixtral", {}, {}, r"this version divides cohere, .* only \(its plan has moe_tp_experts\)"),
+        ("phi3", {}, {}, r"\(its plan has colwise_gather_output\)"),
+        ("t5", {}, {}, "it has an encoder and a decoder; remove tensor-parallel$"),
+        ("llama", {"quantization": "bnb-4bit"}, {}, "its weights are quantised; remove tensor-parallel$"),
+        ("llama", {"max_loras": 2}, {}, r"requests may name adapters \(max-loras\); remove tensor-parallel$"),
+        ("llama-embed", {}, {}, "embeds or scores texts.*remove tensor-parallel"),
+        ("llama", {}, {}, "the ranks were not started with this process"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_way_out(
+    family: str, changes: dict[str, Any], config: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    asked = options(tiny.make(family, tmp_path, **config), **{**COMMON, **changes})
+    silent: Any = lambda _: None  # noqa: E731
+    with pytest.raises(StartError, match=why):
+        TransformersEngine.load(asked, progress=silent, pulse=silent)
+
+
+def test_a_matrix_that_the_plan_does_not_name_is_refused(tmp_path: Path) -> None:
+    """Cohere may have a norm with weights for each head of its own."""
+    asked = options(tiny.make("cohere", tmp_path, use_qk_norm=True), **COMMON)
+    config = loader.load_config(asked)
+    with pytest.raises(StartError, match=r"its plan says nothing of .*norm.weight, which is a matrix"):
+        loader.load_model(asked, config, None, lambda progress: None, share=(Slice(0, 2), tensor_parallel.Pretended(2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_exact_estimate_is_of_one_rank_for_each_device(family: str, tmp_path: Path) -> None:
+    """Llama's head is divided here; Qwen 3's is its embeddings, which every rank needs."""
+    folder = tiny.make(family, tmp_path, vocab_size=512)
+    one = Estimate(snapshot=str(folder), ctx_size=128, parallel=2, prefill_chunk=32, enforce_eager=True)
+    config = loader.load_config(one)
+    whole = estimate.trace(one, config)
+    each = replace(one, tensor_parallel=2, devices=("cuda:0", "cuda:1"))
+    weights, context, compute, _ = tensor_parallel.trace(each, config, torch.float32, 2)
+    assert context == whole.context // 2
+    embeddings = 512 * 64 * 4
+    half = (whole.weights - embeddings) / 2
+    assert half <= weights - embeddings <= half + 4096, "vectors are on both"
+    assert 0 < compute <= whole.compute
+    said = tensor_parallel.divided_estimate(each)
+    assert said.weights == [weights] * 2
+    assert len(said.runtime) == len(said.compute) == 2
+    on_host = tensor_parallel.divided_estimate(replace(one, tensor_parallel=2))
+    assert on_host.weights == [2 * weights]
+    assert on_host.host == 0

@@ -1,0 +1,141 @@
+"""Greedy text about images equals transformers' own `generate` with the same processor's inputs, token for token.
+
+Alone, in prompts cut into chunks anywhere, and in a batch with neighbours that have no images.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+import transformers
+
+from tests import tiny_vision
+from tests.worker.loaded import DEADLINE, GREEDY, generated, load, say, tell
+from worker.engines.transformers.engine import TransformersEngine
+from worker.images import Image
+from worker.interface import Generation
+from worker.protocol.architectures import VISION
+
+torch.set_num_threads(1)
+NEW = 24
+PROMPTS = {
+    "one image": ("<s>Look at PLACE and say what it shows.", 1),
+    "an image at the end": ("<s>What is this? PLACE", 1),
+    "two images side by side": ("<s>PLACEPLACE Which of them is larger, and why?", 2),
+    "three images among words": ("<s>The first PLACE is red, the second PLACE is not; the third PLACE may be.", 3),
+}
+PICTURES = [
+    tiny_vision.picture(40, 30, seed=1),
+    tiny_vision.picture(20, 90, seed=2),
+    tiny_vision.picture(64, 64, seed=3),
+]
+
+
+@dataclass
+class Reference:
+    """transformers' own model and processor."""
+
+    model: Any
+    processor: Any
+    place: str
+
+    def answer(self, prompt: str, pictures: list[PIL.Image.Image]) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt, and what `generate` says to it."""
+        inputs = self.processor(
+            images=pictures, text=[prompt.replace("PLACE", self.place)], return_tensors="pt", add_special_tokens=False
+        )
+        tokens = inputs["input_ids"][0].tolist()
+        out = self.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        answer: list[int] = out[0, len(tokens) :].tolist()
+        ends = self.model.generation_config.eos_token_id
+        return tokens, answer[:-1] if answer and answer[-1] == ends else answer
+
+
+@pytest.fixture(scope="module", params=sorted(VISION))
+def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.make(request.param, tmp_path_factory.mktemp("snapshot"))
+
+
+@pytest.fixture(scope="module")
+def reference(snapshot: Path) -> Reference:
+    auto: Any = transformers.AutoModelForImageTextToText
+    processors: Any = transformers.AutoProcessor
+    processor = processors.from_pretrained(snapshot, backend="pil")
+    return Reference(auto.from_pretrained(snapshot), processor, processor.image_token)
+
+
+@pytest.fixture(scope="module")
+def engine(snapshot: Path) -> Iterator[TransformersEngine]:
+    engine = load(snapshot, ctx_size=400, parallel=3, prefill_chunk=11)
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def request(
+    engine: TransformersEngine, prompt: str, pictures: list[PIL.Image.Image], **changes: Any
+) -> Generation:
+    """As a face makes it."""
+    assert engine.vision is not None
+    images = [Image(f"image {index}", tiny_vision.encoded(each)) for index, each in enumerate(pictures)]
+    tokens, seen = await engine.vision.read(prompt.replace("PLACE", engine.vision.placeholder), images)
+    return Generation(id="test", prompt=tuple(tokens), pictures=seen, sampling=GREEDY, **{"max_tokens": NEW, **changes})
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_an_answer_about_images_equals_generate(
+    engine: TransformersEngine, reference: Reference, prompt: str
+) -> None:
+    text, count = PROMPTS[prompt]
+    tokens, answer = reference.answer(text, PICTURES[:count])
+    asked = await request(engine, text, PICTURES[:count])
+    assert list(asked.prompt) == tokens, "the processor's own tokens"
+    [told] = await tell(engine, asked)
+    assert told.tokens == answer
+    assert len(set(answer)) > 3, "no text that says one thing again and again"
+
+
+@pytest.mark.slow
+async def test_neighbours_change_nothing_about_images(engine: TransformersEngine, reference: Reference) -> None:
+    texts = list(PROMPTS.values())
+    wanted = [reference.answer(text, PICTURES[:count])[1] for text, count in texts]
+    plain = [tuple(range(3, 3 + length)) for length in (4, 30, 61)]
+    language = [generated(reference.model, prompt, NEW) for prompt in plain]
+    async with asyncio.timeout(DEADLINE):
+        asked = [await request(engine, text, PICTURES[:count]) for text, count in texts]
+        told, said = await asyncio.gather(
+            asyncio.gather(*(tell(engine, each) for each in asked)),
+            asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in plain)),
+        )
+    assert [each.tokens for [each] in told] == wanted
+    assert [each.tokens for each in said] == language
+
+
+async def test_another_image_makes_another_text(engine: TransformersEngine) -> None:
+    text, _ = PROMPTS["one image"]
+    [one] = await tell(engine, await request(engine, text, PICTURES[:1]))
+    [other] = await tell(engine, await request(engine, text, PICTURES[1:2]))
+    [again] = await tell(engine, await request(engine, text, PICTURES[:1]))
+    assert one.tokens == again.tokens != other.tokens
+
+
+async def test_the_engine_says_which_images_it_has_seen_at_most(engine: TransformersEngine) -> None:
+    text, count = PROMPTS["one image"]
+    asked = await request(engine, text, PICTURES[:count])
+    await tell(engine, asked)
+    assert asked.pictures is not None
+    assert engine._generating is not None
+    tokens, images = engine._generating.report().seen
+    assert tokens >= asked.pictures.each[0].tokens > 1
+    assert 1 <= images <= 3, "there are three rows"
+
+
+async def test_choices_share_the_images_of_their_prompt(engine: TransformersEngine, reference: Reference) -> None:
+    text, count = PROMPTS["two images side by side"]
+    _, answer = reference.answer(text, PICTURES[:count])
+    told = await tell(engine, await request(engine, text, PICTURES[:count], n=4))
+    assert [each.tokens for each in told] == [answer] * 4

@@ -1,0 +1,433 @@
+"""Promises of grammars: what ends by itself is a text of its language, and neighbours never notice."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.worker.fake_engine import FakeEngine
+from tests.worker.loaded import DEADLINE, GREEDY, Told, generated, generation, load, load_with, say, serving, tell
+from tests.worker.serving import options
+from worker.api.call import Model
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.run.runner import Runner
+from worker.engines.transformers.sample.grammar import COMPILED, Grammars
+from worker.engines.transformers.sample.sampler import Masks, Pick, penalties, sample
+from worker.engines.transformers.schedule.scheduler import Batch
+from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
+from worker.interface import Grammar, Sampling
+from worker.prompt import tools
+from worker.prompt.chat_formats import find
+from worker.prompt.tools import preamble
+
+torch.set_num_threads(1)
+CTX, EOS = 256, 1
+PROMPT = (9, 41, 70, 77, 80)
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y", None]}}, "required": ["b"],
+     "additionalProperties": False},
+    {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 4}, "minItems": 2, "maxItems": 3},
+    {"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": -3, "maximum": 12.5}, {"const": "nothing"}]},
+    {"type": "string", "pattern": "^[A-F]{2}-[0-9]{1,3}$"},
+    {"$defs": {"tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/tree"}, "leaf": {"type": "boolean"}},
+                        "required": ["leaf"], "additionalProperties": False}}, "$ref": "#/$defs/tree"},
+    {"type": "object", "properties": {"when": {"type": "string", "format": "date"}, "n": {"type": ["integer", "null"]}},
+     "required": ["when", "n"], "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "properties": {"kind": {"const": "é 🦊"}, "list": {"type": "array", "maxItems": 2,
+     "items": {"type": "object", "properties": {"id": {"type": "integer", "minimum": 3, "exclusiveMaximum": 40}},
+               "required": ["id"], "additionalProperties": False}}}, "required": ["kind", "list"]},
+]  # fmt: skip
+
+
+def schema(value: Any, **further: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value), "response_format", **further)
+
+
+def warm(seed: int, **further: Any) -> Sampling:
+    return Sampling(temperature=1.0, seed=seed, **further)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[TransformersEngine]:
+    made = load(folder, ctx_size=CTX, parallel=16, queue_size=1000)
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return loaded.eval()
+
+
+@pytest.mark.slow
+async def test_every_answer_that_ends_satisfies_its_schema(engine: TransformersEngine) -> None:
+    validators = pytest.importorskip("jsonschema", reason="a validator that is not ours")
+    asked = [(index % len(SCHEMAS), index) for index in range(620)]  # of which 500 are to end by themselves
+    answers = await asyncio.gather(
+        *(
+            say(engine, PROMPT, grammar=schema(SCHEMAS[kind]), max_tokens=150, sampling=warm(seed))
+            for kind, seed in asked
+        )
+    )
+    ended: Counter[int] = Counter()
+    for (kind, _), told in zip(asked, answers, strict=True):
+        if told.finish == "stop":
+            ended[kind] += 1
+            validators.validate(json.loads(told.text), SCHEMAS[kind], format_checker=validators.FormatChecker(["date"]))
+    assert ended.total() >= 500, ended
+    assert all(ended[kind] >= 20 for kind in range(len(SCHEMAS))), ended
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (Grammar("regex", r"(ab|c){2,5}[0-9]"), r"(ab|c){2,5}[0-9]"),
+        (Grammar("regex", "^[a-c]{3}$"), "[a-c]{3}"),
+        (Grammar("choice", json.dumps(["ja", 'a "b"', "two\nlines", "🦊\\"])), r'ja|a "b"|two\nlines|🦊\\'),
+        (Grammar("lark", 'start: "(" start ")" | /[xy]/'), r"\(*[xy]\)*"),
+        (Grammar("gbnf", 'root ::= ("yes" | "no") " " digit+ "."\ndigit ::= [0-9]'), r"(yes|no) [0-9]+\."),
+        (schema({"type": "object"}), r"\{(?s:.*)\}"),
+    ],
+)  # fmt: skip
+async def test_an_answer_is_a_text_of_its_language(engine: TransformersEngine, grammar: Grammar, pattern: str) -> None:
+    told = await tell(engine, generation(PROMPT, grammar=grammar, max_tokens=200, n=6, sampling=warm(5)))
+    for each in told:
+        assert re.fullmatch(pattern, each.text) or each.finish == "length", each.text
+    assert any(each.finish == "stop" for each in told)
+
+
+async def test_a_grammar_beside_free_sequences_leaves_their_greedy_text_unchanged(
+    engine: TransformersEngine, model: Any
+) -> None:
+    prompts = [(20 + index, 5, 6) for index in range(6)]
+    constrained = [
+        asyncio.create_task(say(engine, PROMPT, grammar=schema(SCHEMAS[0]), max_tokens=60, sampling=warm(seed)))
+        for seed in range(8)
+    ]
+    told = await asyncio.gather(*(say(engine, prompt, max_tokens=24) for prompt in prompts))
+    assert [each.tokens for each in told] == [generated(model, prompt, 24) for prompt in prompts]
+    alone = await say(engine, PROMPT, grammar=schema(SCHEMAS[0]), max_tokens=60, sampling=warm(3))
+    assert alone.text == (await constrained[3]).text, "the same seed, the same text, whatever else is in the batch"
+    await asyncio.gather(*constrained)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"type": "objekt"}),
+        schema({"type": "string", "not": {"const": "a"}}),
+        schema({"$ref": "#/nowhere"}),
+        Grammar("json_schema", "[]", "response_format"),
+        Grammar("json_schema", "{", "response_format"),
+        Grammar("regex", "(a", "response_format"),
+        Grammar("regex", "a(?=b)", "response_format"),
+        Grammar("lark", "start: missing", "response_format"),
+        Grammar("gbnf", "root ::= missing", "response_format"),
+        Grammar("gbnf", "no grammar at all", "response_format"),
+        Grammar("gbnf", "root ::= " + "(" * 5000, "response_format"),
+        Grammar("choice", "a", "response_format"),
+        Grammar("regex", "a" * 300_000, "response_format"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field_and_nothing_is_queued(
+    engine: TransformersEngine, model: Any, grammar: Grammar
+) -> None:
+    neighbour = asyncio.create_task(say(engine, PROMPT, max_tokens=16))
+    with pytest.raises(InvalidValue, match="response_format") as caught:
+        await say(engine, PROMPT, grammar=grammar, max_tokens=16)
+    assert caught.value.param == "response_format"
+    assert len(caught.value.message) < 400
+    assert (await neighbour).tokens == generated(model, PROMPT, 16)
+    assert engine.occupancy.waiting == 0
+
+
+async def test_a_lenient_schema_passes_over_what_no_grammar_can_say_and_keeps_the_rest(
+    engine: TransformersEngine,
+) -> None:
+    asked = {"type": "string", "maxLength": 3, "not": {"const": "a"}}
+    told = await say(engine, PROMPT, grammar=schema(asked, lenient=True), max_tokens=60, sampling=warm(1))
+    assert len(json.loads(told.text)) <= 3
+
+
+async def test_the_end_of_a_grammar_ends_the_answer_whatever_was_asked_about_ends(engine: TransformersEngine) -> None:
+    three = Grammar("regex", "[ab]{3}")
+    for sampling in (GREEDY, warm(1, min_tokens=50), warm(2, ignore_eos=True)):
+        told = await say(engine, PROMPT, grammar=three, max_tokens=60, sampling=sampling)
+        assert (told.finish, len(told.text), len(told.tokens)) == ("stop", 3, 3)
+    last = await say(engine, PROMPT, grammar=three, max_tokens=3)
+    assert last.finish == "stop", "complete with its last token is complete"
+    open_end = Grammar("lark", "start: /[ab]{3}/ c?\nc: <[0]>")  # after three letters an end or one special token
+    told = await say(engine, PROMPT, grammar=open_end, max_tokens=60, sampling=warm(3, min_tokens=40))
+    assert (told.finish, len(told.text)) == ("stop", 3)
+
+
+async def test_minimum_and_ignored_ends_hold_inside_a_grammar(engine: TransformersEngine) -> None:
+    many = Grammar("regex", "[ab]+")
+    told = await say(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, min_tokens=30))
+    assert (told.finish, len(told.text)) == ("length", 30)
+    told = await say(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, ignore_eos=True))
+    assert (told.finish, len(told.text)) == ("length", 30)
+    short = await say(engine, PROMPT, grammar=many, max_tokens=30, sampling=warm(1, logit_bias={EOS: 100.0}))
+    assert (short.finish, len(short.text)) == ("stop", 1)
+
+
+async def test_biases_and_penalties_choose_among_what_the_grammar_allows(engine: TransformersEngine) -> None:
+    choice = Grammar("choice", '["a", "b"]')
+    a, b = 66, 67
+    for liked, said in ((a, "a"), (b, "b")):
+        told = await say(
+            engine, PROMPT, grammar=choice, sampling=Sampling(temperature=0.0, logit_bias={liked: 50.0, 90: 100.0})
+        )
+        assert told.text == said
+
+
+async def test_logprobs_are_of_the_distribution_without_the_grammar(engine: TransformersEngine) -> None:
+    sampling = Sampling(temperature=0.0, logprobs=3)
+    free = await say(engine, PROMPT, max_tokens=1, sampling=sampling)
+    held = await say(engine, PROMPT, grammar=Grammar("choice", '["a", "b"]'), max_tokens=1, sampling=sampling)
+    assert held.logprobs[0].top == free.logprobs[0].top
+    assert held.tokens[0] not in {each.token for each in free.logprobs[0].top}
+    assert held.logprobs[0].logprob is not None
+    assert held.logprobs[0].logprob < (free.logprobs[0].top[-1].logprob or 0.0)
+
+
+async def test_a_stop_string_ends_an_answer_inside_its_grammar(engine: TransformersEngine) -> None:
+    told = await say(engine, PROMPT, grammar=Grammar("regex", "[ab]{4}STOP[ab]{400}"), stop=("STOP",), max_tokens=50)
+    assert (told.finish, told.stop, len(told.text)) == ("stop", "STOP", 4)
+
+
+async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
+    engine: TransformersEngine, model: Any
+) -> None:
+    rules = "".join(f'r{each}: s s "a" | "a" r{(each + 1) % 60} | "a"\n' for each in range(60))
+    ambiguous = Grammar("lark", "start: s\ns: " + " | ".join(f"r{each}" for each in range(60)) + "\n" + rules)
+    failing = say(
+        engine, PROMPT, grammar=ambiguous, max_tokens=100, sampling=Sampling(temperature=0.0, ignore_eos=True)
+    )
+    failed, told = await asyncio.gather(failing, say(engine, PROMPT, max_tokens=40), return_exceptions=True)
+    assert isinstance(failed, SequenceFailed)
+    assert "items" in failed.message
+    assert isinstance(told, Told)
+    assert told.tokens == generated(model, PROMPT, 40)
+
+
+async def test_a_preempted_sequence_goes_on_in_its_grammar_where_it_was(folder: Path) -> None:
+    class Short:
+        """A runner without memory for a third sequence once all have begun to answer."""
+
+        def __init__(self, runner: Runner):
+            self._runner = runner
+            self.refused = 0
+
+        def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+            if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
+                self.refused += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return self._runner.run(batch, fed)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._runner, name)
+
+    made: list[Any] = []
+
+    def wrap(runner: Runner) -> Runner:
+        made.append(Short(runner))
+        found: Runner = made[0]
+        return found
+
+    async def all_told(engine: TransformersEngine) -> list[str]:
+        asked = (
+            say(engine, PROMPT, grammar=schema(SCHEMAS[6]), max_tokens=150, sampling=warm(seed)) for seed in range(3)
+        )
+        return [told.text for told in await asyncio.gather(*asked)]
+
+    async with serving(load_with(folder, wrap, ctx_size=CTX, parallel=3)) as tight:
+        preempted = await all_told(tight)
+    assert made[0].refused
+    async with serving(load(folder, ctx_size=CTX, parallel=3)) as wide:
+        assert await all_told(wide) == preempted
+
+
+async def test_a_grammar_may_ask_for_a_special_token_and_its_text_is_shown_where_wanted(
+    engine: TransformersEngine,
+) -> None:
+    marked = Grammar("lark", 'start: <[0]> "x" <[0]> "y"')
+    assert (await say(engine, PROMPT, grammar=marked)).text == "xy"
+    assert (await say(engine, PROMPT, grammar=marked, shown=frozenset({0}))).text == "<s>x<s>y"
+
+
+@pytest.mark.slow
+async def test_a_grammar_that_takes_long_to_compile_holds_up_no_step(engine: TransformersEngine, model: Any) -> None:
+    """A million letters to count: its first mask takes seconds, and neighbours answer meanwhile."""
+    heavy = asyncio.create_task(say(engine, PROMPT, grammar=Grammar("regex", "(a{1000}){500}"), max_tokens=3))
+    told = await say(engine, PROMPT, max_tokens=12)
+    assert told.tokens == generated(model, PROMPT, 12)
+    assert not heavy.done()
+    with contextlib.suppress(SequenceFailed):  # too much to go on with, perhaps, but that is its own affair
+        assert (await heavy).finish == "length"
+
+
+def test_compiled_grammars_are_kept_but_not_without_bound(folder: Path) -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=512)
+    first = grammars.matcher(Grammar("regex", "a"))
+    again = grammars.matcher(Grammar("regex", "a"))
+    first.take(66)
+    assert first.is_over
+    assert not again.is_over, "each sequence stands at its own place"
+    for index in range(2 * COMPILED):
+        grammars.matcher(Grammar("regex", f"a{{{index + 1}}}"))
+    assert len(grammars._compiled) == COMPILED
+
+
+def test_a_tokenizer_that_cannot_be_read_refuses_grammars_only() -> None:
+    class Slow:
+        is_fast = False
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    with pytest.raises(UnsupportedByModel, match="tokenizer"):
+        Grammars(Slow(), ends={1}, vocab_size=2).matcher(Grammar("regex", "a"))
+
+
+def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder: Path) -> None:
+    grammars = Grammars(tiny.make_tokenizer("llama"), ends={EOS}, vocab_size=600)
+    bits = grammars.masks([grammars.matcher(Grammar("regex", "(?s:.*)"))]).result(DEADLINE)
+    grammars.close()
+    allowed = np.nonzero(penalties(bits, torch.device("cpu"))[0].numpy() == 0.0)[0]
+    assert bits.shape == (1, 76)
+    assert max(allowed) < len(tiny.make_tokenizer("llama"))
+
+
+@pytest.mark.parametrize("special", [{}, {"</think>": 0}])
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_begun: bool) -> None:
+    """`</think>` as letters, and as a token of its own (here: the one that `<s>` is)."""
+    tokenizer = tiny.make_tokenizer("llama")
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
+    before = preamble(find("</think>", None), is_begun=is_begun, special=special)
+    end = [0] if special else tokenizer.encode("</think>", add_special_tokens=False)
+
+    def follows(text: str, answer: str | None) -> bool:
+        """Whether the whole answer, with thoughts if `answer` is what comes behind them, is of the language."""
+        matcher = grammars.matcher(Grammar("regex", "[0-9]{3}", preamble=before))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if answer is not None:
+            tokens = [*tokens, *end, *tokenizer.encode(answer, add_special_tokens=False)]
+        try:
+            for token in tokens:
+                matcher.take(token)
+        except SequenceFailed:
+            return False
+        return matcher.is_over
+
+    opening = "" if is_begun else "<think>"
+    assert follows(opening + "Hm, 12 < 3. é", "123")
+    assert follows(opening + "Hm", "\n\n123")
+    assert not follows(opening + "Hm", "a123")
+    assert not follows(opening + "Hm 123", None)
+    assert follows("123", None) is not is_begun
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: bool) -> None:
+    """Qwen's `<tool_call>` and `</think>` are added tokens, and not special; whoever spelt them letter by letter would
+    be refused by llguidance in the middle of the answer."""
+    tokenizer = tiny.make_tokenizer("llama")
+    names = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    tokenizer.add_tokens([transformers.AddedToken(name, special=special, normalized=False) for name in names])
+    made = Model(FakeEngine(tokenizer), tokenizer, options())
+    assert made.special.keys() >= set(names)
+    family = find("<tool_call></tool_call>arguments</think>", None)
+    assert family is not None
+    assert family.written is not None
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    held = tools.grammar(tools.Tooling([tool], [tool], is_required=True), family.written, made.special)
+    before = preamble(family, is_begun=True, special=made.special)
+    grammars = Grammars(tokenizer, ends={EOS}, vocab_size=len(tokenizer))
+    matcher = grammars.matcher(replace(held, preamble=before))
+    answer = 'Hm.</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tokens = tokenizer.encode(answer, add_special_tokens=False)
+    assert len({made.special[name] for name in names} & set(tokens)) == 3
+    for token in tokens:
+        matcher.take(token)
+    assert matcher.failure == ""
+    either = tools.grammar(
+        tools.Tooling([tool], [tool]),
+        family.written,
+        made.special,
+        otherwise=Grammar("json_schema", '{"const": 1}', "f"),
+    )
+    for said in (answer, "Hm.</think> 1"):
+        matcher = grammars.matcher(replace(either, preamble=before))
+        for token in tokenizer.encode(said, add_special_tokens=False):
+            matcher.take(token)
+        assert matcher.failure == "", said
+    grammars.close()
+
+
+# In the sampler
+
+
+def masks(rows: list[int], allowed: list[list[int]], vocab: int) -> Masks:
+    wide = np.zeros((len(rows), (vocab + 31) // 32 * 32), np.uint8)
+    for row, tokens in enumerate(allowed):
+        wide[row, tokens] = 1
+    return Masks(rows, np.packbits(wide, axis=1, bitorder="little"))
+
+
+@pytest.mark.parametrize("vocab", [24, 64, 71])
+def test_a_mask_holds_for_its_rows_only(vocab: int) -> None:
+    logits = torch.linspace(0.0, 3.0, vocab).repeat(3, 1)
+    picks = [Pick(GREEDY)] * 3
+    found = sample(logits.clone(), picks, masks([1], [[3, 9]], vocab))
+    assert [each and each.token for each in found] == [vocab - 1, 9, vocab - 1]
+    found = sample(logits.clone(), picks, masks([0, 1, 2], [[0], [], [7, 2]], vocab))
+    assert [each and each.token for each in found] == [0, None, 7], "a row that nothing is allowed has no token"
+    found = sample(logits.clone(), picks, None)
+    assert [each and each.token for each in found] == [vocab - 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(temperature=1.0, top_k=2), {4, 5}),  # the two likeliest of those allowed, not of all
+        (Sampling(temperature=1.0, top_p=0.6), {5}),
+        (Sampling(temperature=1.0, min_p=0.5), {5}),
+        (Sampling(temperature=1.0), {3, 4, 5}),
+        (Sampling(temperature=1.0, logit_bias={3: 8.0}, top_k=1), {3}),
+        (Sampling(temperature=1.0, logit_bias={9: 90.0}), {3, 4, 5}),  # no bias buys what is forbidden
+    ],
+)
+def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: Sampling, expected: set[int]) -> None:
+    logits = torch.arange(12.0)
+    found = set()
+    for step in range(100):
+        pick = Pick(sampling, uniform=(step + 0.5) / 100)
+        (sampled,) = sample(logits.clone()[None], [pick], masks([0], [[3, 4, 5]], 12))
+        assert sampled is not None
+        found.add(sampled.token)
+    assert found == expected
+
+
+def test_a_set_bit_costs_nothing_and_any_other_everything() -> None:
+    bits = np.random.default_rng(3).integers(0, 256, (5, 40), dtype=np.uint8)
+    expected = np.where(np.unpackbits(bits, axis=1, bitorder="little") == 1, 0.0, -np.inf)
+    assert np.array_equal(penalties(bits, torch.device("cpu")).numpy(), expected)

@@ -1,0 +1,421 @@
+"""Promises of `worker.engines.transformers.sample.sampler`, against straightforward formulas in float64."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines.transformers.sample import sampler
+from worker.engines.transformers.sample.sampler import Pick, Sampled, has_penalties, likelihoods, sample, uniform
+from worker.engines.transformers.schedule.sequence import Repeats
+from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
+from worker.interface import Sampling
+
+torch.set_num_threads(1)
+VOCAB = 24
+LOGITS = [round(3.0 * math.sin(1.7 * token) - 0.05 * token, 3) for token in range(VOCAB)]
+
+
+def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> Repeats:
+    tokens = [*prompt, *answer]
+    found = Repeats(TokenSequence(id=1, prompt_tokens=len(prompt), tokens=tokens, limit=99, ends=frozenset()), window)
+    found.update()
+    return found
+
+
+def reference(
+    logits: Sequence[float], sampling: Sampling, prompt: Sequence[int] = (), answer: Sequence[int] = ()
+) -> Any:
+    """Probabilities in float64, each rule written out as its definition says."""
+    scores = np.array(logits, dtype=np.float64)
+    window = [*prompt, *answer]
+    first = max(0, len(window) - sampling.repeat_last_n) if sampling.repeat_last_n >= 0 else 0
+    for token in set(window[first:]):
+        penalty = sampling.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    said = window[max(first, len(prompt)) :]
+    for token in set(said):
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * said.count(token)
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    if sampling.temperature == 0.0:
+        return (scores == scores.max()).astype(float)
+    late = sampling.temperature if sampling.tempers_last else 1.0
+    scores = scores / (sampling.temperature / late)
+    order = np.argsort(-scores, kind="stable")
+    kept = list(order[: sampling.top_k or len(order)])
+    weights = np.exp(scores[kept] - scores.max())
+    share = np.cumsum(weights) / weights.sum()
+    if sampling.top_p < 1.0:
+        kept = kept[: int(np.searchsorted(share, sampling.top_p - 1e-12) + 1)]
+    least = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    kept = [token for token in kept if scores[token] - scores.max() >= least]
+    probabilities = np.zeros(len(scores))
+    probabilities[kept] = np.exp((scores[kept] - scores.max()) / late)
+    return probabilities / probabilities.sum()
+
+
+def draw(sampling: Sampling, count: int, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
+    """How often each token was drawn, of `count` draws with as many seeds."""
+    penalties = repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
+    rows = torch.tensor([LOGITS] * count)
+    picks = [Pick(sampling, uniform(seed, 3), penalties) for seed in range(count)]
+    counts = np.zeros(VOCAB)
+    for found in sample(rows, picks):
+        assert found is not None
+        counts[found.token] += 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.4),
+        Sampling(temperature=2.5),
+        Sampling(top_k=5),
+        Sampling(top_p=0.7),
+        Sampling(min_p=0.2),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05),
+        Sampling(repetition_penalty=1.6, presence_penalty=0.4, frequency_penalty=0.3),
+        Sampling(repetition_penalty=1.6, repeat_last_n=3),
+        Sampling(logit_bias={2: 4.0, 8: -50.0}, top_k=4),
+        Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, frequency_penalty=-0.4),
+        Sampling(temperature=2.0, min_p=0.3, presence_penalty=1.5, repeat_last_n=6),
+        Sampling(top_k=6, top_p=0.6),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05, tempers_last=True),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution_of_the_formulas(sampling: Sampling) -> None:
+    prompt, answer, count = [1, 1, 8, 14], [8, 15, 15, 15, 1], 4000
+    expected = reference(LOGITS, sampling, prompt, answer) * count
+    counts = draw(sampling, count, prompt, answer)
+    assert not counts[expected == 0].any(), "what is cut off is never drawn"
+    common = expected >= 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    degrees = common.sum() - 1
+    assert statistic < degrees + 4 * math.sqrt(2 * degrees), "chi-square, four standard deviations"
+
+
+def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
+    samplings = [
+        Sampling(temperature=0.0, logprobs=3, tells_odds=True),
+        Sampling(logprobs=3),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, logit_bias={2: 4.0}, logprobs=VOCAB, tells_odds=True),
+        Sampling(temperature=1.5, top_k=9, top_p=0.8, tempers_last=True, logprobs=VOCAB, tells_odds=True),
+        Sampling(),
+    ]
+    told = sample(torch.tensor([LOGITS] * len(samplings)), [Pick(each, 0.4) for each in samplings])
+    for sampling, found in zip(samplings, told, strict=True):
+        assert found is not None
+        if sampling.logprobs is None:
+            assert found.likelihood is None
+            continue
+        assert found.likelihood is not None
+        odds = reference(LOGITS, sampling if sampling.tells_odds else Sampling())
+        assert math.exp(found.likelihood.logprob) == pytest.approx(odds[found.token], abs=1e-5)
+        for token, logprob in found.likelihood.top:
+            assert math.exp(logprob) == pytest.approx(odds[token], abs=1e-5)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(-8000, 8000).map(lambda n: n / 1000), min_size=VOCAB, max_size=VOCAB, unique=True),
+    st.sampled_from([0.0, 0.5, 1.0, 1.8]),
+    st.integers(0, VOCAB + 3),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.6]),
+    st.floats(0, 0.999),
+)
+def test_one_draw_is_the_inverse_of_the_cumulative_distribution(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, at: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    (found,) = sample(torch.tensor([logits]), [Pick(sampling, at)])
+    probabilities = reference(logits, sampling)
+    assert found is not None
+    after = probabilities[: found.token + 1].sum()
+    if temperature == 0.0:
+        assert probabilities[found.token] == 1.0
+    else:
+        assert after - probabilities[found.token] - 1e-4 <= at <= after + 1e-4
+
+
+def test_the_numbers_of_one_sequence_are_spread_evenly_and_follow_no_pattern() -> None:
+    values = np.array([uniform(7, position) for position in range(4000)])
+    for numbers in (values, np.array([uniform(seed, 5) for seed in range(4000)])):
+        counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+        assert ((counts - 200) ** 2 / 200).sum() < 19 + 4 * math.sqrt(2 * 19), "chi-square, four standard deviations"
+    pairs = np.histogram2d(values[:-1], values[1:], bins=5, range=[[0, 1], [0, 1]])[0].ravel()
+    expected = len(values[1:]) / 25
+    assert ((pairs - expected) ** 2 / expected).sum() < 24 + 4 * math.sqrt(2 * 24), "a number says nothing of the next"
+
+
+TOKENS = st.integers(0, VOCAB - 1)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 3, 10]),
+    top_p=st.sampled_from([1.0, 1.0, 0.4, 0.9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.15]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.4]),
+    presence_penalty=st.sampled_from([0.0, -1.1, 0.8]),
+    frequency_penalty=st.sampled_from([0.0, -0.3, 0.5]),
+    repeat_last_n=st.sampled_from([-1, 0, 2, 7]),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-6, 6, width=16), max_size=3),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+ROWS = st.tuples(
+    st.lists(st.floats(-8, 8, width=32), min_size=VOCAB, max_size=VOCAB),
+    SAMPLINGS,
+    st.lists(TOKENS, max_size=8),
+    st.lists(TOKENS, max_size=8),
+    st.floats(0, 0.999),
+)
+Row = tuple[list[float], Sampling, list[int], list[int], float]
+
+
+def pick_of(row: Row) -> Pick:
+    _, sampling, prompt, answer, at = row
+    return Pick(sampling, at, repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(ROWS.filter(lambda row: has_penalties(row[1]) or row[1].logit_bias))
+def test_penalties_and_biases_are_those_of_the_formulas_for_any_history(row: Row) -> None:
+    logits, sampling, prompt, answer, at = row
+    logits = [logit / 6 for logit in logits]  # so that no token hides in another one's shadow
+    open_ended = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # so that rounding moves no token in or out
+    (found,) = sample(torch.tensor([logits]), [pick_of((logits, open_ended, prompt, answer, at))])
+    assert found is not None
+    if open_ended.temperature == 0.0:
+        warm = reference(logits, replace(open_ended, temperature=1.0), prompt, answer)
+        assert warm[found.token] >= warm.max() * (1 - 1e-5)
+        return
+    probabilities = reference(logits, open_ended, prompt, answer)
+    after = probabilities[: found.token + 1].sum()
+    assert after - probabilities[found.token] - 1e-5 <= at <= after + 1e-5
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(ROWS, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_no_row_is_changed_by_its_company(rows: list[Row], chance: Any) -> None:
+    alone = [sample(torch.tensor([row[0]]), [pick_of(row)])[0] for row in rows]
+    order = chance.sample(range(len(rows)), chance.randint(1, len(rows)))
+    together = sample(torch.tensor([rows[at][0] for at in order]), [pick_of(rows[at]) for at in order])
+    for at, found in zip(order, together, strict=True):
+        expected = alone[at]
+        assert found is not None
+        assert expected is not None
+        assert found.token == expected.token
+        assert (found.likelihood is None) == (expected.likelihood is None)
+        if found.likelihood is not None and expected.likelihood is not None:
+            assert found.likelihood.logprob == pytest.approx(expected.likelihood.logprob, abs=1e-6)
+            assert [token for token, _ in found.likelihood.top] == [token for token, _ in expected.likelihood.top]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.one_of(st.floats(-60, 60, width=32), st.just(-math.inf)), min_size=VOCAB, max_size=VOCAB),
+    SAMPLINGS,
+    st.integers(0, VOCAB),
+    st.floats(0, 0.999),
+)
+def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
+    logits: list[float], sampling: Sampling, top: int, at: float
+) -> None:
+    logits[3] = 0.0  # one token is possible at least
+    (found,) = sample(torch.tensor([logits]), [Pick(replace(sampling, logprobs=top), at)])
+    assert found is not None
+    assert found.likelihood is not None
+    scores = np.array(logits)
+    exact = scores - scores.max() - math.log(np.exp(scores - scores.max()).sum())
+    assert found.likelihood.logprob == pytest.approx(exact[found.token], abs=1e-4)
+    assert len(found.likelihood.top) == top
+    for (token, value), best in zip(found.likelihood.top, sorted(exact, reverse=True), strict=False):
+        assert value == pytest.approx(best, abs=1e-4)
+        assert value == pytest.approx(exact[token], abs=1e-4)
+    assert len({token for token, _ in found.likelihood.top}) == top
+
+
+def support(probabilities: Sequence[float], sampling: Sampling, **further: Any) -> set[int]:
+    """All tokens that can come, where the logits are the logarithms of `probabilities` plus 3."""
+    logits = [math.log(each) + 3.0 for each in probabilities]
+    draws = [Pick(sampling, float(at), **further) for at in np.linspace(0, 0.9999, 200)]
+    return {found.token for found in sample(torch.tensor([logits] * len(draws)), draws) if found is not None}
+
+
+FOUR = (0.4, 0.3, 0.2, 0.1)
+
+
+def test_penalties_come_before_every_cut() -> None:
+    assert support(FOUR, Sampling(top_k=1)) == {0}
+    assert support(FOUR, Sampling(top_k=1, presence_penalty=2.0), repeats=repeats([], [0])) == {1}
+    assert support(FOUR, Sampling(top_k=1, repetition_penalty=2.0), repeats=repeats([0, 1], [])) == {2}
+
+
+def test_a_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
+    pick = Pick(Sampling(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
+    assert sample(torch.tensor([[1.5, 1.0], [-1.0, -1.5]]), [pick] * 2) == [Sampled(1)] * 2
+
+
+def test_a_repetition_is_scaled_before_anything_is_subtracted() -> None:
+    # 4 / 2 - 1 = 1 is below 1.2; (4 - 1) / 2 = 1.5 would be above it
+    picks = [Pick(Sampling(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0]))]
+    assert sample(torch.tensor([[4.0, 1.2]]), picks) == [Sampled(1)]
+    # 4 / 2 + 3 = 5 is above 4; (4 + 3) / 2 = 3.5 would be below it
+    picks = [Pick(Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))]
+    assert sample(torch.tensor([[4.0, 4.0]]), picks) == [Sampled(0)]
+
+
+def test_biases_and_forbidden_tokens_come_before_every_cut() -> None:
+    assert support(FOUR, Sampling(top_k=1, logit_bias={3: 5.0})) == {3}
+    assert support(FOUR, Sampling(top_p=0.3, logit_bias={3: 5.0})) == {3}
+    assert support(FOUR, Sampling(top_k=2), forbidden=[0]) == {1, 2}
+    assert support(FOUR, Sampling(min_p=0.6), forbidden=[0]) == {1, 2}, "measured against the likeliest that may come"
+
+
+def test_temperature_comes_before_the_cuts_by_probability() -> None:
+    assert support(FOUR, Sampling(top_p=0.65)) == {0, 1}
+    assert support(FOUR, Sampling(top_p=0.65, temperature=10.0)) == {0, 1, 2}
+    assert support(FOUR, Sampling(min_p=0.4)) == {0, 1, 2}
+    assert support(FOUR, Sampling(min_p=0.4, temperature=2.0)) == {0, 1, 2, 3}
+
+
+def test_top_p_counts_the_probability_of_what_top_k_left() -> None:
+    assert support(FOUR, Sampling(top_p=0.5)) == {0, 1}
+    assert support(FOUR, Sampling(top_p=0.5, top_k=2)) == {0}, "0.4 of 0.7 reach one half"
+
+
+def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
+    sampling = Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
+    for at in (0.0, 0.5, 0.99):
+        (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, at)])
+        assert found is not None
+        assert found.token == int(np.argmax(LOGITS))
+
+
+def test_a_tiny_temperature_is_no_division_by_zero() -> None:
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(Sampling(temperature=1e-45), 0.999)])
+    assert found is not None
+    assert found.token == int(np.argmax(LOGITS))
+
+
+def test_top_p_of_zero_keeps_the_likeliest_token() -> None:
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(Sampling(top_p=0.0), 0.7)])
+    assert found is not None
+    assert found.token == int(np.argmax(LOGITS))
+
+
+def test_a_flat_nucleus_over_a_large_vocabulary_is_exact() -> None:
+    """More tokens share the probability than the first look takes in."""
+    logits = torch.zeros(1, 5000)
+    logits[0, :1000] = 1.0
+    tokens = []
+    for at in np.linspace(0, 0.9999, 60):
+        (found,) = sample(logits.clone(), [Pick(Sampling(top_p=0.3), float(at))])
+        assert found is not None
+        tokens.append(found.token)
+    assert max(tokens) < 1000, "0.3 is reached among the 1000 likelier ones, which are equal and all stay"
+    assert tokens == sorted(tokens)
+    assert max(tokens) > 950
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0, 40.0])
+@pytest.mark.parametrize("share", [0.1, 0.9, 0.999, 0.9999999])
+def test_a_nucleus_is_the_one_that_sorting_the_whole_vocabulary_finds(spread: float, share: float) -> None:
+    logits = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(1)) * spread
+    logits -= logits.amax(-1, keepdim=True)
+    logits[0, 7:900] = -math.inf
+    falling = logits.double().sort(dim=-1, descending=True).values
+    weights = falling.exp()
+    sums = (weights.cumsum(-1) - weights) / weights.sum(-1, keepdim=True)
+    found = sampler._nucleus(logits, [20_000] * 3, [share] * 3)
+    for row in range(3):
+        place = int((falling[row] >= found[row]).sum()) - 1
+        # the last one that stays is needed to reach the share, and the first one that goes is not; to float32's sums
+        first_equal = int((falling[row] > found[row]).sum())
+        assert sums[row, first_equal] < share + 2e-5
+        assert place == 19_999 or sums[row, place + 1] >= share - 2e-5
+
+
+def test_every_row_has_rules_of_its_own() -> None:
+    ways = [
+        Sampling(temperature=0.0),
+        Sampling(top_k=2),
+        Sampling(temperature=3.0, top_p=0.5, logprobs=2),
+        Sampling(repetition_penalty=2.0),
+        Sampling(min_p=0.3, logit_bias={5: 9.0}),
+    ]
+    picks = [
+        Pick(way, uniform(7, row), repeats([1, 2], [14, 14]) if has_penalties(way) else None)
+        for row, way in enumerate(ways)
+    ]
+    together = sample(torch.tensor([LOGITS] * len(ways)), picks)
+    assert together == [sample(torch.tensor([LOGITS]), [pick])[0] for pick in picks]
+
+
+def test_the_number_that_decides_depends_on_seed_and_position_alone() -> None:
+    assert uniform(1, 0) == uniform(1, 0) == uniform(1 + 2**64, 0)
+    values = {uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(50)}
+    assert len(values) == 200
+    assert all(0.0 <= value < 1.0 for value in values)
+
+
+def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+    sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.9, logit_bias={3: 50.0}, logprobs=4)
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, 0.5, repeats([1], [3]))])
+    assert found is not None
+    assert found.token == 3
+    assert found.likelihood is not None
+    exact = np.array(LOGITS) - np.log(np.exp(np.array(LOGITS)).sum())
+    assert found.likelihood.logprob == pytest.approx(exact[3], abs=1e-5)
+    best = np.argsort(-exact)[:4]
+    assert [token for token, _ in found.likelihood.top] == best.tolist()
+    assert [value for _, value in found.likelihood.top] == pytest.approx(exact[best].tolist(), abs=1e-5)
+
+
+def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
+    picks = [Pick(Sampling(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
+    found = sample(torch.tensor([LOGITS] * 3), picks)
+    likelihood = [each.likelihood if each is not None else None for each in found]
+    assert likelihood[0] is None
+    assert [len(each.top) for each in likelihood[1:] if each is not None] == [0, 3]
+
+
+def test_logprobs_of_a_prompt_say_how_likely_its_own_tokens_were() -> None:
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    exact = logits.double().log_softmax(-1)
+    found = likelihoods(logits, [4, 9], 2)
+    assert [each.logprob for each in found] == pytest.approx([exact[0, 4].item(), exact[1, 9].item()], abs=1e-5)
+    assert [len(each.top) for each in found] == [2, 2]
+
+
+def test_forbidden_tokens_never_come() -> None:
+    best = int(np.argmax(LOGITS))
+    picks = [Pick(Sampling(temperature=0.0), forbidden=[best]), Pick(Sampling(), 0.3, forbidden=[best, VOCAB + 3])]
+    for found in sample(torch.tensor([LOGITS] * 2), picks):
+        assert found is not None
+        assert found.token != best
+
+
+def test_a_row_without_finite_logits_fails_alone() -> None:
+    logits = torch.tensor([LOGITS] * 5)
+    logits[1, 3], logits[2, :], logits[3, 0] = math.nan, -math.inf, math.inf
+    found = sample(logits, [Pick(Sampling(temperature=0.0)), *[Pick(Sampling(top_p=0.5), 0.5)] * 4])
+    assert [each is None for each in found] == [False, True, True, True, False]
+
+
+def test_some_logits_of_minus_infinity_are_no_failure() -> None:
+    logits = torch.tensor([LOGITS])
+    logits[0, 4:] = -math.inf
+    (found,) = sample(logits, [Pick(Sampling(top_k=20, top_p=0.9, logprobs=5), 0.99)])
+    assert found is not None
+    assert found.token < 4

@@ -1,0 +1,106 @@
+"""Where rows lie: whatever joins and leaves, every row keeps its columns, and those that decode lie side by side."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from worker.engines.transformers.schedule.aligned_layout import Alignment, Move, Swap
+
+SLOTS, WIDTH = 4, 12
+
+
+class Rows(RuleBasedStateMachine):
+    """A cache of strings: each column holds the row and the number of its token, so that nothing gets mixed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alignment = Alignment(SLOTS, WIDTH)
+        self.columns: list[list[str]] = [[""] * WIDTH for _ in range(SLOTS)]
+        self.lengths: dict[int, int] = {}
+
+    def carry_out(self, moves: tuple[Move | Swap, ...]) -> None:
+        for move in moves:
+            if isinstance(move, Swap):
+                one, other = self.columns[move.one], self.columns[move.other]
+                self.columns[move.one], self.columns[move.other] = other, one
+            else:
+                kept = self.columns[move.source][move.begin : move.begin + move.length]
+                assert len(kept) == move.length
+                self.columns[move.target][move.to : move.to + move.length] = kept
+                assert len(self.columns[move.target]) == WIDTH, "nothing is moved beyond the width"
+
+    @rule(row=st.integers(0, SLOTS - 1), length=st.integers(1, WIDTH))
+    def computes_a_chunk(self, row: int, length: int) -> None:
+        start = self.lengths.get(row, 0)
+        length = min(length, WIDTH - start)
+        if not length:
+            return
+        self.carry_out(self.alignment.alone(row, start, length))
+        slot, begin = self.alignment.slot(row), self.alignment.begin(row)
+        for token in range(start, start + length):
+            self.columns[slot][begin + token] = f"{row}.{token}"
+        self.lengths[row] = start + length
+
+    @rule(chosen=st.sets(st.integers(0, SLOTS - 1), min_size=1))
+    def decodes(self, chosen: set[int]) -> None:
+        starts = [(row, self.lengths[row]) for row in sorted(chosen) if 0 < self.lengths.get(row, 0) < WIDTH]
+        if not starts:
+            return
+        plan = self.alignment.together(starts)
+        self.carry_out(plan.moves)
+        assert plan.slots.stop - plan.slots.start == len(starts)
+        assert plan.time < WIDTH, "there is a column for the next token"
+        lengths = dict(starts)
+        assert sorted(plan.rows) == sorted(lengths)
+        assert plan.low == min(plan.time - start for start in lengths.values()) >= 0
+        for slot, row in zip(range(plan.slots.start, plan.slots.stop), plan.rows, strict=True):
+            assert self.alignment.slot(row) == slot
+            assert self.alignment.begin(row) + lengths[row] == plan.time
+            self.columns[slot][plan.time] = f"{row}.{lengths[row]}"
+            self.lengths[row] += 1
+
+    @rule(row=st.integers(0, SLOTS - 1))
+    def ends(self, row: int) -> None:
+        self.alignment.forget(row)
+        self.lengths.pop(row, None)
+
+    @precondition(lambda self: 0 < len(self.lengths) < SLOTS)
+    @rule()
+    def forks(self) -> None:
+        source = min(self.lengths)
+        target = next(row for row in range(SLOTS) if row not in self.lengths)
+        move = self.alignment.fork(source, target, self.lengths[source])
+        self.carry_out((move,))
+        slot, begin = self.alignment.slot(target), self.alignment.begin(target)
+        for token in range(self.lengths[source]):
+            assert self.columns[slot][begin + token] == f"{source}.{token}"
+            self.columns[slot][begin + token] = f"{target}.{token}"
+        self.lengths[target] = self.lengths[source]
+
+    @invariant()
+    def every_row_has_its_tokens_in_order(self) -> None:
+        self.alignment.check_integrity()
+        for row, length in self.lengths.items():
+            slot, begin = self.alignment.slot(row), self.alignment.begin(row)
+            assert self.columns[slot][begin : begin + length] == [f"{row}.{token}" for token in range(length)]
+
+
+TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_rows_that_end_together_stay_where_they_are() -> None:
+    alignment = Alignment(3, 16)
+    for row, length in ((0, 5), (1, 5)):
+        alignment.alone(row, 0, length)
+    assert alignment.together([(0, 5), (1, 5)]).moves == ()
+    assert alignment.together([(0, 6), (1, 6)]).moves == ()
+
+
+def test_a_longer_row_moves_the_shorter_ones_and_not_itself() -> None:
+    alignment = Alignment(2, 16)
+    alignment.alone(0, 0, 3)
+    alignment.alone(1, 0, 9)
+    plan = alignment.together([(0, 3), (1, 9)])
+    assert [move.length for move in plan.moves if isinstance(move, Move)] == [3]
+    assert (plan.low, plan.time) == (0, 9)

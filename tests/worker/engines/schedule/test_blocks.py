@@ -1,0 +1,359 @@
+"""Promises of the cache in blocks: none lost, none shared wrongly, what is found is right, and everybody ends.
+
+The state machine keeps a pool of its own. What is computed into it depends on a token and all that precede it, as keys
+and values do, and each sequence is read back from there in every step, as attention would.
+"""
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from worker.engines.transformers.schedule.kv_cache import Blocks, block_key, blocks_for, pool_blocks
+from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
+from worker.engines.transformers.schedule.sequence import Sequence
+from worker.protocol.memory import BLOCK_TOKENS
+
+B = BLOCK_TOKENS
+
+
+def sequence(id: int, tokens: list[int], limit: int = 3, **rest: object) -> Sequence:
+    made = Sequence(id=id, prompt_tokens=len(tokens), tokens=list(tokens), limit=limit, ends=frozenset())
+    for name, value in rest.items():
+        setattr(made, name, value)
+    return made
+
+
+def ran(blocks: Blocks, each: Sequence) -> list[int]:
+    """Admit it, compute it whole, and end it; the blocks that it had."""
+    assert blocks.can_admit(each)
+    row, cached = blocks.admit(each)
+    each.computed = each.cached = cached
+    assert blocks.grow(row, cached, len(each.tokens))
+    each.computed = len(each.tokens)
+    blocks.note(row, each)
+    held = list(blocks.table(row).blocks)
+    blocks.give_back(row)
+    blocks.check_integrity()
+    return held
+
+
+def test_a_prompt_that_begins_like_another_finds_whole_blocks_and_never_its_last_token() -> None:
+    blocks = Blocks(2, 16)
+    words = list(range(100, 100 + 3 * B))
+    ran(blocks, sequence(1, words))
+    for tokens, found in (
+        ([*words, 7], 3 * B),
+        (words, 2 * B),  # the last token's logits are wanted
+        (words[:-1], 2 * B),
+        (words[: 2 * B + 3], 2 * B),
+        ([*words[: B + 5], 9, 9], B),  # another one inside a block
+        ([8, *words], 0),
+    ):
+        each = sequence(2, tokens)
+        ran(blocks, each)
+        assert each.cached == found
+
+
+def test_a_block_is_found_only_behind_the_tokens_that_it_was_computed_behind() -> None:
+    blocks = Blocks(2, 16)
+    one, other, both = ([each] * B for each in (1, 2, 3))
+    ran(blocks, sequence(1, [*one, *one, 9]))
+    ran(blocks, sequence(2, [*other, *both, 9]))
+    probe = sequence(3, [*one, *both, 9])
+    ran(blocks, probe)
+    assert probe.cached == B
+
+
+def test_without_caching_and_where_all_logits_are_wanted_nothing_is_found() -> None:
+    words = list(range(50))
+    off = Blocks(2, 16, caches=False)
+    ran(off, sequence(1, words))
+    again = sequence(2, words)
+    ran(off, again)
+    assert (again.cached, off.reusable) == (0, 0)
+    on = Blocks(2, 16)
+    ran(on, sequence(1, words))
+    told = sequence(2, words, prompt_logprobs=True)
+    ran(on, told)
+    assert (told.cached, on.reusable) == (0, 3 * B)
+
+
+def test_a_conversation_goes_on_where_it_lies_and_stays_in_one_run() -> None:
+    blocks = Blocks(4, 4 * 8)
+    words = list(range(3 * B))
+    ran(blocks, sequence(1, words))
+    row, _ = blocks.admit(sequence(2, [*words, *range(500, 500 + 2 * B)]))
+    assert len(blocks.table(row).runs) == 1
+
+
+def test_those_who_share_a_beginning_share_its_blocks_and_go_on_at_homes_of_their_own() -> None:
+    blocks = Blocks(4, 4 * 8)
+    words = list(range(2 * B))
+    first = sequence(1, [*words, 1])
+    row, _ = blocks.admit(first)
+    first.computed = len(first.tokens)
+    blocks.note(row, first)
+    other, cached = blocks.admit(sequence(2, [*words, 2]))
+    assert cached == 2 * B
+    assert blocks.table(other).blocks[:2] == blocks.table(row).blocks[:2]
+    assert blocks.table(other).blocks[2] % 8 == 0, "a home"
+    assert blocks.shared == 2 * B
+    blocks.give_back(row)
+    blocks.check_integrity()
+    assert list(blocks.table(other).slots(0, 2 * B + 1)) == [(0, 2 * B), (8 * B, 1)]
+
+
+def test_the_conversation_that_was_idle_for_longest_makes_room() -> None:
+    blocks = Blocks(3, 3 * 4)
+    talks = [[each] * (2 * B) for each in range(4)]
+    for each in (0, 1, 2, 0, 3):  # 1 is the oldest when 3 comes
+        ran(blocks, sequence(10 + each, talks[each]))
+    found = {}
+    for each in (0, 2, 3, 1):
+        probe = sequence(20 + each, [*talks[each], 99])
+        row, found[each] = blocks.admit(probe)
+        blocks.give_back(row)
+    assert found == {0: 2 * B, 2: 2 * B, 3: 2 * B, 1: 0}
+
+
+def test_a_copy_is_made_when_a_shared_block_is_written_by_one_who_borrowed_it() -> None:
+    blocks = Blocks(3, 3 * 4)
+    leader = sequence(1, list(range(B + 5)))
+    row, _ = blocks.admit(leader)
+    leader.computed = len(leader.tokens)
+    blocks.note(row, leader)
+    one, two = (blocks.attach(sequence(each, leader.tokens)) for each in (2, 3))
+    for target in (one, two):
+        blocks.fork(row, target, B + 5)
+    assert blocks.grow(row, B + 5, B + 6)
+    assert blocks.table(row).copy is None, "whose it is writes in place"
+    shared = blocks.table(row).blocks[1]
+    for target in (one, two):
+        assert blocks.grow(target, B + 5, B + 6)
+        source, copied = blocks.table(target).copy or (None, None)
+        assert source == shared
+        assert blocks.table(target).blocks == [blocks.table(row).blocks[0], copied]
+    blocks.check_integrity()
+
+
+def test_what_is_spoiled_is_found_by_nobody_and_told_once() -> None:
+    blocks = Blocks(2, 8)
+    words = list(range(2 * B + 1))
+    broken = sequence(1, words)
+    row, _ = blocks.admit(broken)
+    broken.computed = len(words)
+    blocks.note(row, broken)
+    held = list(blocks.table(row).blocks)
+    blocks.give_back(row, is_spoiled=True)
+    assert blocks.take_spoiled() == held
+    assert blocks.take_spoiled() == []
+    assert blocks.admit(sequence(2, words))[1] == 0
+    blocks.check_integrity()
+
+
+def test_nobody_is_admitted_who_would_be_put_back_at_once() -> None:
+    blocks = Blocks(3, 6)
+    assert blocks.can_admit(sequence(1, [1] * (3 * B)))
+    blocks.admit(sequence(1, [1] * (3 * B)))
+    assert not blocks.can_admit(sequence(2, [2] * (3 * B))), "one block is left for who runs already"
+    assert blocks.can_admit(sequence(2, [2] * (2 * B)))
+    assert not blocks.grow(0, 3 * B, 7 * B)
+
+
+def test_keys_name_all_tokens_up_to_the_end_of_a_block() -> None:
+    assert block_key(b"", [1, 2]) == block_key(b"", [1, 2])
+    assert len({block_key(b"", [1, 2]), block_key(b"", [2, 1]), block_key(block_key(b"", [1]), [1, 2])}) == 3
+
+
+def test_a_pool_has_room_for_every_row_unless_told_otherwise() -> None:
+    assert pool_blocks(3, 100) == 3 * 7
+    assert pool_blocks(3, 100, kv_tokens=101) == 7
+
+
+def values(each: Sequence) -> list[int]:
+    """What is computed for each of its tokens."""
+    return list(itertools.accumulate(each.tokens, lambda before, token: hash((before, token))))
+
+
+def answer(each: Sequence) -> int:
+    """The next token, as a model would choose it: by everything before it."""
+    return sum(each.tokens) % 5
+
+
+@settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+class AnyTraffic(RuleBasedStateMachine):
+    """Arrivals (alone, or several choices of one prompt), steps, cancels, failures and steps without memory."""
+
+    @initialize(rows=st.integers(1, 5), chunk=st.integers(1, 40), room=st.integers(5, 16), caches=st.booleans())
+    def begin(self, rows: int, chunk: int, room: int, caches: bool) -> None:
+        self.blocks = Blocks(rows, room, caches=caches)
+        self.scheduler = Scheduler(self.blocks, chunk)
+        self.chunk = chunk
+        self.pool: list[list[int | None]] = [[None] * B for _ in range(room)]
+        self.live: dict[int, Sequence] = {}
+        self.prompts: dict[int, tuple[list[int], int]] = {}
+        self.next_id = 0
+
+    @rule(
+        seed=st.integers(0, 2), length=st.integers(1, 58), turn=st.none() | st.integers(0, 57),
+        limit=st.integers(1, 20), choices=st.sampled_from([1, 1, 1, 3]),
+        prompt_logprobs=st.sampled_from([False, False, True]),
+    )  # fmt: skip
+    def arrive(self, seed: int, length: int, turn: int | None, limit: int, choices: int, prompt_logprobs: bool) -> None:
+        """Prompts are alike (by `seed`) but for one token, at `turn`."""
+        prompt = [seed + index % 7 + (1 if index == turn else 0) for index in range(length)]
+        limit = min(limit, 5 * B - length)
+        first = self.next_id + 1
+        for _ in range(choices):
+            self.next_id += 1
+            each = sequence(self.next_id, prompt, limit, prompt_logprobs=prompt_logprobs)
+            each.group = first if choices > 1 else None
+            self.live[each.id], self.prompts[each.id] = each, (prompt, limit)
+            self.scheduler.add(each)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_spoiled=st.booleans())
+    def end(self, data: st.DataObject, is_spoiled: bool) -> None:
+        gone = self.live.pop(data.draw(st.sampled_from(sorted(self.live))))
+        if is_spoiled:
+            for other in [each for each in self.live.values() if gone.group and each.group == gone.group]:
+                self.scheduler.remove(self.live.pop(other.id), is_spoiled=True)
+        self.scheduler.remove(gone, is_spoiled=is_spoiled)
+        for block in self.blocks.take_spoiled():
+            self.pool[block] = [None] * B
+
+    @rule(budget=st.integers(0, 60))
+    def step(self, budget: int) -> None:
+        oldest = min((each.id for each in list(self.scheduler)[: self.scheduler.running]), default=0)
+        batch = self.scheduler.next(budget)
+        running = [each.id for each in list(self.scheduler)[: self.scheduler.running]]
+        assert not oldest or oldest in running, "the oldest is never put back"
+        self.scheduler.take_void()
+        self.check(batch, budget)
+        self.compute(batch)
+        for segment in batch:
+            self.advance(segment.sequence, segment.end)
+
+    @rule(budget=st.integers(0, 60))
+    def step_without_memory(self, budget: int) -> None:
+        """All that the step writes is written, and then again without the youngest."""
+        batch = self.scheduler.next(budget)
+        self.check(batch, budget)
+        self.compute(batch)
+        fresh = [segment.sequence for segment in batch if not segment.sequence.spared]
+        if len(batch) > 1 and fresh:
+            youngest = max(fresh, key=lambda each: each.id)
+            self.scheduler.preempt(youngest)
+            batch = tuple(segment for segment in batch if segment.sequence is not youngest)
+            self.compute(batch)
+            for segment in batch:
+                if segment.sequence.id in self.live:
+                    self.advance(segment.sequence, segment.end)
+
+    def check(self, batch: Batch, budget: int) -> None:
+        prompts = [segment for segment in batch if not segment.is_decode]
+        assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
+        assert bool(batch) == bool(self.live), "whoever has work gets on"
+        assert len({segment.row for segment in batch}) == len(batch)
+        written: set[int] = set()
+        for segment in batch:
+            assert segment.start == segment.sequence.computed
+            places = self.places(segment.sequence, segment.start, segment.end)
+            assert written.isdisjoint(places), "two write in one place"
+            written.update(places)
+        for segment in batch:
+            each = segment.sequence
+            assert written.isdisjoint(self.places(each, 0, segment.start)), "somebody writes where another one reads"
+
+    def compute(self, batch: Batch) -> None:
+        """Copy, write, then read all that is seen: it must be what the sequence says."""
+        pairs = [segment.table.copy for segment in batch if segment.table is not None and segment.table.copy]
+        for target, content in [(target, list(self.pool[source])) for source, target in pairs]:
+            self.pool[target] = content
+        for segment in batch:
+            assert segment.table is not None
+            segment.table.copy = None
+            for position in range(segment.start, segment.end):
+                block, offset = divmod(self.place(segment.sequence, position), B)
+                self.pool[block][offset] = values(segment.sequence)[position]
+        for segment in batch:
+            seen = [self.pool[place // B][place % B] for place in self.places(segment.sequence, 0, segment.end)]
+            assert seen == values(segment.sequence)[: segment.end], "it reads what another one wrote"
+
+    def advance(self, each: Sequence, end: int) -> None:
+        each.computed = end
+        if end < len(each.tokens):
+            return
+        forked = self.scheduler.followers(each) if not each.answered else []
+        for follower in forked:
+            source, target = self.scheduler.fork(follower)
+            assert source != target
+        for one in (each, *forked):
+            if one.append(answer(one) if one is each else (one.id + one.answered) % 5):
+                self.scheduler.remove(self.live.pop(one.id))
+
+    def place(self, each: Sequence, position: int) -> int:
+        return self.places(each, position, position + 1)[0]
+
+    def places(self, each: Sequence, start: int, end: int) -> list[int]:
+        row = next(row for row, owner in self.blocks.owners.items() if owner == each.id)
+        return [
+            place for slot, count in self.blocks.table(row).slots(start, end) for place in range(slot, slot + count)
+        ]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "blocks"):
+            return
+        self.scheduler.check_integrity()
+        assert {each.id for each in self.scheduler} == set(self.live)
+        for each in self.live.values():
+            prompt, limit = self.prompts[each.id]
+            assert each.tokens[: len(prompt)] == prompt
+            assert each.answered < limit
+            assert 0 <= each.cached < len(prompt) or each.cached == 0
+            assert each.cached % B == 0
+        held = sum(blocks_for(1) for references in self.blocks._references if references)
+        assert held + self.blocks.free == self.blocks.count
+        waiting = list(self.scheduler)[self.scheduler.running :]
+        order = [(not each.preempted, each.id) for each in waiting]
+        assert order == sorted(order), "first come, first served; those who were put back came before all who wait"
+
+    def teardown(self) -> None:
+        for _ in range(20_000):
+            if not self.live:
+                break
+            self.step(60)
+        assert not self.live, "somebody never comes to an end"
+        assert self.blocks.free == self.blocks.count, "blocks are held by nobody"
+
+
+TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_those_who_are_put_back_end_all_the_same_and_the_oldest_is_never_put_back(caches: bool) -> None:
+    """Four that need five blocks each, in seven."""
+    blocks = Blocks(4, 7, caches=caches)
+    scheduler = Scheduler(blocks, 64)
+    for id in range(4):
+        scheduler.add(sequence(id, [id] * 10, limit=5 * B - 10))
+    ended: list[int] = []
+    put_back: set[int] = set()
+    for _ in range(2000):
+        for segment in scheduler.next(64):
+            each = segment.sequence
+            each.computed = segment.end
+            if segment.completes and each.append(7):
+                scheduler.remove(each)
+                ended.append(each.id)
+        put_back |= {each.id for each in scheduler if each.preempted}
+        scheduler.check_integrity()
+        if not scheduler.has_work:
+            break
+    assert ended == [0, 1, 2, 3]
+    assert 0 not in put_back
+    assert put_back, "there was not enough room for all at once"

@@ -1,0 +1,215 @@
+"""Promises of `worker.engines.transformers.schedule.scheduler`: budget kept, nobody starves, first come first served, nothing leaks."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from worker.engines.transformers.schedule.kv_cache import Rows
+from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
+from worker.engines.transformers.schedule.sequence import Sequence
+from worker.interface import Picture, Pictures
+from worker.protocol.memory import PROMPT_LOGITS
+
+
+def sequence(id: int, prompt: int, limit: int = 3, *, prompt_logprobs: bool = False) -> Sequence:
+    tokens = [5] * prompt
+    return Sequence(
+        id=id, prompt_tokens=prompt, tokens=tokens, limit=limit, ends=frozenset(), prompt_logprobs=prompt_logprobs
+    )
+
+
+def advance(scheduler: Scheduler, batch: Batch) -> list[int]:
+    """What an engine does after a step; the ids of those who ended."""
+    ended: list[int] = []
+    for segment in batch:
+        segment.sequence.computed = segment.end
+        if segment.completes and segment.sequence.append(7):
+            scheduler.remove(segment.sequence)
+            ended.append(segment.sequence.id)
+    return ended
+
+
+def drain(scheduler: Scheduler) -> list[int]:
+    """The ids of those who are left, in the order in which they end."""
+    ended: list[int] = []
+    for _ in range(10_000):
+        if not scheduler.has_work:
+            return ended
+        ended += advance(scheduler, scheduler.next(99))
+    raise AssertionError("somebody never comes to an end")
+
+
+def parts(batch: Batch) -> list[tuple[int, int, int]]:
+    return [(segment.sequence.id, segment.start, segment.length) for segment in batch]
+
+
+def test_an_image_that_must_be_whole_is_never_cut() -> None:
+    for first in range(1, 14):
+        scheduler = Scheduler(Rows(2), chunk=99)
+        seeing = sequence(1, prompt=20)
+        seeing.pictures = Pictures(tuple(Picture(((begin, 5),), {}, is_whole=True) for begin in (3, 9)))
+        scheduler.add(seeing)
+        ends = set()
+        budgets = iter((first, 1, 4, 7, 2, 3, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))
+        while not seeing.answered:
+            batch = scheduler.next(next(budgets))
+            ends.add(batch[0].end)
+            advance(scheduler, batch)
+        assert not ends & {4, 5, 6, 7, 10, 11, 12, 13}, "a step ends within an image"
+        assert 20 in ends
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
+    scheduler = Scheduler(Rows(2), chunk=4)
+    scheduler.add(sequence(1, prompt=2, limit=9))
+    advance(scheduler, scheduler.next(99))
+    scheduler.add(sequence(2, prompt=10))
+    seen, computed = [], []
+    for _ in range(4):
+        computed.append(scheduler.looks_back)
+        batch = scheduler.next(99)
+        seen.append(parts(batch))
+        advance(scheduler, batch)
+    assert seen == [
+        [(1, 2, 1), (2, 0, 4)],
+        [(1, 3, 1), (2, 4, 4)],
+        [(1, 4, 1), (2, 8, 2)],
+        [(1, 5, 1), (2, 10, 1)],
+    ]
+    assert computed == [0, 4, 8, 0]
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    scheduler = Scheduler(Rows(2), chunk=8)
+    scheduler.add(sequence(1, prompt=100))
+    scheduler.add(sequence(2, prompt=3))
+    assert parts(scheduler.next(99)) == [(1, 0, 5), (2, 0, 3)]
+
+
+def test_a_long_prompt_is_not_stuck_behind_a_stream_of_short_ones() -> None:
+    scheduler = Scheduler(Rows(4), chunk=8)
+    long = sequence(0, prompt=40, limit=1)
+    scheduler.add(long)
+    for id in range(1, 60):
+        scheduler.add(sequence(id, prompt=8, limit=1))
+    for _ in range(10):
+        advance(scheduler, scheduler.next(99))
+    assert long.answered, "it gets half of every step at least"
+
+
+def test_whoever_came_first_is_admitted_first() -> None:
+    scheduler = Scheduler(Rows(1), chunk=8)
+    for id in (3, 1, 2):
+        scheduler.add(sequence(id, prompt=2, limit=1))
+    assert drain(scheduler) == [3, 1, 2]
+
+
+def test_a_place_is_taken_in_the_very_next_step_after_it_is_free() -> None:
+    scheduler = Scheduler(Rows(1), chunk=8)
+    first, second = sequence(1, prompt=2), sequence(2, prompt=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.next(99)
+    scheduler.remove(first)
+    assert parts(scheduler.next(99)) == [(2, 0, 2)]
+
+
+def test_logits_of_all_prompt_positions_come_a_few_at_a_time() -> None:
+    scheduler = Scheduler(Rows(2), chunk=64)
+    scheduler.add(sequence(1, prompt=40, prompt_logprobs=True))
+    scheduler.add(sequence(2, prompt=40, prompt_logprobs=True))
+    batch = scheduler.next(99)
+    assert sum(segment.logits for segment in batch) == PROMPT_LOGITS
+    advance(scheduler, batch)
+    for _ in range(9):
+        batch = scheduler.next(99)
+        assert sum(segment.logits for segment in batch) <= PROMPT_LOGITS + 2
+        advance(scheduler, batch)
+    assert not scheduler.has_work
+
+
+def test_the_preempted_wait_at_the_head_until_somebody_has_ended_and_begin_again() -> None:
+    scheduler = Scheduler(Rows(2), chunk=8)
+    old, young, late = sequence(1, prompt=2, limit=9), sequence(2, prompt=2), sequence(3, prompt=2)
+    for each in (old, young, late):
+        scheduler.add(each)
+    advance(scheduler, scheduler.next(99))
+    scheduler.preempt(young)
+    assert parts(scheduler.next(99)) == [(1, 2, 1)], "as many as before would run out of memory again"
+    scheduler.remove(old)
+    assert parts(scheduler.next(99))[0] == (2, 0, 3), "its answer so far is computed again with its prompt"
+
+
+def test_removing_whom_nobody_knows_changes_nothing() -> None:
+    scheduler = Scheduler(Rows(1), chunk=8)
+    scheduler.remove(sequence(1, prompt=2))
+    assert not scheduler.has_work
+
+
+@settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
+class AnyTraffic(RuleBasedStateMachine):
+    """Arrivals, steps, cancels and preemptions in any order."""
+
+    @initialize(rows=st.integers(1, 4), chunk=st.integers(1, 9))
+    def begin(self, rows: int, chunk: int) -> None:
+        self.scheduler, self.rows, self.chunk = Scheduler(Rows(rows), chunk), rows, chunk
+        self.live: dict[int, Sequence] = {}
+        self.next_id = 0
+
+    @rule(prompt=st.integers(1, 30), limit=st.integers(1, 5), prompt_logprobs=st.booleans())
+    def arrive(self, prompt: int, limit: int, prompt_logprobs: bool) -> None:
+        self.next_id += 1
+        self.live[self.next_id] = sequence(self.next_id, prompt, limit, prompt_logprobs=prompt_logprobs)
+        self.scheduler.add(self.live[self.next_id])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), again=st.booleans())
+    def cancel(self, data: st.DataObject, again: bool) -> None:
+        gone = self.live.pop(data.draw(st.sampled_from(sorted(self.live))))
+        self.scheduler.remove(gone)
+        if again:
+            self.scheduler.remove(gone)
+
+    @rule(budget=st.integers(0, 40))
+    def step(self, budget: int) -> None:
+        batch = self.check(self.scheduler.next(budget), budget)
+        for id in advance(self.scheduler, batch):
+            del self.live[id]
+
+    @rule(budget=st.integers(0, 40))
+    def step_without_memory(self, budget: int) -> None:
+        batch = self.check(self.scheduler.next(budget), budget)
+        fresh = [segment.sequence for segment in batch if not segment.sequence.preempted]
+        if len(batch) > 1 and fresh:
+            self.scheduler.preempt(max(fresh, key=lambda each: each.id))
+
+    def check(self, batch: Batch, budget: int) -> Batch:
+        prompts = [segment for segment in batch if not segment.is_decode]
+        assert sum(segment.length for segment in prompts) <= max(1, min(budget, self.chunk)), "the budget is kept"
+        assert bool(batch) == bool(self.live), "whoever has work gets on"
+        assert len({segment.row for segment in batch}) == len(batch), "no two share a row"
+        running = {segment.sequence.id for segment in batch}
+        for each in self.live.values():
+            if each.is_decoding:
+                assert each.id in running, "nobody who decodes is left out"
+        for segment in batch:
+            assert segment.start == segment.sequence.computed
+            assert 0 < segment.length <= segment.sequence.pending
+        return batch
+
+    @invariant()
+    def nothing_is_leaked(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert {each.id for each in self.scheduler} == set(self.live)
+        assert self.scheduler.running <= self.rows
+        waiting = list(self.scheduler)[self.scheduler.running :]
+        order = [(not each.preempted, each.id) for each in waiting]
+        assert order == sorted(order), "first come, first served; the preempted came before all who wait"
+
+    def teardown(self) -> None:
+        drain(self.scheduler)
+
+
+TestAnyTraffic = AnyTraffic.TestCase

@@ -1,0 +1,70 @@
+"""Promises of `worker.engines.transformers.schedule.sequence`: limits, ends, and what penalties look back at."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.engines.transformers.schedule.sequence import Repeats, Sequence, answer_limit
+from worker.interface import Generation, Sampling
+
+
+def sequence(prompt: int = 3, *, limit: int = 4, **sampling: object) -> Sequence:
+    request = Generation(id="r", prompt=tuple(range(10, 10 + prompt)), sampling=Sampling(**sampling))  # type: ignore[arg-type]
+    return Sequence.of(request, id=1, limit=limit, ends={99}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "default", "limit"),
+    [(10, None, -1, 90), (10, 20, -1, 20), (10, 500, -1, 90), (10, None, 30, 30), (99, None, 30, 1), (10, 0, 30, 0)],
+)
+def test_the_answer_is_as_long_as_asked_and_never_beyond_the_context(
+    prompt: int, asked: int | None, default: int, limit: int
+) -> None:
+    assert answer_limit(prompt, asked, default, ctx_size=100) == limit
+
+
+def test_an_answer_ends_with_an_end_token_or_at_its_limit() -> None:
+    assert sequence().append(99) == "stop"
+    long = sequence(limit=2)
+    assert (long.append(1), long.append(2)) == (None, "length")
+    assert long.answered == 2
+
+
+def test_no_end_is_allowed_before_min_tokens_and_none_at_all_with_ignore_eos() -> None:
+    patient = sequence(min_tokens=1)
+    assert patient.barred(patient.answered) == patient.ends
+    patient.append(5)
+    assert not patient.barred(patient.answered)
+    assert sequence(ignore_eos=True).barred(9) == sequence().ends
+
+
+def test_a_sequence_decodes_once_only_its_newest_token_is_left() -> None:
+    fresh = sequence()
+    assert (fresh.pending, fresh.is_decoding) == (3, False)
+    fresh.computed = 3
+    fresh.append(7)
+    assert (fresh.pending, fresh.is_decoding) == (1, True)
+    fresh.restart()
+    assert (fresh.pending, fresh.is_decoding, fresh.preempted) == (4, False, True)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6),
+    st.integers(-1, 6),
+)
+def test_repeats_counts_the_window_however_often_it_is_updated(
+    prompt: list[int], steps: list[list[int]], window: int
+) -> None:
+    text = Sequence(id=1, prompt_tokens=len(prompt), tokens=list(prompt), limit=99, ends=frozenset())
+    repeats = Repeats(text, window)
+    for tokens in steps:
+        for token in tokens:
+            text.append(token)
+        repeats.update()
+        first = 0 if window < 0 else max(0, len(text.tokens) - window)
+        assert repeats.seen == Counter(text.tokens[first:])
+        assert repeats.answer == Counter(text.tokens[max(first, len(prompt)) :])

@@ -1,0 +1,169 @@
+"""Promises of several choices of one prompt: it is computed once for all of them, and none of them could tell."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.loaded import generation, load_with, say, tell
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.run.runner import Runner
+from worker.engines.transformers.schedule.kv_cache import Rows
+from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
+from worker.engines.transformers.schedule.sequence import Sequence
+from worker.interface import Sampling
+
+torch.set_num_threads(1)
+PROMPT = tuple(range(20, 57))
+WARM = Sampling(temperature=1.3, seed=11)
+
+
+def choices(count: int, *, first: int = 0, prompt: int = 6, limit: int = 3) -> list[Sequence]:
+    return [
+        Sequence(id=first + each, prompt_tokens=prompt, tokens=[5] * prompt, limit=limit, ends=frozenset(), group=first)
+        for each in range(count)
+    ]
+
+
+def advance(scheduler: Scheduler, batch: Batch) -> None:
+    """What an engine does after a step."""
+    for segment in batch:
+        segment.sequence.computed = segment.end
+        if not segment.completes:
+            continue
+        forked = scheduler.followers(segment.sequence) if not segment.sequence.answered else []
+        for follower in forked:
+            scheduler.fork(follower)
+        for each in (segment.sequence, *forked):
+            if each.append(7):
+                scheduler.remove(each)
+
+
+def computed(scheduler: Scheduler) -> dict[int, int]:
+    """Tokens computed for each sequence, until nobody is left."""
+    spent: dict[int, int] = {}
+    for _ in range(1000):
+        if not scheduler.has_work:
+            return spent
+        batch = scheduler.next(99)
+        for segment in batch:
+            spent[segment.sequence.id] = spent.get(segment.sequence.id, 0) + segment.length
+        advance(scheduler, batch)
+        scheduler.check_integrity()
+    raise AssertionError("somebody never comes to an end")
+
+
+def test_the_prompt_is_computed_for_the_first_choice_and_for_no_other() -> None:
+    scheduler = Scheduler(Rows(4), chunk=4)
+    for each in choices(3):
+        scheduler.add(each)
+    assert computed(scheduler) == {0: 6 + 2, 1: 2, 2: 2}
+
+
+def test_choices_that_find_no_row_run_like_anybody_else_and_lead_those_behind_them() -> None:
+    scheduler = Scheduler(Rows(2), chunk=4)
+    for each in (*choices(4), *choices(1, first=9, prompt=2)):
+        scheduler.add(each)
+    assert computed(scheduler) == {0: 6 + 2, 1: 2, 2: 6 + 2, 3: 2, 9: 2 + 2}
+
+
+def test_whoever_follows_one_that_is_put_back_waits_behind_it() -> None:
+    scheduler = Scheduler(Rows(4), chunk=4)
+    first, *rest = choices(3)
+    other = choices(1, first=9)[0]
+    for each in (first, *rest, other):
+        scheduler.add(each)
+    scheduler.next(99)
+    scheduler.preempt(first)
+    scheduler.check_integrity()
+    assert [each.id for each in scheduler] == [9, 0, 1, 2]
+    assert sorted(scheduler.take_void()) == [0, 1, 2]
+    assert computed(scheduler) == {9: 6 + 2, 0: 6 + 2, 1: 2, 2: 6 + 2}, "only two run at once from now on"
+
+
+def test_a_choice_that_is_cancelled_while_it_follows_is_forgotten() -> None:
+    scheduler = Scheduler(Rows(4), chunk=4)
+    first, second, third = choices(3)
+    for each in (first, second, third):
+        scheduler.add(each)
+    scheduler.next(99)
+    scheduler.remove(second)
+    scheduler.check_integrity()
+    assert computed(scheduler) == {0: 6 + 2, 2: 2}
+
+
+class Counting:
+    """A runner that counts the tokens of prompts, and forks."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.tokens = self.forks = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
+
+    @property
+    def bytes(self) -> int:
+        return self.runner.bytes
+
+    def fork(self, source: int, target: int) -> None:
+        self.forks += 1
+        self.runner.fork(source, target)
+
+    def forget(self, row: int) -> None:
+        self.runner.forget(row)
+
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        self.tokens += sum(segment.length for segment in batch if not segment.is_decode)
+        return self.runner.run(batch, fed)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TransformersEngine, Counting]]:
+    made: list[Counting] = []
+
+    def wrap(runner: Runner) -> Runner:
+        made.append(Counting(runner))
+        return made[0]
+
+    folder: Path = tiny.make("llama", tmp_path_factory.mktemp("llama"))
+    engine = load_with(folder, wrap, ctx_size=128, parallel=4, prefill_chunk=16)
+    yield engine, made[0]
+    asyncio.run(engine.close())
+
+
+async def test_each_choice_says_what_it_would_say_alone(counted: tuple[TransformersEngine, Counting]) -> None:
+    engine, runner = counted
+    before, forks = runner.tokens, runner.forks
+    told = await tell(engine, generation(PROMPT, n=3, sampling=WARM, max_tokens=12, prompt_logprobs=True))
+    assert runner.tokens - before == len(PROMPT), "the prompt is computed once"
+    assert runner.forks - forks == 2
+    alone = [
+        await say(engine, PROMPT, sampling=Sampling(temperature=1.3, seed=11 + index), max_tokens=12)
+        for index in range(3)
+    ]
+    assert [each.tokens for each in told] == [each.tokens for each in alone]
+    assert len({tuple(each.tokens) for each in told}) == 3, "seeds differ, and so do answers"
+    assert all(len(each.prompt_logprobs) == len(PROMPT) for each in told)
+    assert told[0].prompt_logprobs == told[2].prompt_logprobs
+
+
+async def test_more_choices_than_rows_are_all_told(counted: tuple[TransformersEngine, Counting]) -> None:
+    engine, _ = counted
+    told = await tell(engine, generation(PROMPT, n=7, sampling=WARM, max_tokens=5))
+    alone = await say(engine, PROMPT, sampling=Sampling(temperature=1.3, seed=11 + 6), max_tokens=5)
+    assert told[6].tokens == alone.tokens
+
+
+async def test_one_token_of_each_choice_ends_them_all_in_the_step_of_the_prompt(
+    counted: tuple[TransformersEngine, Counting],
+) -> None:
+    engine, _ = counted
+    told = await tell(engine, generation(PROMPT[:5], n=4, sampling=WARM, max_tokens=1))
+    assert [each.finish for each in told] == ["length"] * 4
+    told = await tell(engine, generation(PROMPT[:5], n=2, max_tokens=0))
+    assert [(each.tokens, each.finish) for each in told] == [([], "length")] * 2

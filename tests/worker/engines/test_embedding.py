@@ -1,0 +1,337 @@
+"""Promises of the engine to those who want vectors: right pooling, no influence of company, clear limits."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from tests import tiny
+from tests.worker.loaded import load, say, serving
+from worker.engines.transformers import load_encoder
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.load import sentence_transformers_config
+from worker.engines.transformers.run.pooling import Head, activation, normalized, pool
+from worker.errors import (
+    ContextExceeded,
+    Draining,
+    InvalidValue,
+    QueueFull,
+    SequenceFailed,
+    StartError,
+    UnsupportedByModel,
+)
+from worker.interface import Text
+
+torch.set_num_threads(1)
+TOKENS = [tuple(range(3, 3 + length)) for length in (4, 31, 1, 9, 60, 5, 12)]
+PROMPTS = [Text(tokens) for tokens in TOKENS]
+
+
+@pytest.fixture(scope="module", params=["bert-embed", "llama-embed"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(request.param, tmp_path_factory.mktemp("embed"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[TransformersEngine]:
+    engine = load(folder, parallel=3, prefill_chunk=64)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def hidden(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
+    """Last hidden states `[tokens, width]` of a plain forward."""
+    model: Any = transformers.AutoModel.from_pretrained(folder)
+    with torch.inference_mode():
+        states: torch.Tensor = model(torch.tensor([prompt])).last_hidden_state[0]
+    return states
+
+
+def unit(vector: torch.Tensor) -> list[float]:
+    numbers: list[float] = (vector / vector.norm()).tolist()
+    return numbers
+
+
+async def test_vectors_are_the_mean_of_a_plain_forward_whatever_else_is_in_the_batch(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    assert engine.capabilities == {"embedding", "rerank"}
+    together = await engine.embed(PROMPTS)
+    split = await asyncio.gather(*(engine.embed([prompt]) for prompt in PROMPTS))
+    for prompt, vector, (alone,) in zip(PROMPTS, together, split, strict=True):
+        exact = unit(hidden(folder, prompt.tokens).mean(0))
+        assert vector == pytest.approx(exact, abs=1e-5)
+        assert alone == pytest.approx(exact, abs=1e-5)
+    assert engine._embedding is not None
+    longest, texts, end = engine._embedding.report().largest
+    assert (longest, end) == (60, 60), "of one text, not of a request"
+    assert texts > 1
+
+
+@pytest.mark.parametrize(("pooling", "position"), [("cls", 0), ("last", -1)])
+async def test_pooling_is_as_asked(pooling: str, position: int, tmp_path: Path) -> None:
+    folder = tiny.make("llama-embed", tmp_path)
+    async with serving(load(folder, pooling=pooling, embd_normalize=-1)) as engine:
+        vectors = await engine.embed(PROMPTS)
+    for prompt, vector in zip(PROMPTS, vectors, strict=True):
+        assert vector == pytest.approx(hidden(folder, prompt.tokens)[position].tolist(), abs=1e-4)
+
+
+async def test_a_text_model_embeds_when_told_to(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path)
+    async with serving(load(folder, task="embed")) as engine:
+        (vector,) = await engine.embed(PROMPTS[:1])
+    assert vector == pytest.approx(unit(hidden(folder, TOKENS[0]).mean(0)), abs=1e-5)
+
+
+async def test_a_causal_layout_of_sentence_transformers_is_an_embedder_without_being_told(tmp_path: Path) -> None:
+    folder = tiny.make("qwen3", tmp_path)
+    (folder / "1_Pooling").mkdir()
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    async with serving(load(folder)) as engine:
+        assert engine.capabilities == {"embedding", "rerank"}
+        (vector,) = await engine.embed(PROMPTS[1:2])
+    assert vector == pytest.approx(unit(hidden(folder, TOKENS[1])[-1]), abs=1e-5)
+
+
+async def test_what_cannot_be_embedded_is_refused(engine: TransformersEngine) -> None:
+    with pytest.raises(ContextExceeded):
+        await engine.embed([PROMPTS[0], Text((5,) * 257)])
+    with pytest.raises(InvalidValue, match="vocabulary"):
+        await engine.embed([Text((5, 9999))])
+    with pytest.raises(InvalidValue, match="empty"):
+        await engine.embed([Text(())])
+    with pytest.raises(UnsupportedByModel):
+        await say(engine, TOKENS[0])
+    assert await engine.embed([]) == []
+    assert len((await engine.embed([Text((5,) * 256)]))[0]) == 64, "the longest input fits"
+
+
+async def test_an_embedding_that_is_cancelled_leaves_the_queue(engine: TransformersEngine) -> None:
+    many = asyncio.create_task(engine.embed([PROMPTS[4]] * 400))
+    await asyncio.sleep(0)
+    many.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await many
+    assert len(await engine.embed(PROMPTS[:1])) == 1
+    assert engine.occupancy.waiting == 0
+
+
+async def test_the_queue_of_embeddings_is_bounded_and_ends_with_the_engine(folder: Path) -> None:
+    engine = load(folder, parallel=1, queue_size=1, prefill_chunk=8)
+    running = [asyncio.create_task(engine.embed([PROMPTS[4]] * 500)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await engine.embed(PROMPTS[:1])
+    await engine.close()
+    for each in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(each, Draining)
+
+
+def test_pooling_looks_at_tokens_only() -> None:
+    states = torch.arange(24, dtype=torch.float32).view(2, 4, 3)
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    none, one = torch.tensor([0, 0]), torch.tensor([1, 1])
+    expected = {
+        "mean": [1.5, 2.5, 3.5],
+        "max": [3.0, 4.0, 5.0],
+        "cls": [0.0, 1.0, 2.0],
+        "last": [3.0, 4.0, 5.0],
+        "weightedmean": [2.0, 3.0, 4.0],
+        "mean_sqrt_len_tokens": [3 / 2**0.5, 5 / 2**0.5, 7 / 2**0.5],
+    }
+    assert set(expected) == set(sentence_transformers_config.MODES)
+    for mode, vector in expected.items():
+        assert pool(states, mask, mode, none)[0].tolist() == pytest.approx(vector), mode
+        assert pool(states, mask, mode, one)[0].tolist() == pytest.approx([3.0, 4.0, 5.0]), "one token is left"
+    assert pool(states, mask, "last", none).tolist()[1] == [21.0, 22.0, 23.0]
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"), [(-1, [3.0, -4.0]), (0, [24570.0, -32760.0]), (1, [3 / 7, -4 / 7]), (2, [0.6, -0.8])]
+)
+def test_vectors_are_normalised_as_asked(norm: int, expected: list[float]) -> None:
+    assert normalized(torch.tensor([[3.0, -4.0]]), norm)[0].tolist() == pytest.approx(expected)
+    assert not normalized(torch.zeros(1, 2), norm).isnan().any()
+
+
+async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: Path) -> None:
+    folder = tiny.make("llama-embed", tmp_path)
+    async with serving(load(folder)) as engine:
+        work = engine._embedding
+        assert work is not None
+        real = work._encoder
+
+        class Fragile:
+            """Fails on a token, and gives no numbers for another one."""
+
+            def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+                if any(7 in text.tokens for text in texts):
+                    raise ValueError("a secret of the text")
+                found = real.run(texts)
+                return [vector / 0 if 9 in text.tokens else vector for text, vector in zip(texts, found, strict=True)]
+
+        work._encoder = Fragile()
+        good, bad, endless = Text((3, 4)), Text((7, 3)), Text((9, 3))
+        told = await asyncio.gather(
+            engine.embed([good, good]), engine.embed([good, bad]), engine.embed([endless, good]), return_exceptions=True
+        )
+        assert isinstance(told[0], list)
+        assert isinstance(told[1], SequenceFailed)
+        assert "secret" not in str(told[1])
+        assert isinstance(told[2], SequenceFailed)
+        assert (await engine.embed([good]))[0] == pytest.approx(told[0][0], abs=1e-6)
+        assert engine.occupancy.waiting == 0
+
+
+class Listening:
+    """Looks at the whole batch, padding or not."""
+
+    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+        return [torch.tensor([1.0, float(len(texts))])] * len(texts)
+
+
+def test_an_encoder_that_heeds_its_company_is_not_served() -> None:
+    with pytest.raises(StartError, match="beside a longer one"):
+        load_encoder.warm_up(Listening(), ctx_size=8, vocab_size=100)
+
+
+def test_an_architecture_that_mixes_padding_into_texts_is_refused(tmp_path: Path) -> None:
+    config = transformers.FNetConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=1, intermediate_size=64, use_tpu_fourier_optimizations=False
+    )
+    transformers.FNetModel(config).save_pretrained(tmp_path)
+    tiny.make_tokenizer("bert-embed").save_pretrained(tmp_path)
+    with pytest.raises(StartError, match="beside a longer one"):
+        load(tmp_path)
+
+
+async def test_a_short_request_is_not_held_up_by_one_of_a_thousand_texts(engine: TransformersEngine) -> None:
+    many = asyncio.create_task(engine.embed([PROMPTS[4]] * 1000))
+    await asyncio.sleep(0)
+    await engine.embed([PROMPTS[0], PROMPTS[4]])
+    assert not many.done()
+    many.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await many
+
+
+async def test_without_pooling_each_token_has_its_vector(tmp_path: Path) -> None:
+    folder = tiny.make("bert-embed", tmp_path)
+    async with serving(load(folder, pooling="none")) as engine:
+        assert engine.capabilities == {"embedding"}
+        found = await engine.embed_tokens(PROMPTS)
+        with pytest.raises(UnsupportedByModel, match="/embedding"):
+            await engine.embed(PROMPTS)
+    for prompt, rows in zip(PROMPTS, found, strict=True):
+        assert (torch.tensor(rows) - hidden(folder, prompt.tokens)).abs().max() < 1e-4
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(value))
+
+
+def kinds(*names: str) -> list[dict[str, str]]:
+    return [
+        {"path": str(place) if place else "", "type": f"sentence_transformers.models.{name}"}
+        for place, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "word"),
+    [
+        ({"modules.json": kinds("Transformer", "Pooling", "CNN")}, "CNN"),
+        ({"modules.json": kinds("Transformer")}, "no Pooling"),
+        ({"modules.json": kinds("Transformer", "Pooling", "Pooling")}, "further ones"),
+        ({"modules.json": [{"path": "", "type": "custom_st.Transformer"}]}, "custom_st"),
+        ({"modules.json": [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]}, "0_Trans"),
+        ({"modules.json": {}}, "damaged"),
+        (
+            {"modules.json": [*kinds("Transformer"), {"path": "../x", "type": "sentence_transformers.models.Pooling"}]},
+            "'../x', which is no folder below it",
+        ),
+        ({"modules.json": kinds("Transformer", "Pooling"), "1/config.json": {"pooling_mode": "median"}}, "median"),
+        ({"modules.json": kinds("Transformer", "Pooling", "Dense"), "2/config.json": {"in_features": 3}}, "damaged"),
+        (
+            {
+                "modules.json": kinds("Transformer", "Pooling", "Dense"),
+                "2/config.json": {"in_features": 3, "out_features": 3, "module_input_name": "token_embeddings"},
+            },
+            "token_embeddings",
+        ),
+        ({"sentence_bert_config.json": {"transformer_task": "fill-mask"}}, "fill-mask"),
+        ({"sentence_bert_config.json": {"modality_config": {"message": {}, "text": {}}}}, "message"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "q"}}, "'q'"),
+        ({"config_sentence_transformers.json": {"prompts": {"q": 1}}}, "prompts"),
+    ],
+)
+def test_a_layout_that_we_cannot_apply_is_refused_by_name(files: dict[str, Any], word: str, tmp_path: Path) -> None:
+    for name, value in files.items():
+        write(tmp_path, name, value)
+    with pytest.raises(StartError, match=word):
+        sentence_transformers_config.read(tmp_path)
+
+
+def test_what_is_asked_for_replaces_the_pooling_of_the_files(tmp_path: Path) -> None:
+    write(tmp_path, "modules.json", kinds("Transformer", "Pooling", "Dropout", "Normalize"))
+    write(tmp_path, "1/config.json", {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True})
+    assert sentence_transformers_config.read(tmp_path).steps == (sentence_transformers_config.Pooling(("cls", "max")),)
+    assert sentence_transformers_config.read(tmp_path, "last").steps == (
+        sentence_transformers_config.Pooling(("last",)),
+    )
+    assert sentence_transformers_config.read(tmp_path, "none").steps == ()
+    with pytest.raises(StartError, match="cross-encoder"):
+        sentence_transformers_config.read(tmp_path, "rank")
+    with pytest.raises(StartError, match="median"):
+        sentence_transformers_config.read(tmp_path, "median")
+
+
+def test_the_longest_text_is_what_sentence_transformers_takes(tmp_path: Path) -> None:
+    assert sentence_transformers_config.max_tokens(tmp_path) == 0
+    write(tmp_path, "tokenizer_config.json", {"model_max_length": 1000000000000000019884624838656})
+    assert sentence_transformers_config.max_tokens(tmp_path) == 0
+    write(tmp_path, "tokenizer_config.json", {"model_max_length": 512})
+    assert sentence_transformers_config.max_tokens(tmp_path) == 512
+    write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 128})
+    assert sentence_transformers_config.max_tokens(tmp_path) == 128
+
+
+def test_layers_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    head = Head(
+        sentence_transformers_config.Layout(
+            steps=(
+                sentence_transformers_config.Pooling(("cls", "mean")),
+                sentence_transformers_config.Dense(tmp_path, 64, 8),
+            )
+        )
+    )
+    with pytest.raises(StartError, match="takes vectors of 64 components; it would get 128"):
+        head.size(64)
+    assert head.size(32) == 8
+    with pytest.raises(StartError, match=r"no model\.safetensors"):
+        head.load()
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(StartError, match="pickled"):
+        head.load()
+    safetensors.torch.save_file({"linear.weight": torch.zeros(8, 63)}, tmp_path / "model.safetensors")
+    with pytest.raises(StartError, match=r"do not fit its config\.json"):
+        head.load()
+
+
+@pytest.mark.parametrize("path", ["os.system", "torch.nn.Linear", "torch.nn.functional.relu", "torch.load", ""])
+def test_an_activation_is_a_module_of_torch_and_nothing_else(path: str, tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=re.escape(repr(path))):
+        activation(path, tmp_path)
+    assert isinstance(activation("torch.nn.modules.activation.GELU", tmp_path), torch.nn.GELU)

@@ -1,0 +1,751 @@
+"""Promises of the engine to one request and to its neighbours, on a tiny Llama.
+
+Among them the faults of transformers' own continuous batching, each provoked here (spec/engine.md, section 1).
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.worker.loaded import (
+    DEADLINE,
+    GREEDY,
+    Told,
+    generated,
+    generation,
+    load,
+    load_with,
+    options,
+    reference,
+    say,
+    serving,
+    tell,
+)
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.run.runner import Runner
+from worker.engines.transformers.schedule.scheduler import Batch, Segment
+from worker.errors import (
+    ContextExceeded,
+    Draining,
+    InvalidValue,
+    QueueFull,
+    RequestError,
+    SequenceFailed,
+    UnsupportedByModel,
+)
+from worker.interface import Delta, Prefill, Sampling, Text
+from worker.protocol.events import Progress, Pulse
+from worker.protocol.exits import Exit
+
+torch.set_num_threads(1)
+CTX, EOS = 128, 1
+PROMPT = (9, 41, 70, 77, 80)
+WARM = Sampling(temperature=1.3, seed=11)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[TransformersEngine]:
+    engine = load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16)
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def first(stream: Any) -> Delta:
+    """The next delta with a token."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            delta: Delta = await anext(stream)
+            if delta.tokens:
+                return delta
+
+
+async def rest(stream: Any, told: Told) -> Told:
+    async with asyncio.timeout(DEADLINE):
+        async for delta in stream:
+            told.add(delta)
+    return told
+
+
+# What cannot be answered is refused, and nobody else notices
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "error"),
+    [
+        ((5, 512), {}, InvalidValue),
+        ((5, -1), {}, InvalidValue),
+        ((5,) * CTX, {}, ContextExceeded),
+        (PROMPT, {"n": 0}, InvalidValue),
+        (PROMPT, {"max_tokens": -3}, InvalidValue),
+        (PROMPT, {"stop": ("",)}, InvalidValue),
+        (PROMPT, {"sampling": Sampling(logit_bias={512: 1.0})}, InvalidValue),
+        (PROMPT, {"sampling": Sampling(logit_bias={5: float("nan")})}, InvalidValue),
+        (PROMPT, {"sampling": Sampling(temperature=float("nan"))}, InvalidValue),
+        (PROMPT, {"sampling": Sampling(temperature=-1.0)}, InvalidValue),
+        (PROMPT, {"sampling": Sampling(repetition_penalty=0.0)}, InvalidValue),
+        (PROMPT, {"sampling": Sampling(logprobs=21)}, InvalidValue),
+    ],
+)
+async def test_a_request_that_cannot_be_answered_is_refused_and_its_neighbour_goes_on(
+    engine: TransformersEngine, model: Any, prompt: Sequence[int], changes: dict[str, Any], error: type[RequestError]
+) -> None:
+    stream = engine.generate(generation(PROMPT, max_tokens=12))
+    told = Told()
+    told.add(await first(stream))
+    with pytest.raises(error):
+        await tell(engine, generation(prompt, **changes))
+    assert (await rest(stream, told)).tokens == generated(model, PROMPT, 12)
+
+
+async def test_a_prompt_that_is_too_long_is_told_its_length_and_the_limit(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=32, max_input_tokens=10)) as engine:
+        with pytest.raises(ContextExceeded) as over:
+            await say(engine, (5,) * 32)
+        assert over.value.extra == {"n_prompt_tokens": 32, "n_ctx": 32}
+        with pytest.raises(ContextExceeded) as over:
+            await say(engine, (5,) * 11)
+        assert over.value.extra == {"n_prompt_tokens": 11, "n_ctx": 10}
+        assert (await say(engine, (5,) * 10, max_tokens=2)).finish == "length"
+
+
+async def test_an_empty_prompt_begins_with_the_token_that_begins_texts(engine: TransformersEngine) -> None:
+    assert (await say(engine, (), max_tokens=6)).tokens == (await say(engine, (0,), max_tokens=6)).tokens
+
+
+async def test_an_empty_prompt_without_such_a_token_is_refused(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=32)) as engine:
+        engine.tokenizer.bos_token = None
+        with pytest.raises(InvalidValue, match="empty"):
+            await say(engine, ())
+
+
+async def test_max_tokens_beyond_the_context_ends_with_length_at_its_last_token(engine: TransformersEngine) -> None:
+    never_end = replace(GREEDY, ignore_eos=True)
+    told = await say(engine, PROMPT, max_tokens=10_000, sampling=never_end)
+    assert (told.finish, len(told.tokens)) == ("length", CTX - len(PROMPT))
+    longest = await say(engine, (5,) * (CTX - 1), max_tokens=10_000, sampling=never_end)
+    assert (longest.finish, len(longest.tokens)) == ("length", 1)
+
+
+async def test_no_maximum_means_the_presets_or_the_context(folder: Path) -> None:
+    never_end = replace(GREEDY, ignore_eos=True)
+    async with serving(load(folder, ctx_size=40, n_predict=7)) as engine:
+        assert len((await say(engine, PROMPT, sampling=never_end)).tokens) == 7
+        assert len((await say(engine, PROMPT, sampling=never_end, max_tokens=9)).tokens) == 9
+
+
+async def test_no_tokens_at_all_may_be_asked_for(engine: TransformersEngine) -> None:
+    told = await say(engine, PROMPT, max_tokens=0, prompt_logprobs=True)
+    assert (told.tokens, told.finish, len(told.prompt_logprobs)) == ([], "length", len(PROMPT))
+
+
+# Sampling
+
+
+async def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(engine: TransformersEngine) -> None:
+    alone = await say(engine, PROMPT, max_tokens=24, sampling=WARM)
+    others = [replace(WARM, seed=seed, temperature=0.1 * seed, top_k=seed) for seed in range(6)]
+    requests = [
+        (PROMPT, WARM),
+        *(((7, *range(2, 12 + index)), other) for index, other in enumerate(others)),
+        (PROMPT, WARM),
+    ]
+    told = await asyncio.gather(*(say(engine, each, max_tokens=24, sampling=how) for each, how in requests))
+    assert told[0].tokens == told[-1].tokens == alone.tokens
+    assert told[1].tokens != told[2].tokens
+
+
+async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEngine) -> None:
+    how = Sampling(temperature=2.0)
+    told = await asyncio.gather(*(say(engine, PROMPT, max_tokens=20, sampling=how) for _ in range(3)))
+    assert len({tuple(each.tokens) for each in told}) == 3
+
+
+async def test_the_presets_seed_stands_in_where_a_request_has_none(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=64, seed=11)) as engine:
+        unseeded = await say(engine, PROMPT, max_tokens=20, sampling=replace(WARM, seed=None))
+        assert unseeded.tokens == (await say(engine, PROMPT, max_tokens=20, sampling=WARM)).tokens
+
+
+async def test_choices_use_the_following_seeds(engine: TransformersEngine) -> None:
+    choices = await tell(engine, generation(PROMPT, n=6, max_tokens=15, sampling=WARM))
+    seeds = [await say(engine, PROMPT, max_tokens=15, sampling=replace(WARM, seed=11 + index)) for index in range(6)]
+    assert [each.tokens for each in choices] == [each.tokens for each in seeds]
+    assert len({each.text for each in choices}) > 1
+
+
+async def test_greedy_beside_sampled_is_still_greedy(engine: TransformersEngine, model: Any) -> None:
+    told = await asyncio.gather(
+        *(say(engine, PROMPT, max_tokens=20, sampling=how) for how in (WARM, GREEDY, replace(WARM, seed=3)))
+    )
+    assert told[1].tokens == generated(model, PROMPT, 20)
+
+
+async def test_a_repetition_penalty_equals_that_of_generate(engine: TransformersEngine, model: Any) -> None:
+    tokens = torch.tensor([PROMPT])
+    out = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=20,
+        do_sample=False,
+        repetition_penalty=1.8,
+        pad_token_id=0,
+    )
+    told = await say(engine, PROMPT, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=1.8))
+    assert told.tokens == out[0, len(PROMPT) :].tolist()
+
+
+async def test_penalties_look_at_no_prompt_that_an_encoder_reads(tmp_path: Path) -> None:
+    folder = tiny.make("t5", tmp_path, seed=2)
+    prompt = tuple(range(300, 505))
+    expected = generated(reference(folder), prompt, 20, repetition_penalty=3.0)
+    assert set(prompt) & set(expected), "or it would make no difference"
+    async with serving(load(folder, ctx_size=256, parallel=1)) as engine:
+        told = await say(engine, prompt, max_tokens=20, sampling=replace(GREEDY, repetition_penalty=3.0))
+    assert told.tokens == expected
+
+
+async def test_a_frequency_penalty_keeps_a_token_from_coming_again(engine: TransformersEngine) -> None:
+    told = await say(engine, PROMPT, max_tokens=30, sampling=replace(GREEDY, presence_penalty=1000.0))
+    assert len(set(told.tokens)) == len(told.tokens)
+
+
+async def test_an_end_of_sequence_ends_the_answer_and_is_no_part_of_it(engine: TransformersEngine) -> None:
+    ends = replace(GREEDY, logit_bias={EOS: 1000.0})
+    told = await say(engine, PROMPT, max_tokens=9, sampling=ends)
+    assert (told.tokens, told.text, told.finish, told.stop) == ([], "", "stop", None)
+    assert told.timings is not None
+    assert told.timings.completion_tokens == 1
+    patient = await say(engine, PROMPT, max_tokens=9, sampling=replace(ends, min_tokens=5))
+    assert (len(patient.tokens), patient.finish) == (5, "stop")
+    endless = await say(engine, PROMPT, max_tokens=9, sampling=replace(ends, ignore_eos=True))
+    assert (len(endless.tokens), endless.finish) == (9, "length")
+
+
+async def test_logprobs_are_those_of_a_plain_forward(engine: TransformersEngine, model: Any) -> None:
+    how = replace(WARM, logprobs=3, top_k=4, repetition_penalty=1.3)
+    told = await say(engine, PROMPT, max_tokens=12, sampling=how, prompt_logprobs=True)
+    with torch.inference_mode():
+        exact = model(torch.tensor([[*PROMPT, *told.tokens]])).logits[0].log_softmax(-1)
+    said = [*told.prompt_logprobs, *told.logprobs]
+    assert [each.token for each in said] == [*PROMPT, *told.tokens]
+    assert said[0].logprob is None
+    for position, each in enumerate(said[1:]):
+        assert each.logprob == pytest.approx(exact[position, each.token].item(), abs=1e-4)
+        best = exact[position].topk(3)
+        assert [top.token for top in each.top] == best.indices.tolist()
+        assert [top.logprob for top in each.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+async def test_logprobs_of_a_prompt_longer_than_a_chunk_are_complete(engine: TransformersEngine, model: Any) -> None:
+    prompt = tuple(range(20, 90))
+    told = await asyncio.gather(*(say(engine, prompt, max_tokens=2, prompt_logprobs=True) for _ in range(3)))
+    with torch.inference_mode():
+        exact = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = [exact[position, token].item() for position, token in enumerate(prompt[1:])]
+    for each in told:
+        assert [one.logprob for one in each.prompt_logprobs[1:]] == pytest.approx(expected, abs=1e-4)
+        assert each.deltas[0].prompt_logprobs, "they come with the first delta"
+
+
+# Text
+
+
+async def test_deltas_add_up_to_the_text_of_the_tokens(engine: TransformersEngine) -> None:
+    tokenizer: Any = engine.tokenizer
+    prompts = [tuple(tokenizer(text)["input_ids"]) for text in ("The quick", "Die Katze schläft", "素早い 🦊")]
+    told = await asyncio.gather(*(say(engine, each, max_tokens=40, sampling=replace(WARM, seed=1)) for each in prompts))
+    for prompt, each in zip(prompts, told, strict=True):
+        whole = tokenizer.decode([*prompt, *each.tokens], skip_special_tokens=True)
+        assert tokenizer.decode(list(prompt), skip_special_tokens=True) + each.text == whole
+        assert "".join(delta.text for delta in each.deltas) == each.text
+
+
+async def test_each_token_is_told_once(engine: TransformersEngine) -> None:
+    told = await say(engine, PROMPT, max_tokens=60, sampling=replace(GREEDY, ignore_eos=True))
+    assert sum(len(delta.tokens) for delta in told.deltas) == 60
+
+
+async def test_a_stop_string_ends_the_answer_before_it(engine: TransformersEngine) -> None:
+    plain = await say(engine, PROMPT, max_tokens=40)
+    for start in range(3, 15):
+        stop = plain.text[start : start + 5]
+        if plain.text.index(stop) == start:
+            told = await say(engine, PROMPT, max_tokens=40, stop=("never said", stop))
+            assert (told.text, told.stop, told.finish) == (plain.text[:start], stop, "stop")
+            assert plain.tokens[: len(told.tokens)] == told.tokens
+            assert told.timings is not None
+            assert told.timings.completion_tokens < 40, "nothing is computed beyond it"
+
+
+async def test_times_and_counts_come_with_the_last_delta_only(engine: TransformersEngine) -> None:
+    told = await say(engine, PROMPT, max_tokens=9)
+    assert all(delta.timings is None for delta in told.deltas[:-1])
+    assert told.timings is not None
+    assert (told.timings.prompt_tokens, told.timings.completion_tokens, told.timings.cached_tokens) == (5, 9, 0)
+    assert min(told.timings.prefill_seconds, told.timings.decode_seconds) >= 0.0
+
+
+# Batching
+
+
+async def test_a_long_prompt_does_not_stall_a_stream(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=256, parallel=2, prefill_chunk=8)) as engine:
+        stream = engine.generate(generation(PROMPT, sampling=replace(GREEDY, ignore_eos=True), max_tokens=200))
+        await first(stream)
+        heard = 0
+
+        async def listen() -> None:
+            nonlocal heard
+            async for delta in stream:
+                heard += len(delta.tokens)
+
+        listener = asyncio.create_task(listen())
+        await say(engine, (6,) * 200, max_tokens=1)
+        assert heard >= 20, "a prompt of 25 chunks leaves the stream a token with each"
+        listener.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await listener
+        await stream.aclose()
+
+
+async def test_a_reader_that_is_cancelled_takes_its_request_along(engine: TransformersEngine) -> None:
+    reader = asyncio.create_task(say(engine, PROMPT, sampling=replace(GREEDY, ignore_eos=True)))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await nothing_runs(engine)
+
+
+async def nothing_runs(engine: TransformersEngine) -> None:
+    """Returns once the engine is idle: a request that comes after the cancel is answered behind it."""
+    await say(engine, PROMPT, max_tokens=1)
+    async with asyncio.timeout(DEADLINE):
+        while engine.occupancy.running or engine.occupancy.waiting:
+            await say(engine, PROMPT, max_tokens=1)
+
+
+async def test_a_slow_reader_holds_up_nobody_and_misses_nothing(engine: TransformersEngine, model: Any) -> None:
+    slow = engine.generate(generation(PROMPT, max_tokens=30))
+    told = Told()
+    told.add(await first(slow))
+    for _ in range(4):
+        assert len((await say(engine, (7, 8, 9), max_tokens=20)).tokens) == 20
+    assert (await rest(slow, told)).tokens == generated(model, PROMPT, 30)
+
+
+async def test_the_queue_is_bounded(folder: Path) -> None:
+    async with serving(load(folder, ctx_size=CTX, parallel=1, queue_size=2)) as engine:
+        streams = [engine.generate(generation(PROMPT)) for _ in range(3)]
+        readers = [asyncio.create_task(first(stream)) for stream in streams]
+        await asyncio.wait(readers[:1])
+        with pytest.raises(QueueFull):
+            await say(engine, PROMPT)
+        assert engine.occupancy.running == 1
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+        assert (await say(engine, PROMPT, max_tokens=2)).finish == "length", "there is room again"
+
+
+async def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
+    engine = load(folder, ctx_size=CTX, parallel=1)
+    running, waiting = (engine.generate(generation(PROMPT, max_tokens=None)) for _ in range(2))
+    await first(running)
+    waiter = asyncio.create_task(first(waiting))
+    await asyncio.sleep(0)
+    await engine.close()
+    with pytest.raises(Draining):
+        await rest(running, Told())
+    with pytest.raises(Draining):
+        await waiter
+    with pytest.raises(Draining):
+        await say(engine, PROMPT)
+    assert not engine.fatal.done()
+
+
+# Faults of one, and of all
+
+
+class Faulty:
+    """A runner that fails as told: `fault(batch)` may raise, or name segments whose logits are to be NaN."""
+
+    def __init__(self, runner: Runner, fault: Any):
+        self.runner, self.fault = runner, fault
+        self.batches: list[Batch] = []
+        self.forgotten: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
+
+    @property
+    def bytes(self) -> int:
+        return self.runner.bytes
+
+    def fork(self, source: int, target: int) -> None:
+        self.runner.fork(source, target)
+
+    def forget(self, row: int) -> None:
+        self.forgotten.append(row)
+        self.runner.forget(row)
+
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        self.batches.append(batch)
+        broken: Sequence[Segment] = self.fault(batch) or ()
+        logits = self.runner.run(batch, fed)
+        first = 0
+        with torch.inference_mode():
+            for segment in batch:
+                if segment in broken:
+                    logits[first : first + segment.logits] = float("nan")
+                first += segment.logits
+        return logits
+
+
+def faulty(folder: Path, fault: Any, **changes: Any) -> tuple[TransformersEngine, list[Faulty]]:
+    made: list[Faulty] = []
+
+    def wrap(runner: Runner) -> Runner:
+        made.append(Faulty(runner, fault))
+        return made[0]
+
+    return load_with(folder, wrap, ctx_size=CTX, **changes), made
+
+
+def is_marked(segment: Segment) -> bool:
+    return segment.sequence.tokens[0] == 13
+
+
+MARKED = (13, 5, 6)
+
+
+async def test_steps_are_computed_on_one_thread_with_as_many_helpers_as_the_preset_says(folder: Path) -> None:
+    seen: set[tuple[str, int]] = set()
+    engine, _ = faulty(
+        folder, lambda _: seen.add((threading.current_thread().name, torch.get_num_threads())), threads=3
+    )
+    async with serving(engine):
+        await asyncio.gather(*(say(engine, PROMPT, max_tokens=3) for _ in range(2)))
+    assert seen == {("step-loop", 3)}
+    assert torch.get_num_threads() == 1, "nobody else's"
+
+
+async def test_the_threads_that_a_load_computed_with_are_gone_when_it_is_done(folder: Path) -> None:
+    helpers: set[int] = set()
+
+    def progress(_: Progress) -> None:
+        torch.ones(1 << 18).add_(1)  # on two threads, as what is converted is
+        helpers.update(unnamed_threads() - before)
+
+    before = unnamed_threads()
+    asked = options(folder, ctx_size=CTX, threads=2)
+    try:
+        engine = await asyncio.to_thread(
+            TransformersEngine.load, asked, progress=progress, pulse=lambda _: None, ahead=False
+        )
+    finally:
+        torch.set_num_threads(1)
+    async with serving(engine):
+        assert helpers
+        deadline = time.monotonic() + DEADLINE
+        while unnamed_threads() & helpers:
+            assert time.monotonic() < deadline, "they would slow each product of a step down"
+            await asyncio.sleep(0.001)
+
+
+def unnamed_threads() -> set[int]:
+    """Of this process: those that Python does not know, by id."""
+    return set(map(int, os.listdir("/proc/self/task"))) - {each.native_id or 0 for each in threading.enumerate()}
+
+
+async def test_a_cancel_takes_effect_within_one_step(folder: Path) -> None:
+    computing, go_on = threading.Event(), threading.Event()
+
+    def fault(batch: Batch) -> None:
+        if batch[0].sequence.answered == 3 and not computing.is_set():
+            computing.set()
+            assert go_on.wait(DEADLINE)
+
+    engine, (runner,) = faulty(folder, fault, parallel=1)
+    async with serving(engine):
+        stream = engine.generate(generation(PROMPT))
+        await first(stream)
+        assert await asyncio.to_thread(computing.wait, DEADLINE)
+        await stream.aclose()
+        go_on.set()
+        assert (await say(engine, MARKED, max_tokens=3)).finish == "length", "its place is free"
+        cancelled = [batch for batch in runner.batches if not is_marked(batch[0])]
+        assert len(cancelled) == 4, "the prompt, two tokens, and the step under way when the cancel came"
+        await nothing_runs(engine)
+
+
+async def test_a_backend_is_told_of_every_row_that_is_void(folder: Path) -> None:
+    computing, go_on = threading.Event(), threading.Event()
+    full: list[Batch] = []
+
+    def fault(batch: Batch) -> None:
+        if not full and len(batch) == 3 and max(each.sequence.answered for each in batch) >= 2:
+            full.append(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        if is_marked(batch[0]) and batch[0].sequence.answered == 3 and not computing.is_set():
+            computing.set()
+            assert go_on.wait(DEADLINE)
+
+    engine, (runner,) = faulty(folder, fault, parallel=3)
+    async with serving(engine):
+        await asyncio.gather(*(say(engine, (20 + index, 5, 6), max_tokens=5) for index in range(3)))
+        assert len(full) == 1
+        assert sorted(runner.forgotten) in ([0, 1, 2, 2], [0, 0, 1, 2], [0, 1, 1, 2]), "three ends and a preemption"
+        stream = engine.generate(generation(MARKED))
+        await first(stream)
+        assert await asyncio.to_thread(computing.wait, DEADLINE)
+        await stream.aclose()
+        go_on.set()
+        await say(engine, PROMPT, max_tokens=1)
+        assert runner.forgotten[4:] == [0, 0], "a cancel, too, before somebody else gets the row"
+
+
+async def test_logprobs_of_a_prompt_are_complete_of_whom_was_put_back_and_cut_otherwise(folder: Path) -> None:
+    """The second prompt shares a step with the end of the first, is put back behind it, and begins again alone."""
+    asked, seen = threading.Event(), set[tuple[int, int]]()
+
+    def fault(batch: Batch) -> None:
+        assert asked.wait(DEADLINE)
+        second = next((each for each in batch if is_marked(each)), None)
+        if second is not None and (seen or second.start):
+            seen.add((second.start, second.length))
+        if second is not None and second.start and len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    prompts = [tuple(range(20, 60)), (13, *range(20, 59))]
+    engine, _ = faulty(folder, fault, parallel=2, prefill_chunk=16)
+    async with serving(engine):
+        tasks = [asyncio.create_task(say(engine, each, max_tokens=4, prompt_logprobs=True)) for each in prompts]
+        await asyncio.sleep(0)
+        asked.set()
+        first, second = await asyncio.gather(*tasks)
+        alone = await say(engine, prompts[1], max_tokens=4, prompt_logprobs=True)
+    assert {start % 16 for start, _ in seen} >= {0, 8}, "cut in two ways"
+    assert [each.token for each in first.prompt_logprobs] == list(prompts[0])
+    assert [each.token for each in second.prompt_logprobs] == list(prompts[1])
+    told = [each.logprob for each in second.prompt_logprobs[1:]]
+    assert told == pytest.approx([each.logprob for each in alone.prompt_logprobs[1:]], abs=1e-4)
+
+
+async def test_a_sequence_with_nan_logits_ends_alone(folder: Path, model: Any) -> None:
+    engine, _ = faulty(
+        folder, lambda batch: [each for each in batch if is_marked(each) and each.sequence.answered == 4]
+    )
+    async with serving(engine):
+        told, failed, after = await asyncio.gather(
+            say(engine, PROMPT, max_tokens=20), say(engine, MARKED), say(engine, (7, 8), max_tokens=20),
+            return_exceptions=True,
+        )  # fmt: skip
+        assert isinstance(failed, SequenceFailed)
+        assert isinstance(told, Told)
+        assert isinstance(after, Told)
+        assert told.tokens == generated(model, PROMPT, 20)
+        assert after.tokens == generated(model, (7, 8), 20)
+
+
+async def test_what_is_no_number_in_the_cache_ends_with_its_request(folder: Path, model: Any) -> None:
+    """Padded rows are masked, and a mask hides numbers only."""
+    made: list[Faulty] = []
+
+    def fault(batch: Batch) -> None:
+        for segment in batch:
+            if is_marked(segment) and segment.table is not None:
+                for slot, count in segment.table.slots(0, segment.end):
+                    made[0].runner._pool.values[0][slot : slot + count] = float("nan")  # type: ignore[attr-defined]
+
+    engine, made[:] = faulty(folder, fault, parallel=2)
+    long = (*range(20, 60), 5)
+    async with serving(engine):
+        told, failed = await asyncio.gather(
+            say(engine, long, max_tokens=30), say(engine, (*MARKED, *long)), return_exceptions=True
+        )
+        assert isinstance(failed, SequenceFailed)
+        assert isinstance(told, Told)
+        assert told.tokens == generated(model, long, 30)
+        pair = await asyncio.gather(*(say(engine, each, max_tokens=30) for each in (PROMPT, long)))
+        assert [each.tokens for each in pair] == [generated(model, each, 30) for each in (PROMPT, long)]
+        with pytest.raises(SequenceFailed):
+            await say(engine, (*MARKED, *long))
+
+
+async def test_a_sequence_that_breaks_the_model_ends_alone(folder: Path, model: Any) -> None:
+    def fault(batch: Batch) -> None:
+        if any(is_marked(each) and each.sequence.answered == 3 for each in batch):
+            raise IndexError("index out of range in self")
+
+    engine, _ = faulty(folder, fault)
+    async with serving(engine):
+        told, failed = await asyncio.gather(
+            say(engine, PROMPT, max_tokens=20), say(engine, MARKED), return_exceptions=True
+        )
+        assert isinstance(failed, SequenceFailed)
+        assert isinstance(told, Told)
+        assert told.tokens == generated(model, PROMPT, 20)
+
+
+async def test_one_choice_that_fails_ends_its_whole_request_and_no_other(folder: Path, model: Any) -> None:
+    def fault(batch: Batch) -> None:
+        if any(is_marked(each) and each.sequence.answered == 2 and each.sequence.seed == 12 for each in batch):
+            raise IndexError("index out of range in self")
+
+    engine, _ = faulty(folder, fault)
+    async with serving(engine):
+        both = tell(engine, generation(MARKED, n=3, sampling=WARM))
+        told, failed = await asyncio.gather(say(engine, PROMPT, max_tokens=20), both, return_exceptions=True)
+        assert isinstance(failed, SequenceFailed)
+        assert isinstance(told, Told)
+        assert told.tokens == generated(model, PROMPT, 20)
+        await nothing_runs(engine)
+
+
+async def test_a_step_without_memory_is_tried_again_without_the_youngest(folder: Path, model: Any) -> None:
+    def fault(batch: Batch) -> None:
+        if len(batch) > 2 and min(each.sequence.answered for each in batch) >= 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    engine, (runner,) = faulty(folder, fault, parallel=3)
+    async with serving(engine):
+        prompts = [(20 + index, 5, 6) for index in range(3)]
+        told = await asyncio.gather(*(say(engine, each, max_tokens=12, prompt_logprobs=True) for each in prompts))
+        assert [each.tokens for each in told] == [generated(model, prompt, 12) for prompt in prompts]
+        assert [len(each.prompt_logprobs) for each in told] == [3, 3, 3], "told once, although computed twice"
+        assert any(len(batch) > 2 for batch in runner.batches)
+
+
+async def test_without_any_memory_requests_end_and_the_worker_lives_on(folder: Path, model: Any) -> None:
+    full = threading.Event()
+    full.set()
+
+    def fault(batch: Batch) -> None:
+        if full.is_set():
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    engine, _ = faulty(folder, fault)
+    async with serving(engine):
+        told = await asyncio.gather(*(say(engine, PROMPT, max_tokens=9) for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(each, SequenceFailed) for each in told)
+        full.clear()
+        assert (await say(engine, PROMPT, max_tokens=9)).tokens == generated(model, PROMPT, 9)
+        assert not engine.fatal.done()
+
+
+async def test_a_sticky_device_error_ends_everything_and_says_how_the_process_must_end(folder: Path) -> None:
+    raised: list[Batch] = []
+
+    def fault(batch: Batch) -> None:
+        if raised or batch[0].sequence.answered == 2:
+            raised.append(batch)
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine, _ = faulty(folder, fault)
+    told = await asyncio.gather(*(say(engine, PROMPT) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(each, Draining) for each in told)
+    assert len(raised) == 1, "the device is not touched again"
+    async with asyncio.timeout(DEADLINE):
+        error = await asyncio.wrap_future(engine.fatal)
+    assert error.exit is Exit.POISONED
+    with pytest.raises(Draining):
+        await say(engine, PROMPT)
+    await engine.close()
+
+
+# Signs of life
+
+
+async def test_pulses_come_from_the_step_loop_with_what_is_measured(folder: Path) -> None:
+    heard: list[tuple[str, Pulse]] = []
+    came = threading.Event()
+
+    def pulse(event: Pulse) -> None:
+        heard.append((threading.current_thread().name, event))
+        came.set()
+
+    stages: list[Progress] = []
+    asked = options(folder, ctx_size=64)
+    over: list[str] = []
+    engine = TransformersEngine.load(asked, progress=stages.append, pulse=pulse, over=over.append)
+    async with serving(engine):
+        assert list(dict.fromkeys(over)) == ["config", "tokenizer", "read", "build", "warmup"]
+        assert await asyncio.to_thread(came.wait, DEADLINE)
+        thread, event = heard[0]
+        assert thread == "step-loop"
+        assert event.measured["cpu"] > 100 << 20
+        assert list(dict.fromkeys(stage.stage for stage in stages)) == ["start", "weights", "warmup"]
+        last = [stage for stage in stages if stage.stage == "weights"][-1]
+        assert last.done == last.total >= (folder / "model.safetensors").stat().st_size
+        assert engine.measured["cpu"] >= event.measured["cpu"]
+        steps = engine.occupancy.steps
+        await say(engine, PROMPT, max_tokens=5)
+        assert engine.occupancy.steps >= steps + 5
+
+
+async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEngine) -> None:
+    prompt = [20 + index for index in range(40)]
+    said = await say(engine, prompt, max_tokens=2, progress=True)
+    known = [each.progress for each in said.deltas]
+    assert known[:4] == [Prefill(done=done, total=40, cached=0) for done in (0, 16, 32, 40)]
+    assert known[4:] == [None] * len(known[4:]), "then the answer begins"
+    again = await say(engine, prompt, max_tokens=2, progress=True)
+    first, *_, last = [each.progress for each in again.deltas if each.progress]
+    assert first.done == first.cached == last.cached > 0, "what was found of it comes first"
+    assert last.done == 40
+    assert not any(each.progress for each in (await say(engine, prompt, max_tokens=2)).deltas)
+
+
+async def test_tokens_that_are_not_shown_are_counted_all_the_same(engine: TransformersEngine, model: Any) -> None:
+    plain = await say(engine, PROMPT, max_tokens=8)
+    assert plain.timings is not None
+    assert plain.timings.completion_tokens == len(plain.tokens) == 8, "nothing is hidden at the end of max_tokens"
+    stopped = await say(engine, PROMPT, max_tokens=8, stop=(plain.text[1:3],))
+    assert stopped.timings is not None
+    assert stopped.timings.completion_tokens > len(stopped.tokens), "those of the stop string were computed"
+    biased = Sampling(temperature=0.0, logit_bias={EOS: 1e4})
+    ended = await say(engine, PROMPT, sampling=biased)
+    assert ended.timings is not None
+    assert (ended.tokens, ended.timings.completion_tokens, ended.finish) == ([], 1, "stop"), "so is the end itself"
+
+
+async def test_times_and_counts_come_with_every_delta_if_asked(engine: TransformersEngine) -> None:
+    said = await say(engine, PROMPT, max_tokens=6, timings=True)
+    known = [each.timings for each in said.deltas]
+    assert all(known)
+    counts = [each.completion_tokens for each in known if each is not None]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert len({each.prefill_seconds for each in known if each is not None}) == 1, "the prompt is over"
+
+
+async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:
+    assert engine.capabilities == {"completion"}
+    with pytest.raises(UnsupportedByModel):
+        await engine.embed([Text(PROMPT)])

@@ -1,0 +1,138 @@
+"""Greedy text equals transformers' own `generate`, token for token, for every architecture that we say we serve.
+
+Alone, and in a batch that changes all the time: requests of many lengths join, end and are cancelled at any step.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.worker.families import FAMILIES
+from tests.worker.loaded import (
+    DEADLINE,
+    Told,
+    generated,
+    generation,
+    load,
+    put_back_the_youngest,
+    reference,
+    say,
+    serving,
+)
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.load.architectures import VERIFIED, backend
+
+torch.set_num_threads(1)
+NEW = 36
+LENGTHS = (1, 7, 23, 60)
+
+
+FAST = ("llama", "mistral", "qwen3", "gpt2", "falcon", "mamba", "t5")
+"""One of each kind of cache; the others are of the slow tier."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def snapshot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, overrides = FAMILIES[request.param]
+    return tiny.make(family, tmp_path_factory.mktemp("snapshot"), **overrides)
+
+
+@pytest.fixture(scope="module")
+def expected(snapshot: Path) -> dict[tuple[int, ...], list[int]]:
+    """What `generate` says to each prompt."""
+    model = reference(snapshot)
+    source = random.Random(3)
+    prompts = [tuple(source.randrange(2, 500) for _ in range(length)) for length in LENGTHS]
+    return {prompt: generated(model, prompt, NEW) for prompt in prompts}
+
+
+@pytest.fixture(scope="module")
+def engine(snapshot: Path) -> Iterator[TransformersEngine]:
+    engine = load(snapshot, ctx_size=128, parallel=3, prefill_chunk=16)
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def test_greedy_text_equals_generate(
+    engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]]
+) -> None:
+    for prompt, answer in expected.items():
+        assert (await say(engine, prompt, max_tokens=NEW)).tokens == answer
+
+
+async def test_greedy_text_equals_generate_whoever_joins_leaves_or_is_cancelled(
+    engine: TransformersEngine, expected: dict[tuple[int, ...], list[int]]
+) -> None:
+    source = random.Random(5)
+    prompts = list(expected)
+
+    async def talk(prompt: tuple[int, ...], count: int, leave_after: int | None) -> None:
+        told = Told()
+        stream = engine.generate(generation(prompt, max_tokens=count))
+        async for delta in stream:
+            told.add(delta)
+            if leave_after is not None and len(told.tokens) >= leave_after:
+                break
+        await stream.aclose()
+        assert told.tokens == expected[prompt][: len(told.tokens)]
+        assert leave_after is not None or told.tokens == expected[prompt][:count]
+
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
+        for _ in range(10):
+            count = source.choice((3, 9, 20, NEW))
+            leave = source.choice((None, None, source.randrange(1, count + 1)))
+            tasks.create_task(talk(source.choice(prompts), count, leave))
+            for _ in range(source.randrange(40)):
+                await asyncio.sleep(0)  # passes of this loop, so that some join while others are under way
+
+
+async def test_greedy_text_equals_generate_of_those_who_are_put_back_and_computed_again(
+    snapshot: Path, expected: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Four at once in blocks for one request, where there are blocks; and the youngest is put back on demand."""
+    kind = transformers.AutoConfig.from_pretrained(snapshot)
+    room = 128 if backend(kind) == "paged" else 0
+    options: dict[str, Any] = {"ctx_size": 128, "parallel": 4, "prefill_chunk": 16, "kv_tokens": room}
+    async with serving(load(snapshot, prefix_caching=False, **options)) as engine:
+        work = engine._generating
+        assert work is not None
+
+        async def talk(prompt: tuple[int, ...]) -> list[int]:
+            told = Told()
+            async for delta in engine.generate(generation(prompt, max_tokens=NEW)):
+                told.add(delta)
+                if len(told.tokens) % 9 == 4:
+                    put_back_the_youngest(engine)
+            return told.tokens
+
+        async with asyncio.timeout(DEADLINE):
+            told = await asyncio.gather(*map(talk, expected))
+        assert told == list(expected.values())
+        assert work.report().prefill_tokens > sum(map(len, expected)), "somebody was computed again"
+        work._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+async def test_eager_attention_says_the_same(family: str, tmp_path: Path) -> None:
+    folder = tiny.make(family, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
+    async with serving(load(folder, prefill_chunk=16, attention="eager")) as engine:
+        told = await asyncio.gather(*(say(engine, prompt, max_tokens=NEW) for prompt in prompts))
+    assert [each.tokens for each in told] == [generated(model, prompt, NEW) for prompt in prompts]
+
+
+def test_what_is_verified_is_what_is_tested_here() -> None:
+    assert set(FAST) <= FAMILIES.keys()
+    assert {family for family, _ in FAMILIES.values()} >= VERIFIED
+    assert {"llama", "mistral", "qwen2", "qwen3", "gpt2"} <= VERIFIED

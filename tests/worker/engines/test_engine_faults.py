@@ -1,0 +1,172 @@
+"""What goes wrong in another batcher must not in ours: a request that spoils all, work that grows, a gigabyte of mask.
+
+The faults are those of engine.md, section 1; those that no other file of tests covers are here.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import tiny
+from tests.worker.loaded import DEADLINE, generation, load, load_with, say, serving, tell
+from worker.detokenizer import Answer
+from worker.engines.transformers.engine import TransformersEngine
+from worker.engines.transformers.run.runner import Runner
+from worker.engines.transformers.schedule.scheduler import Batch
+from worker.errors import ContextExceeded, RequestError
+from worker.interface import Sampling
+
+CTX = 96
+PROMPT = (9, 41, 70, 77, 80)
+SEEDED = Sampling(temperature=1.0, seed=11)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[TransformersEngine]:
+    engine = load(folder, ctx_size=CTX, parallel=4, prefill_chunk=16)
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def test_every_request_of_a_batch_keeps_its_own_temperature_and_its_own_end(engine: TransformersEngine) -> None:
+    """Temperature 0, another one for each, and max_tokens beyond the positions, all at once."""
+    wanted = [
+        generation(PROMPT, max_tokens=20),
+        generation(PROMPT, max_tokens=20, sampling=SEEDED),
+        generation(PROMPT, max_tokens=20, sampling=Sampling(temperature=2.5, seed=12)),
+        generation(PROMPT, max_tokens=10_000, sampling=Sampling(temperature=0.3, seed=13, ignore_eos=True)),
+    ]
+    alone = [(await tell(engine, each))[0] for each in wanted]
+    together = [told for (told,) in await asyncio.gather(*(tell(engine, each) for each in wanted))]
+    assert [told.tokens for told in together] == [told.tokens for told in alone]
+    assert [told.finish for told in together] == [told.finish for told in alone]
+    assert (together[3].finish, len(together[3].tokens)) == ("length", CTX - len(PROMPT))
+    assert len({tuple(told.tokens) for told in alone[:3]}) == 3, "the temperatures did make a difference"
+
+
+async def test_a_prompt_and_a_seed_give_one_text_however_often_and_beside_whomever(engine: TransformersEngine) -> None:
+    said = [await say(engine, PROMPT, max_tokens=24, sampling=SEEDED) for _ in range(2)]
+    said += await asyncio.gather(*(say(engine, PROMPT, max_tokens=24, sampling=SEEDED) for _ in range(4)))
+    assert len({told.text for told in said}) == 1
+
+
+@pytest.mark.parametrize("prompt", [(5, 9999), (5,) * CTX, (5,) * (4 * CTX)], ids=["unknown token", "full", "larger"])
+async def test_a_request_that_is_refused_ends_nobody_elses_and_the_engine_goes_on(
+    engine: TransformersEngine, prompt: Sequence[int]
+) -> None:
+    expected = (await say(engine, PROMPT, max_tokens=30)).tokens
+    running = [asyncio.create_task(say(engine, PROMPT, max_tokens=30)) for _ in range(2)]
+    refused = await asyncio.gather(*(say(engine, prompt) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(each, RequestError) for each in refused)
+    if len(prompt) >= CTX:
+        assert all(isinstance(each, ContextExceeded) for each in refused), "refused, not cut short"
+    assert [told.tokens for told in await asyncio.gather(*running)] == [expected] * 2
+    assert (await say(engine, PROMPT, max_tokens=30)).tokens == expected
+
+
+async def test_a_request_that_is_cancelled_hears_its_end_and_leaves_nothing(engine: TransformersEngine) -> None:
+    asked = asyncio.create_task(
+        say(engine, PROMPT, max_tokens=CTX, sampling=Sampling(temperature=0.0, ignore_eos=True))
+    )
+    async with asyncio.timeout(DEADLINE):
+        while not engine.occupancy.running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        while engine.occupancy.running or engine.occupancy.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+# Work and memory
+
+
+def test_the_work_for_a_token_is_the_same_however_long_the_answer_is() -> None:
+    tokenizer = tiny.make_tokenizer("llama").backend_tokenizer
+    tokens = tokenizer.encode("The quick brown fox, größer als 世界! 🦊 ", add_special_tokens=False).ids * 160
+    read = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal read
+        read += len(ids)
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    costs = []
+    answer, text = Answer(decode, ("END", "an end that never comes")), ""
+    for begin in range(0, len(tokens), 1000):
+        before = read
+        for token in tokens[begin : begin + 1000]:
+            text += answer.push(token).text
+        costs.append((read - before) / len(tokens[begin : begin + 1000]))
+    assert len(tokens) > 4000
+    assert text + answer.finish().text == decode(tokens)
+    assert max(costs) < 12, "token ids decoded per token"
+    assert max(costs) - min(costs) < 1.0
+
+
+async def test_each_delta_holds_what_is_new_and_nothing_else(engine: TransformersEngine) -> None:
+    told = await say(engine, PROMPT, max_tokens=80, sampling=Sampling(temperature=0.0, ignore_eos=True))
+    assert sum(len(delta.tokens) for delta in told.deltas) == 80
+    assert max(len(delta.tokens) for delta in told.deltas) < 40, "held back for a character at most"
+    assert sum(len(delta.text) for delta in told.deltas) == len(told.text)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """The most bytes that one new tensor takes while this is on; a view of another one takes none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        held = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in held:
+                self.bytes = max(self.bytes, each.untyped_storage().nbytes())
+        return result
+
+
+class Watched:
+    """A runner that says how large its steps become."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self.largest: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        with Largest() as mode:
+            logits = self._runner.run(batch, fed)
+        self.largest.append(mode.bytes)
+        return logits
+
+
+async def test_no_mask_is_as_large_as_the_prompt_squared_nor_as_all_rows_together(folder: Path) -> None:
+    """512 tokens of context in 8 rows: a mask of all against all would be 64 MiB, of a prompt against itself 1 MiB."""
+    watched: list[Watched] = []
+
+    def watch(runner: Runner) -> Any:
+        watched.append(Watched(runner))
+        return watched[0]
+
+    ctx, rows, chunk = 512, 8, 32
+    async with serving(load_with(folder, watch, ctx_size=ctx, parallel=rows, prefill_chunk=chunk)) as engine:
+        prompts = [tuple(20 + (7 * at + row) % 400 for at in range(ctx - 8)) for row in range(rows)]
+        await asyncio.gather(*(say(engine, prompt, max_tokens=4) for prompt in prompts))
+    (runner,) = watched
+    heads = 4
+    assert max(runner.largest) <= 4 * chunk * ctx * heads, "a chunk against its own context"
+    assert len(runner.largest) > rows * ctx // chunk // 2

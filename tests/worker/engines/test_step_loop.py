@@ -1,0 +1,181 @@
+"""Promises of `worker.engines.transformers.step_loop` and of what `Generating` reports to it: pulses are whole and true."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from worker.detokenizer import Answer
+from worker.engines.transformers.device import memory
+from worker.engines.transformers.generation_loop import Backend, Generating
+from worker.engines.transformers.schedule.kv_cache import Rows
+from worker.engines.transformers.schedule.prefill_budget import Pace
+from worker.engines.transformers.schedule.scheduler import Batch
+from worker.engines.transformers.schedule.sequence import Sequence
+from worker.engines.transformers.step_loop import Outbox, Rate, Report, StepLoop
+from worker.engines.transformers.stream import Choice, Stream
+from worker.errors import Draining, RequestError
+from worker.interface import Generation, Sampling
+from worker.protocol.events import Pulse, decode, encode
+
+DEADLINE = 60.0
+VOCAB = 16
+
+
+class Flat:
+    """A runner for which token 5 always follows."""
+
+    vocab_size, bytes = VOCAB, 0
+
+    def run(self, batch: Batch, fed: torch.Tensor | None = None) -> torch.Tensor:
+        logits = torch.zeros(sum(segment.logits for segment in batch), VOCAB)
+        logits[:, 5] = 1.0
+        return logits
+
+    def fork(self, source: int, target: int) -> None:
+        raise AssertionError("nobody asked for a second choice")
+
+    def forget(self, row: int) -> None:
+        pass
+
+
+class Unhurried(Pace):
+    """Never less than the whole chunk."""
+
+    def budget(self, decoding: int, chunk: int, prompts: int = 1, start: int = 0) -> int:
+        return chunk
+
+
+def generating() -> Generating:
+    backend = Backend(runner=Flat(), capacity=Rows(2, 50), pace=Unhurried())
+    return Generating(backend, Outbox(), lambda token: b"x", chunk=8)
+
+
+def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:
+    """A request of `prompt` tokens for up to `limit`, on its way."""
+    stream = Stream(asyncio.get_running_loop())
+    request = Generation(id="", prompt=(3,) * prompt, sampling=Sampling(temperature=0.0))
+    sequence = Sequence.of(request, id=number, limit=limit, ends=(), seed=0)
+    stream.choices.append(Choice(0, sequence, stream, Answer(lambda tokens: "x" * len(tokens))))
+    assert work.admit(stream, 10)
+    work.add(stream)
+    return stream
+
+
+async def test_a_report_says_who_runs_how_far_they_are_and_what_the_cache_holds() -> None:
+    work = generating()
+    ask(work, 7, prompt=4, limit=5)
+    work.step()
+    work.step()
+    ask(work, 8, prompt=12, limit=3)
+    third = ask(work, 9, prompt=2, limit=3)
+    work.step()
+    said = work.report()
+    assert said.slots == ((0, 7, 0, 3, 2), (1, 8, 4, 0, 3))
+    assert (work.load, said.parallel) == ((2, 1), 2)
+    assert (said.cache_used, said.cache_total) == (4 + 2 + 8, 100)
+    assert (said.prefill_tokens, said.decode_tokens) == (4 + 8, 3)
+    assert said.largest == (8, 2, 8), "a chunk, both rows, and the longest of them so far"
+    work.cancel(third)
+    while work.has_work:
+        work.step()
+    said = work.report()
+    assert (said.slots, said.cache_used) == ((), 0)
+    assert (said.prefill_tokens, said.decode_tokens) == (4 + 12, 5 + 3), "counters only rise"
+    assert said.largest == (8, 2, 12 + 2), "the last token of an answer is not computed"
+
+
+def test_a_rate_is_what_came_since_the_look_before() -> None:
+    rate = Rate()
+    assert rate.since(1000, 5.0) == 0.0, "nothing is known of the time before"
+    assert rate.since(1100, 7.0) == 50.0
+    assert rate.since(1100, 8.0) == 0.0
+    assert rate.since(1101, 8.0) == 0.0, "no time, no rate"
+    assert rate.since(1102, 11.0) == 0.3
+
+
+class Counting:
+    """Work that makes 100 prompt tokens and 10 of answers a step."""
+
+    has_work, load = True, (2, 1)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def report(self) -> Report:
+        slots = ((0, 4, 0, 9, 1), (1, 5, 30, 0, 8))
+        return Report(
+            parallel=4,
+            prefill_tokens=100 * self.steps,
+            decode_tokens=10 * self.steps,
+            largest=(30, 2, 44),
+            cache_used=70,
+            cache_reusable=20,
+            cache_total=400,
+            slots=slots,
+        )
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def abandon(self, error: RequestError) -> None:
+        pass
+
+
+async def test_a_pulse_carries_the_whole_report_and_rates_in_proportion() -> None:
+    heard: list[Pulse] = []
+    enough = threading.Event()
+
+    def hear(pulse: Pulse) -> None:
+        heard.append(pulse)
+        if len(heard) == 3:
+            enough.set()
+
+    measured = partial(memory.measured, ())
+    loop = StepLoop(Counting(), Outbox(), pulse=hear, measured=measured, later=lambda: 7, threads=1, interval=0.02)
+    try:
+        assert await asyncio.to_thread(enough.wait, DEADLINE)
+    finally:
+        await asyncio.to_thread(loop.close)
+    assert (heard[0].prefill_rate, heard[0].decode_rate) == (0.0, 0.0)
+    later = heard[2]
+    assert later.decode_rate > 0
+    assert abs(later.prefill_rate - 10 * later.decode_rate) <= 0.6, "both of the same steps and time, to a tenth"
+    assert (later.running, later.waiting, later.parallel) == (2, 1, 4)
+    assert (later.cache_used, later.cache_reusable, later.cache_total) == (70, 20, 400)
+    assert decode(encode(later)) == later
+    assert later.slots == [[0, 4, 0, 9, 1], [1, 5, 30, 0, 8]]
+    assert later.largest == [30, 2, 44]
+
+
+class Idle:
+    """Nothing to do."""
+
+    has_work, load = False, (0, 0)
+
+    def report(self) -> Report:
+        return Report(parallel=1, prefill_tokens=0)
+
+    def step(self) -> None:
+        raise AssertionError("there is none")
+
+    def abandon(self, error: RequestError) -> None:
+        pass
+
+
+def test_what_is_called_on_the_thread_is_over_when_the_call_returns() -> None:
+    """So that what libraries keep for each thread is there before anybody counts."""
+    loop = StepLoop(Idle(), Outbox(), pulse=lambda _: None, measured=dict, later=lambda: 0, threads=1)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room for a handle")
+
+    assert loop.call(lambda: threading.current_thread().name) == "step-loop"
+    with pytest.raises(torch.OutOfMemoryError, match="handle"):
+        loop.call(fail)
+    loop.call(partial(memory.take_handles, [torch.device("cpu")]))
+    loop.close()
+    with pytest.raises(Draining):
+        loop.call(lambda: None)

@@ -1,0 +1,474 @@
+"""The exact estimate against the real thing: the same model loaded, the same cache made, the same steps taken."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from router.config.presets import Preset
+from router.memory import checkpoint
+from router.memory.activations import compute_bytes
+from router.memory.estimate import beside_steps
+from router.memory.weights import weight_bytes
+from tests import tiny
+from worker.engines.transformers import load_encoder, request_limits
+from worker.engines.transformers.attention import cpu_linear
+from worker.engines.transformers.load import architectures, loader, model_class, sentence_transformers_config
+from worker.engines.transformers.run.cuda_graphs import shapes
+from worker.engines.transformers.sample import sampler
+from worker.errors import StartError
+from worker.estimate import estimate, quantized, tensor_parallel
+from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
+from worker.interface import Text
+from worker.protocol.argv import Estimate
+from worker.protocol.events import Estimated
+from worker.protocol.exits import Exit
+from worker.protocol.memory import (
+    ATTENTION_TILE_BYTES,
+    DEVICE_PROCESS_BYTES,
+    DEVICE_PROCESS_HOST_BYTES,
+    GRAPH_BYTES,
+    HEAP_FACTOR,
+    STAGING_BYTES,
+)
+
+pytestmark = pytest.mark.slow
+
+MEDIUM = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": 4000,
+    "initializer_range": 0.02,
+}
+"""About 30 MB in float32."""
+CPU = estimate.CPU
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def options(snapshot: Path, **settings: Any) -> Estimate:
+    return Estimate(snapshot=str(snapshot), **settings)
+
+
+def really(chosen: Estimate) -> tuple[int, int, int]:
+    """Bytes of weights, of context, and the most that were alive at once in the largest steps, of a model in memory."""
+    config = loader.load_config(chosen)
+    scores = loader.is_cross_encoder(chosen, config)
+    embeds = scores or loader.is_embedder(chosen, config)
+    loaded = loader.load_model(chosen, config, None, lambda progress: None)
+    ctx_size = request_limits.context_size(chosen, architectures.positions(config))
+    weights = estimate.tensor_bytes(loaded.model)
+    if embeds:
+        folder = Path(chosen.snapshot)
+        found = None if scores else sentence_transformers_config.read(folder)
+        encoder, _ = load_encoder.make(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
+        whole = peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
+        steps = estimate.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
+        return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
+    runner, capacity = estimate.make_runner(loaded.model, config, chosen, ctx_size)
+    return weights, runner.bytes, largest(estimate.generation_steps(runner, capacity, chosen, ctx_size))
+
+
+def largest(steps: Iterator[Step] | Sequence[Step]) -> int:
+    return max(peak_bytes(step) for step in steps)
+
+
+def traced(said: Estimated) -> float:
+    """Live bytes of the largest step, as they were before what an allocator keeps was added."""
+    return (said.compute[0] - ATTENTION_TILE_BYTES) / HEAP_FACTOR
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", MEDIUM),
+        ("llama", {**MEDIUM, "dtype": "bfloat16"}),
+        ("mistral", {}),  # a sliding window
+        ("smollm3", {"tie_word_embeddings": False}),  # layers of two kinds
+        ("llama-embed", {}),
+        ("gemma2", {}),  # the aligned cache, in layers with windows and without
+        ("deepseek_v3", {}),  # a compressed row for all heads; experts
+        ("mamba", {}),  # states
+        ("qwen3_next", {}),  # states in some layers, keys in others
+        ("t5", {}),  # an encoder
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)}-{value.get('dtype', '')}",
+)
+def test_weights_and_context_are_exact_and_compute_is_close(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    ctx_size = 0 if family != "mamba" else 256  # it states no longest sequence
+    chosen = options(tiny.make(family, tmp_path / "m", **settings), prefill_chunk=256, parallel=3, ctx_size=ctx_size)
+    said = estimate.estimate(chosen)
+    weights, context, compute = really(chosen)
+    assert said.weights == [weights]
+    assert said.context == [context]
+    # Above: fake tensors have no numbers, so a mask that turns out to hide nothing is counted; never below.
+    assert compute <= traced(said) <= compute * 1.08
+
+
+@pytest.mark.parametrize(("family", "kept_as"), [("llama", "int8"), ("gemma2", "int4"), ("t5", "int8")])
+def test_a_cache_in_other_numbers_is_exact_with_what_is_unpacked_of_it(
+    tmp_path: Path, family: str, kept_as: str
+) -> None:
+    """Small models with long contexts: what is unpacked is much of what a step takes."""
+    sizes = {"n_positions": 800} if family == "t5" else {"max_position_embeddings": 800}
+    snapshot = tiny.make(family, tmp_path / "m", **sizes)
+    chosen = options(snapshot, prefill_chunk=32, parallel=6, ctx_size=800, kv_cache_dtype=kept_as)
+    config = loader.load_config(chosen)
+    found = estimate.trace(chosen, config)
+    _, context, compute = really(chosen)
+    assert found.context == context
+    assert compute <= found.compute <= compute * 1.08
+    assert context < estimate.trace(dataclasses.replace(chosen, kv_cache_dtype="auto"), config).context
+    preset = Preset(id="m", ctx_size=800, parallel=6, prefill_chunk=32, kv_cache_dtype=kept_as)
+    assert found.compute <= compute_bytes(checkpoint.read(snapshot), preset, 800, on_host=True)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_static_bound_is_never_below_the_trace(tmp_path: Path, family: str) -> None:
+    """A long chunk, many rows and a full context in turn: each lets another part of a step decide."""
+    snapshot = tiny.make(family, tmp_path / "m")
+    facts = checkpoint.read(snapshot)
+    for device, ctx_size, parallel, chunk in (("cpu", 256, 3, 256), ("cpu", 128, 40, 64), ("cuda:0", 256, 4, 64)):
+        chosen = options(snapshot, devices=(device,), ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
+        found = estimate.trace(chosen, loader.load_config(chosen))
+        preset = Preset(id="m", ctx_size=ctx_size, parallel=parallel, prefill_chunk=chunk)
+        bound = compute_bytes(facts, preset, ctx_size, on_host=device == "cpu")
+        assert found.compute + found.on_device <= bound
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "deepseek_v3", "mamba", "qwen3_next", "t5", "bert-embed"])
+def test_the_static_bound_is_not_below_the_trace_of_a_wider_model_either(tmp_path: Path, family: str) -> None:
+    """Wide enough that its layers decide, not what is added to each bound."""
+    names = {"hidden_size": 512, "n_embd": 512, "d_model": 512}
+    config = json.loads((tiny.make(family, tmp_path / "narrow") / "config.json").read_text())
+    wide = {name: value for name, value in names.items() if name in config}
+    snapshot = tiny.make(family, tmp_path / "m", **wide)
+    chosen = options(snapshot, ctx_size=256, parallel=3, prefill_chunk=256)
+    found = estimate.trace(chosen, loader.load_config(chosen))
+    preset = Preset(id="m", ctx_size=256, parallel=3, prefill_chunk=256)
+    assert found.compute <= compute_bytes(checkpoint.read(snapshot), preset, 256, on_host=True)
+
+
+@pytest.mark.parametrize(("asked", "bytes_each"), [("bfloat16", 2), ("auto", 4)])
+def test_the_type_in_memory_decides_not_the_type_on_disk(tmp_path: Path, asked: str, bytes_each: int) -> None:
+    """float16 becomes float32 on the CPU, if nobody says otherwise."""
+    chosen = options(tiny.make("llama", tmp_path / "half", dtype="float16"), dtype=asked)
+    said = estimate.estimate(chosen)
+    weights, context, _ = really(chosen)
+    assert (said.weights, said.context) == ([weights], [context])
+    assert context == 2 * 2 * 2 * 16 * 256 * 4 * bytes_each  # keys and values, layers, heads, elements, tokens, rows
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    stored = estimate.estimate(options(snapshot))
+    (snapshot / "model.safetensors").unlink()
+    assert estimate.estimate(options(snapshot, load_format="dummy")).weights == stored.weights
+    with pytest.raises(StartError):
+        estimate.estimate(options(snapshot))
+
+
+def test_what_is_stored_and_not_used_takes_room_only_while_it_is_loaded(tmp_path: Path) -> None:
+    snapshot = tiny.make("bert-embed", tmp_path / "m")  # with a pooler, which embedding does without
+    weights, _, compute = really(options(snapshot))
+    said = estimate.estimate(options(snapshot))
+    assert said.weights == [weights]
+    assert compute <= traced(said) <= compute * 1.08
+    config = loader.load_config(options(snapshot))
+    stored = sum(tensor.nbytes for tensor in safetensors.torch.load_file(snapshot / "model.safetensors").values())
+    assert estimate.trace(options(snapshot), config).loading == stored - weights > 0
+    assert estimate.trace(options(snapshot, dtype="bfloat16"), config).loading == 0, "converted ones are never mapped"
+    converted = options(snapshot, dtype="bfloat16")
+    assert estimate.estimate(converted).weights == [really(converted)[0]]
+
+
+def test_layers_behind_the_model_count_as_they_are_computed(tmp_path: Path) -> None:
+    snapshot = tiny.make("bert-embed", tmp_path / "m", dtype="bfloat16")
+    bare = estimate.estimate(options(snapshot))
+    modules = json.loads((snapshot / "modules.json").read_text())
+    modules.insert(2, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (snapshot / "modules.json").write_text(json.dumps(modules))
+    (snapshot / "2_Dense").mkdir()
+    (snapshot / "2_Dense" / "config.json").write_text(json.dumps({"in_features": 64, "out_features": 500}))
+    tensors = {"linear.weight": torch.zeros(500, 64), "linear.bias": torch.zeros(500)}
+    safetensors.torch.save_file(tensors, snapshot / "2_Dense" / "model.safetensors")
+    said = estimate.estimate(options(snapshot))
+    assert said.weights[0] - bare.weights[0] == 65 * 500 * 4, "float32, whatever the model computes in"
+    weights, _, compute = really(options(snapshot))
+    assert weights == said.weights[0]
+    assert compute <= traced(said) <= compute * 1.08
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert-embed"])
+def test_what_bitsandbytes_would_pack_is_the_same_by_headers_and_by_transformers_own_rules(
+    tmp_path: Path, family: str
+) -> None:
+    snapshot = tiny.make(family, tmp_path / "m")
+    facts = checkpoint.read(snapshot)
+    for method, bits in (("bnb-8bit", 8), ("bnb-4bit", 4)):
+        chosen = options(snapshot, quantization=method)
+        config = loader.load_config(chosen)
+        cls = model_class.model_class(chosen, config, loader.is_embedder(chosen, config))
+        with FakeTensorMode():
+            model = estimate.build(cls, config, torch.float32, embeds=family == "bert-embed")
+            saved = quantized.saved_by_bitsandbytes(model, torch.float32, bits=bits)
+        plain, small = (
+            weight_bytes(facts, Preset(id="m", quantization=each), on_host=False) for each in ("auto", method)
+        )
+        assert plain - small == saved > 0
+    traced = estimate.trace(options(snapshot), loader.load_config(options(snapshot)))
+    asked = options(snapshot, quantization="bnb-4bit")
+    assert estimate.trace(asked, loader.load_config(asked)).weights == traced.weights - saved
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+def test_a_packed_checkpoint_is_counted_alike_by_headers_and_by_the_worker(
+    tmp_path: Path, method: str, device: str
+) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m", dtype="bfloat16")
+    stored = safetensors.torch.load_file(snapshot / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj"
+    rows, columns = stored.pop(f"{layer}.weight").shape
+    if method == "gptq":
+        stored[f"{layer}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+        stored[f"{layer}.scales"] = torch.zeros(1, rows, dtype=torch.float16)
+        stored[f"{layer}.qzeros"] = torch.zeros(1, rows // 8, dtype=torch.int32)
+    else:
+        stored[f"{layer}.weight"] = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+        stored[f"{layer}.weight_scale_inv"] = torch.zeros(1, 1)
+    safetensors.torch.save_file(stored, snapshot / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((snapshot / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": columns}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    chosen = options(snapshot, devices=(device,))
+    by_worker = quantized.stored_bytes(chosen, loader.load_config(chosen), torch.bfloat16)
+    by_headers = weight_bytes(checkpoint.read(snapshot), Preset(id="m"), on_host=device == "cpu")
+    assert by_worker == by_headers
+
+
+def test_a_cross_encoder_is_estimated_with_its_head(tmp_path: Path) -> None:
+    snapshot = tiny.make("bert-embed", tmp_path / "m")
+    config = transformers.BertConfig.from_pretrained(snapshot, num_labels=1, pad_token_id=0)
+    transformers.BertForSequenceClassification(config).save_pretrained(snapshot)
+    (snapshot / "modules.json").unlink()
+    weights, _, compute = really(options(snapshot))
+    said = estimate.estimate(options(snapshot))
+    assert weights <= said.weights[0] <= weights + 8192
+    assert compute <= traced(said) <= compute * 1.08
+
+
+def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
+    chosen = options(tiny.make("qwen3", tmp_path / "m"))
+    assert estimate.estimate(chosen).weights == [really(chosen)[0]]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt2", "gemma2", "deepseek_v3", "t5"])
+def test_a_step_takes_the_same_in_a_model_of_any_depth(tmp_path: Path, family: str) -> None:
+    chosen = options(tiny.make(family, tmp_path / "m"), prefill_chunk=64)
+    config = loader.load_config(chosen)
+    peaks = []
+    for is_short in (False, True):
+        with FakeTensorMode():
+            model = estimate.build(model_class.model_class(chosen, config, False), config, torch.float32, embeds=False)
+            runner, capacity = estimate.make_runner(model, config, chosen, 128)
+            if is_short:
+                estimate.shorten(model)
+            peaks.append(largest(estimate.generation_steps(runner, capacity, chosen, 128)))
+    assert peaks[0] == peaks[1]
+
+
+def test_longer_contexts_more_rows_and_longer_chunks_cost_what_they_should(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    base = options(snapshot, ctx_size=128, parallel=2, prefill_chunk=64)
+    said = estimate.estimate(base)
+    larger = estimate.estimate(dataclasses.replace(base, ctx_size=256, parallel=4, prefill_chunk=128))
+    assert larger.context == [4 * said.context[0]]
+    assert larger.compute[0] > said.compute[0]
+    assert estimate.estimate(dataclasses.replace(base, attention="eager")).compute[0] > said.compute[0]
+
+
+def test_an_accelerator_is_estimated_without_one(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    host, device = (estimate.estimate(options(snapshot, devices=(name,))) for name in ("cpu", "cuda:0"))
+    assert (device.weights, device.context) == (host.weights, host.context)
+    assert device.runtime == [DEVICE_PROCESS_BYTES + beside_steps(device.compute[0])]
+    assert device.host > 0 == host.host
+
+
+def test_of_a_process_on_accelerators_it_counts_with_what_another_one_has_measured(tmp_path: Path) -> None:
+    """This process has no such libraries, and may have been forked: what it takes itself says nothing of them."""
+    snapshot = tiny.make("llama", tmp_path / "m", num_hidden_layers=2)
+    one = options(snapshot, devices=("cuda:0",), ctx_size=64, host_overhead=700 * MIB)
+    several = dataclasses.replace(one, devices=("cuda:0", "cuda:1"))
+    said = {
+        1: (estimate.estimate(one), estimate.estimate(dataclasses.replace(several, layers=("1", "1")))),
+        2: (tensor_parallel.divided_estimate(dataclasses.replace(several, tensor_parallel=2)),),
+    }
+    for ranks, found in ((ranks, found) for ranks, each in said.items() for found in each):
+        own = found.host - ranks * (700 * MIB + STAGING_BYTES)
+        assert 0 < own <= 96 * MIB, "its tokenizer, and what grammars need"
+        assert found.inherited == 0
+    assert estimate.host_overhead(options(snapshot)) == DEVICE_PROCESS_HOST_BYTES
+
+
+def test_what_is_packed_or_converted_on_the_way_to_an_accelerator_passes_through_main_memory(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+
+    def staged(**changes: str) -> int:
+        chosen = options(snapshot, devices=("cuda:0",), ctx_size=64, **changes)
+        return estimate.trace(chosen, loader.load_config(chosen)).staged
+
+    elements = sum(count for _, count in estimate.stored_tensors(options(snapshot)))
+    assert staged() == 0
+    assert 0 <= staged(load_format="dummy") - 4 * elements < 1000, "drawn there"
+    assert 0 <= staged(dtype="bfloat16") - 2 * elements < 1000, "with the buffers that a model makes itself"
+    assert staged(quantization="bnb-8bit") == 4 * elements, "all of it, until the last is packed"
+
+
+def test_recorded_steps_are_part_of_the_estimate_unless_they_are_turned_off(tmp_path: Path) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+
+    def compute(*, enforce_eager: bool) -> int:
+        asked = options(snapshot, devices=("cuda:0",), ctx_size=256, parallel=4, enforce_eager=enforce_eager)
+        return estimate.estimate(asked).compute[0]
+
+    gathered = 4 * 256 * 2 * 2 * 16 * 4  # of 4 rows the whole context: keys and values of 2 heads of 16 in float32
+    more = compute(enforce_eager=False) - compute(enforce_eager=True) - len(shapes(4, 256, 1)) * GRAPH_BYTES
+    assert gathered < more < 4 * gathered
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "exit", "words"),
+    [
+        ({"model_type": "bert"}, {}, Exit.UNUSABLE, "is an encoder"),
+        ({"model_type": "nobody-knows"}, {}, Exit.UNUSABLE, "unknown to transformers"),
+        (None, {"devices": ("cuda:0", "cuda:1")}, Exit.USAGE, "2 devices"),
+        (None, {"dtype": "int4"}, Exit.USAGE, "none of auto, float32"),
+        ({"quantization_config": {"quant_method": "torchao"}}, {}, Exit.UNUSABLE, "'torchao', which this version"),
+        ({"quantization_config": {"bits": 3}}, {}, Exit.UNUSABLE, "'unknown', which this version cannot load"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"quantization": "awq"}, Exit.UNUSABLE, "gptq"),
+        (
+            {"quantization_config": {"quant_method": "awq", "group_size": -1}},
+            {},
+            Exit.UNUSABLE,
+            "groups of 32, 64, 128",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, config: dict[str, Any] | None, settings: dict[str, Any], exit: Exit, words: str
+) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m")
+    override = "" if config is None else json.dumps({**config, "architectures": ["XForCausalLM"]})
+    with pytest.raises(StartError, match=words) as caught:
+        estimate.estimate(options(snapshot, config_override=override, **settings))
+    assert caught.value.exit == exit
+
+
+def test_a_storage_counts_once_and_only_while_it_lives() -> None:
+    live = LiveBytes()
+    with live, torch.inference_mode():
+        kept = torch.empty(100, dtype=torch.uint8)
+        view = kept[:50].view(5, 10)
+        assert live.now == 100
+        gone = torch.empty(1000, dtype=torch.uint8)
+        assert live.now == 1100
+        del gone
+        assert live.now == 100
+        kept.add_(1)
+        assert torch.nn.functional.linear(view.float(), torch.ones(3, 10)).shape == (5, 3)
+    assert live.peak == 1100
+
+
+def allocated(step: Step) -> int:
+    """The most that torch's allocator held at once meanwhile, by its own word."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as recorded:
+        step()
+    profiler: Any = recorded.profiler
+    events = profiler.kineto_results.events()
+    blocks = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(int(size) for _, size in blocks))
+
+
+def test_copies_that_operators_make_for_themselves_count_as_the_allocator_counts_them() -> None:
+    wide, half = torch.randn(50, 1000), torch.randn(50, 1000).bfloat16()
+    mask = wide > 0
+    steps: dict[str, Step] = {
+        "sum": lambda: mask.sum(-1),
+        "cumsum": lambda: mask.cumsum(-1),
+        "wider sum": lambda: half.sum(-1, dtype=torch.float32),
+        "plain sum": lambda: wide.sum(-1),
+        "product in place": lambda: wide.mul_(mask),
+        "comparison": lambda: half >= wide,
+        "choice": lambda: torch.where(mask, wide, half),
+        "number": lambda: half * 2.0,
+    }
+    expected = {name: allocated(step) for name, step in steps.items()}
+    assert {name: peak_bytes(step) for name, step in steps.items()} == pytest.approx(expected, rel=0.01)
+    assert expected["sum"] >= 8 * mask.numel() > 4 * expected["plain sum"]
+
+
+def test_a_draw_that_costs_the_most_is_traced_as_the_allocator_sees_it() -> None:
+    rows, vocab = 20, 8000
+    picks = [sampler.Pick(sampler.COSTLIEST, uniform=0.5)] * rows
+    logits = torch.randn(rows, vocab)
+    expected = allocated(lambda: sampler.sample(logits, picks))
+    with FakeTensorMode():
+        fake = torch.empty(rows, vocab)
+        traced = peak_bytes(lambda: sampler.sample(fake, picks))
+    assert expected <= traced <= 1.01 * expected
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_reordering_takes_room_for_the_largest_matrix_that_nobody_shares(tmp_path: Path, is_tied: bool) -> None:
+    snapshot = tiny.make("llama", tmp_path / "m", vocab_size=16000, tie_word_embeddings=is_tied)
+    chosen = options(snapshot, parallel=1)
+    with FakeTensorMode():
+        model = estimate.build(transformers.LlamaForCausalLM, loader.load_config(chosen), torch.float32, embeds=False)
+        _, reordering = cpu_linear.extra_bytes(model)
+    assert reordering == (0 if is_tied else 16000 * 64 * 4), "the others are small enough to be left alone"
+    compute = compute_bytes(checkpoint.read(snapshot), Preset(id="m", parallel=1, ctx_size=16), 16, on_host=True)
+    eager = Preset(id="m", parallel=1, ctx_size=16, enforce_eager=True)
+    assert (compute > compute_bytes(checkpoint.read(snapshot), eager, 16, on_host=True)) != is_tied
+
+
+def test_no_length_of_a_chunk_takes_more_than_was_traced(tmp_path: Path) -> None:
+    """Most lengths have to be padded by the linear layers, or are computed in parts (linears.py)."""
+    sizes = {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 512, "vocab_size": 500}
+    chosen = options(tiny.make("gpt_bigcode", tmp_path / "m", **sizes), prefill_chunk=128, parallel=2)
+    config = loader.load_config(chosen)
+    plain = estimate.trace(dataclasses.replace(chosen, enforce_eager=True), config).compute
+    said = estimate.trace(chosen, config).compute
+    loaded = loader.load_model(chosen, config, None, lambda progress: None)
+    runner, capacity = estimate.make_runner(loaded.model, config, chosen, 512)
+    layers = cpu_linear.Linears(loaded.model, let_go=loaded.let_go)
+    peaks = []
+    for _ in range(2):
+        for length in (65, 95, 96, 97, 111, 112, 126, 127, 128):
+            chunk = estimate._segment(capacity, 1, 512 - length, length)
+            batch = (*estimate._decodes(capacity, 1, ctx_size=512), chunk)
+            peaks.append(peak_bytes(partial(estimate._generate, runner, batch)))
+        layers.pretend()
+    assert plain < max(peaks) <= said <= max(peaks) * 1.01

@@ -1,0 +1,230 @@
+"""Promises of converted snapshots: they say what the original says, load as they lie, and are whole or not there."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from tests.worker.loaded import load, options, say, serving
+from worker.engines.transformers.load import loader
+from worker.errors import StartError
+from worker.fetch import convert as conversion
+from worker.fetch.convert import PROBES, Sink, check_room
+from worker.protocol.argv import Convert
+from worker.protocol.events import Converted, Event
+from worker.protocol.exits import Exit
+from worker.protocol.snapshot_files import INDEX, MANIFEST, Manifest, decode_manifest
+
+torch.set_num_threads(1)
+PROMPT = (9, 41, 70, 77, 80)
+STACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "jamba", "olmoe", "phimoe")
+"""Families whose checkpoints have experts one by one."""
+AS_THEY_LIE = ("llama", "gpt2", "gpt_oss", "dbrx", "llama4_text", "bert-embed")
+
+
+def convert(snapshot: Path, target: Path) -> Converted:
+    return conversion.convert(Convert(snapshot=str(snapshot), target=str(target)), lambda event: None)
+
+
+def manifest(target: Path) -> Manifest:
+    return decode_manifest((target / MANIFEST).read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", STACKED)
+async def test_a_converted_snapshot_says_what_the_original_says(family: str, tmp_path: Path) -> None:
+    stored = "bfloat16" if STACKED.index(family) % 2 else "float32"
+    snapshot, target = tiny.make(family, tmp_path / "original", dtype=stored), tmp_path / "converted"
+    converted = convert(snapshot, target)
+    assert converted.weights == sum(each.nbytes for each in load_file(target / "model.safetensors").values())
+    found = []
+    for folder in (snapshot, target):
+        async with serving(load(folder, ctx_size=64, parallel=1)) as engine:
+            found.append((await say(engine, PROMPT, max_tokens=24)).tokens)
+    assert found[0] == found[1]
+    config = loader.load_config(options(snapshot))
+    models = [loader.load_model(options(folder), config, None, lambda _: None).model for folder in (snapshot, target)]
+    original, ours = (model.state_dict() for model in models)
+    assert original.keys() == ours.keys()
+    assert all(
+        torch.equal(tensor, ours[name]) and tensor.dtype == ours[name].dtype for name, tensor in original.items()
+    )
+
+
+def test_the_weights_of_a_converted_snapshot_are_the_mapped_file_itself(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
+    assert loader.build(options(snapshot), loader.load_config(options(snapshot)), None) is None, (
+        "it had to be converted"
+    )
+    convert(snapshot, target)
+    built = loader.build(options(target), loader.load_config(options(target)), None)
+    assert built is not None
+    [file] = built.files
+    begin = file.bytes.data_ptr()
+    assert all(begin <= each.data_ptr() < begin + file.size for each in built.model.parameters())
+
+
+@pytest.mark.parametrize("family", AS_THEY_LIE)
+def test_what_loads_as_it_lies_is_not_copied(family: str, tmp_path: Path) -> None:
+    snapshot, target = tiny.make(family, tmp_path / "original"), tmp_path / "converted"
+    assert convert(snapshot, target) == Converted(weights=0, tokenizer=False)
+    assert [path.name for path in target.iterdir()] == [MANIFEST]
+    assert manifest(target) == Manifest(source=str(snapshot), files={})
+
+
+def test_all_but_the_weights_is_linked_and_nothing_of_the_snapshot_is_touched(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in snapshot.iterdir()}
+    snapshot.chmod(0o555)
+    convert(snapshot, target)
+    snapshot.chmod(0o755)
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in snapshot.iterdir()} == before
+    made = {path.name for path in target.iterdir() if not path.is_symlink()}
+    assert made == {"model.safetensors", MANIFEST}
+    assert (target / "config.json").resolve() == (snapshot / "config.json").resolve()
+    facts = (target / "model.safetensors").stat()
+    assert manifest(target).files == {"model.safetensors": [facts.st_size, facts.st_mtime_ns]}
+
+
+def test_shards_become_one_file(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("qwen3_moe", tmp_path / "original"), tmp_path / "converted"
+    tensors = load_file(snapshot / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, snapshot / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (snapshot / INDEX).write_text(json.dumps(index))
+    (snapshot / "model.safetensors").unlink()
+    convert(snapshot, target)
+    assert sorted(path.name for path in target.glob("*.safetensors*")) == ["model.safetensors"]
+    assert loader.build(options(target), loader.load_config(options(target)), None) is not None
+
+
+def test_types_that_a_conversion_would_narrow_are_left_to_loads(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original", dtype="bfloat16"), tmp_path / "converted"
+    tensors = load_file(snapshot / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("block_sparse_moe.gate.weight"))
+    save_file(tensors | {name: tensors[name].float()}, snapshot / "model.safetensors")
+    with pytest.raises(StartError, match=r"float32 converted to torch\.bfloat16; it is left to loads"):
+        convert(snapshot, target)
+    assert list(tmp_path.iterdir()) == [snapshot]
+
+
+def test_what_was_begun_by_somebody_who_was_killed_is_made_anew(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
+    part = tmp_path / "converted.part"
+    (part / "trial").mkdir(parents=True)
+    (part / "model.safetensors").write_bytes(b"half of it")
+    (part / "tokenizer.json").symlink_to("/nowhere")
+    convert(snapshot, target)
+    assert not part.exists()
+    assert not (target / "trial").exists()
+    assert loader.build(options(target), loader.load_config(options(target)), None) is not None
+
+
+def test_two_processes_do_not_convert_the_same_at_once(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
+    part = tmp_path / "converted.part"
+    part.mkdir()
+    other = os.open(part, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(StartError, match="is being made by another process"):
+        convert(snapshot, target)
+    os.close(other)
+    assert part.exists(), "it is the other's"
+
+
+def test_what_is_there_already_is_not_made_again(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
+    convert(snapshot, target)
+    before = (target / "model.safetensors").stat().st_ino
+    assert convert(snapshot, target).weights == 0
+    assert (target / "model.safetensors").stat().st_ino == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "original"]
+
+
+def test_whatever_breaks_it_off_leaves_nothing(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("mixtral", tmp_path / "original"), tmp_path / "converted"
+
+    def fail(event: Event) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        conversion.convert(Convert(snapshot=str(snapshot), target=str(target)), fail)
+    assert list(tmp_path.iterdir()) == [snapshot]
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written() -> None:
+    check_room(Path("/disk"), free=(2 << 30) + 1, size=1 << 30)
+    with pytest.raises(
+        StartError, match="/disk has 2048 MiB free; weights in the model's own layout take 1025"
+    ) as full:
+        check_room(Path("/disk"), free=2 << 30, size=(1 << 30) + (1 << 20))
+    assert full.value.exit == Exit.DISK_FULL
+
+
+def test_a_damaged_snapshot_is_refused_as_loads_refuse_it(tmp_path: Path) -> None:
+    snapshot = tiny.make("mixtral", tmp_path / "original")
+    os.truncate(snapshot / "model.safetensors", 100_000)
+    with pytest.raises(StartError) as refused:
+        convert(snapshot, tmp_path / "converted")
+    assert refused.value.exit == Exit.DAMAGED
+    assert list(tmp_path.iterdir()) == [snapshot]
+
+
+def test_a_sink_writes_what_safetensors_reads(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.int64), "c": torch.randn(2, 2).bfloat16().t()}
+    tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5)}
+    with Sink(path, len(tensors), lambda done: None) as sink:
+        for name, tensor in tensors.items():
+            sink.take_named(name, tensor)
+        assert sink.finish() == sum(tensor.nbytes for tensor in tensors.values())
+    found = load_file(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert found.keys() == tensors.keys()
+
+
+# The tokenizer
+
+
+def spelled_out(snapshot: Path) -> None:
+    """Store the tokenizer of a snapshot as GPT-2's was: a vocabulary and merges, and no fast form."""
+    fast = json.loads((snapshot / "tokenizer.json").read_text())
+    (snapshot / "vocab.json").write_text(json.dumps(fast["model"]["vocab"]))
+    lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in fast["model"]["merges"]]
+    (snapshot / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
+    (snapshot / "tokenizer.json").unlink()
+    config = json.loads((snapshot / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_tokenizer_without_its_fast_form_gets_it_and_says_the_same(tmp_path: Path) -> None:
+    snapshot, target = tiny.make("gpt2", tmp_path / "original"), tmp_path / "converted"
+    spelled_out(snapshot)
+    assert convert(snapshot, target) == Converted(weights=0, tokenizer=True)
+    assert (target / "model.safetensors").resolve() == (snapshot / "model.safetensors").resolve(), "weights are linked"
+    usual, ours = (loader.load_tokenizer(options(folder)) for folder in (snapshot, target))
+    for text in (*PROBES, *tiny.CORPUS, "<s>[INST] hi</s>"):
+        assert usual.encode(text) == ours.encode(text), text
+    assert usual.chat_template == ours.chat_template
+    assert list(manifest(target).files) == ["tokenizer.json"]
+
+
+def test_a_fast_form_that_says_something_else_is_not_used(tmp_path: Path) -> None:
+    """A tokenizer's own settings may change what is read from tokenizer.json: here, whether a space comes first."""
+    snapshot = tiny.make("gpt2", tmp_path / "original")
+    usual = loader.load_tokenizer(options(snapshot))
+    other = shutil.copytree(snapshot, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(re.sub(r'"add_prefix_space": *false', '"add_prefix_space": true', text))
+    assert conversion.difference(usual, usual) == ""
+    assert conversion.difference(usual, loader.load_tokenizer(options(other))).startswith("the tokens of")

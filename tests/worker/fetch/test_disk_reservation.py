@@ -1,0 +1,118 @@
+"""Promises of `worker.fetch.disk_reservation`: what downloads in flight still await is nobody else's, and the dead claim nothing."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from worker.fetch.disk_reservation import PARTIAL, claimed
+
+ALIVE = """
+import sys
+from pathlib import Path
+from worker.fetch.disk_reservation import claimed
+with claimed(Path(sys.argv[1]), {Path(sys.argv[2]): 100}, lambda need, awaited: None):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def told(folder: Path, coming: Mapping[Path, int]) -> tuple[int, int]:
+    """What a download of `coming` would hear: bytes that it needs, and bytes that others await."""
+    heard = []
+    with claimed(folder, coming, lambda need, awaited: heard.append((need, awaited))):
+        return heard[0]
+
+
+def test_what_another_download_still_awaits_is_counted_until_it_is_there(tmp_path: Path) -> None:
+    room, mine, other = tmp_path / "room", tmp_path / "mine", tmp_path / "other"
+    with claimed(room, {other: 100}, lambda need, awaited: None):
+        assert told(room, {mine: 30}) == (30, 100)
+        other.with_name(other.name + PARTIAL).write_bytes(bytes(60))
+        assert told(room, {mine: 30}) == (30, 40)
+        other.write_bytes(bytes(90))
+        assert told(room, {mine: 30}) == (30, 40), "a file of the wrong size will be fetched anew"
+        other.with_name(other.name + PARTIAL).unlink()
+        other.write_bytes(bytes(100))
+        assert told(room, {mine: 30}) == (30, 0)
+    assert told(room, {mine: 30}) == (30, 0)
+    assert list(room.iterdir()) == [], "nothing is left of claims"
+
+
+def test_what_is_there_of_a_file_is_not_needed_again(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.with_name(mine.name + PARTIAL).write_bytes(bytes(12))
+    assert told(tmp_path / "room", {mine: 30}) == (18, 0)
+
+
+def test_two_who_fetch_the_same_file_need_its_room_once(tmp_path: Path) -> None:
+    room, both, one = tmp_path / "room", tmp_path / "both", tmp_path / "one"
+    with claimed(room, {both: 100, one: 10}, lambda need, awaited: None):
+        assert told(room, {both: 100}) == (100, 10)
+
+
+def test_who_was_refused_claims_nothing(tmp_path: Path) -> None:
+    def refuse(need: int, awaited: int) -> None:
+        raise ValueError(need)
+
+    room = tmp_path / "room"
+    with pytest.raises(ValueError, match="50"), claimed(room, {tmp_path / "large": 50}, refuse):
+        raise AssertionError
+    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+
+
+def test_a_download_that_was_killed_claims_nothing(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    other = subprocess.Popen(
+        [sys.executable, "-c", ALIVE, str(room), str(tmp_path / "other")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert other.stdin is not None
+    assert other.stdout is not None
+    with other.stdin, other.stdout:
+        assert other.stdout.readline() == "claimed\n"
+        assert told(room, {tmp_path / "mine": 30}) == (30, 100)
+        other.kill()
+        other.wait(30)
+    assert len(list(room.rglob("claim-*"))) == 1, "its claim is still there"
+    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+    assert list(room.iterdir()) == [], "nothing is left of claims"
+
+
+def test_who_may_not_write_claims_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folder in a cache that both share."""
+
+    def refuse(*given: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    room = tmp_path / "room"
+    room.mkdir()
+    monkeypatch.setattr(Path, "mkdir", lambda self, **options: None if self == room else refuse())
+    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+
+
+def test_a_folder_of_claims_that_somebody_deletes_ends_no_download(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    with claimed(room, {tmp_path / "mine": 30}, lambda need, awaited: None):
+        shutil.rmtree(room / ".locks")
+    assert told(room, {tmp_path / "mine": 30}) == (30, 0)
+
+
+def test_whoever_is_stopped_in_the_middle_of_his_claim_holds_up_nobody_for_long(tmp_path: Path) -> None:
+    room, heard = tmp_path / "room", list[tuple[int, int]]()
+    with claimed(room, {tmp_path / "other": 100}, lambda need, awaited: None):
+        turn = os.open(room, os.O_RDONLY)
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            coming = {tmp_path / "mine": 30}
+            with claimed(room, coming, lambda *told: heard.append(told), turn_timeout=0.05):
+                assert heard == [(30, 100)], "what was claimed before is known all the same"
+                assert len(list(room.rglob("claim-*"))) == 2
+        finally:
+            os.close(turn)
+    assert list(room.iterdir()) == [], "nothing is left of claims"

@@ -1,0 +1,183 @@
+"""What of a repository is fetched, and how a file is known to be whole; the conversation itself is in
+tests/processes/test_worker_program_download.py."""
+
+import io
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.errors import StartError
+from worker.fetch.download import download, wanted
+from worker.fetch.hub_cache import RemoteFile, RepoCache, safetensors_fault
+from worker.fetch.transfer import READ_BYTES, Content
+from worker.protocol.argv import Download
+from worker.protocol.exits import Exit
+
+HASH = "0" * 40
+NEEDED = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "modules.json",
+    "additional_chat_templates/rag.jinja", "sentence_bert_config.json", "config_sentence_transformers.json",
+    "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modeling_mine.py", "qwen.tiktoken",
+}  # fmt: skip
+UNNEEDED = {
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "model.fp16.safetensors", "consolidated.safetensors",
+    "original/model.safetensors", "onnx/model.onnx", "onnx/config.json", "README.md", "tf_model.h5", ".gitattributes",
+    "2_Dense/pytorch_model.bin", "training_args.bin", "model-q4.gguf", "flax_model.msgpack", "../config.json",
+    "/etc/passwd.json", "runs/events.json",
+}  # fmt: skip
+
+
+def listed(*paths: str) -> dict[str, RemoteFile]:
+    return {path: RemoteFile(path, 1, HASH) for path in paths}
+
+
+def safetensors(tensors: dict[str, int], data: int) -> bytes:
+    """A file whose header gives each tensor so many bytes, followed by `data` bytes."""
+    entries, end = {}, 0
+    for name, size in tensors.items():
+        entries[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps({**entries, "__metadata__": {"format": "pt"}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(data)
+
+
+def fault_of(content: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(content)
+        file.flush()
+        return safetensors_fault(Path(file.name))
+
+
+def test_only_what_serving_needs_is_fetched() -> None:
+    small, has_index = wanted("o/n", listed(*NEEDED, *UNNEEDED, "model.safetensors"))
+    assert {file.path for file in small} == NEEDED
+    assert not has_index
+
+
+def test_a_single_file_is_preferred_to_shards_as_transformers_does() -> None:
+    index = "model.safetensors.index.json"
+    assert wanted("o/n", listed("config.json", index)) == (list(listed("config.json", index).values()), True)
+    small, has_index = wanted("o/n", listed("config.json", "model.safetensors", index))
+    assert [file.path for file in small] == ["config.json"]
+    assert not has_index
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["README.md"], "o/n has no config.json"),
+        (["m.gguf"], "o/n has no config.json; it is a GGUF repository: choose the model's original one, with"),
+        (["config.json", "pytorch_model.bin"], "o/n has no model.safetensors, only pytorch_model.bin, and pickled"),
+        (["config.json"], "o/n has no model.safetensors; choose"),
+    ],
+)
+def test_a_repository_that_cannot_be_served_is_refused_with_the_reason(paths: list[str], message: str) -> None:
+    with pytest.raises(StartError) as caught:
+        wanted("o/n", listed(*paths))
+    assert str(caught.value).startswith(message)
+    assert caught.value.exit == Exit.UNUSABLE
+
+
+@given(tensors=st.dictionaries(st.text(max_size=5), st.integers(0, 100), max_size=5), more=st.integers(-3, 3))
+def test_a_safetensors_file_is_whole_only_with_the_size_its_header_says(tensors: dict[str, int], more: int) -> None:
+    tensors.pop("__metadata__", None)
+    stated = sum(tensors.values())
+    actual = max(0, stated + more)
+    assert (fault_of(safetensors(tensors, actual)) == "") == (actual == stated)
+
+
+@given(st.binary(max_size=60))
+def test_no_content_breaks_the_look_at_a_header(content: bytes) -> None:
+    assert isinstance(fault_of(content), str)
+
+
+def test_a_snapshot_is_complete_only_with_config_tokenizer_and_every_shard(tmp_path: Path) -> None:
+    commit = "a" * 40
+    cache = RepoCache(tmp_path, "o/n")
+    folder = cache.snapshot(commit)
+    folder.mkdir(parents=True)
+    assert cache.complete_snapshot(commit) is None
+    index = {"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}
+    for name, content in {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-1.safetensors": safetensors({"w": 3}, 3),
+    }.items():
+        (folder / name).write_bytes(content)
+        assert cache.complete_snapshot(commit) is None
+    (folder / "model-2.safetensors").write_bytes(safetensors({"v": 3}, 3))
+    assert cache.complete_snapshot(commit) == folder
+    assert cache.complete_snapshot("main") is None, "nobody has said what main means"
+    cache.name_revision("main", commit)
+    assert cache.complete_snapshot("main") == folder
+    (folder / "tokenizer.json").unlink()
+    assert cache.complete_snapshot("main") is None
+
+
+def test_a_damaged_file_in_the_cache_is_removed_with_its_content(tmp_path: Path) -> None:
+    cache = RepoCache(tmp_path, "o/n")
+    file = RemoteFile("model.safetensors", 5, HASH)
+    cache.blob(file).parent.mkdir(parents=True)
+    cache.blob(file).write_bytes(b"short")
+    cache.link(file, "b" * 40)
+    assert cache.snapshot("b" * 40).joinpath("model.safetensors").read_bytes() == b"short"
+    assert cache.complete_snapshot("b" * 40) is None
+    assert not cache.has(file)
+    assert list(cache.snapshot("b" * 40).iterdir()) == []
+
+
+def test_a_name_that_cannot_be_given_leaves_no_draft(tmp_path: Path) -> None:
+    """Or whoever deletes the model finds a name of nobody's, and keeps the files for it."""
+    cache = RepoCache(tmp_path, "o/n")
+    (cache.folder / "refs" / "main").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        cache.name_revision("main", "a" * 40)
+    assert [file.name for file in (cache.folder / "refs").iterdir()] == ["main"]
+
+
+def test_a_demo_model_that_cannot_be_written_names_the_folder_and_the_way_out() -> None:
+    with pytest.raises(StartError, match=r"^/sys/demo cannot be written \(.*\): let .*, or give another --state-dir$"):
+        download(Download(demo="a", target="/sys/demo"), print, token=None)
+
+
+def test_room_that_another_download_awaits_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
+    large, small = RemoteFile("a", 1000 << 20, "1" * 40), RemoteFile("b", 128 << 20, "2" * 40)
+    with RepoCache(tmp_path, "o/a").room([large]):
+        with pytest.raises(StartError, match=r"o/b needs 128 MiB more .* 1024 MiB are free, of which .* 1000") as full:
+            RepoCache(tmp_path, "o/b").room([small]).__enter__()
+        assert full.value.exit == Exit.DISK_FULL
+    with RepoCache(tmp_path, "o/b").room([small]):
+        pass
+
+
+def test_reading_a_partial_file_again_is_reported_piece_by_piece(tmp_path: Path) -> None:
+    """Reading many gigabytes takes minutes, and the router takes a minute of silence for a stall."""
+    (tmp_path / "part").write_bytes(bytes(3 * READ_BYTES + 5))
+    read: list[int] = []
+    with io.FileIO(tmp_path / "part", "ab+") as file:
+        content = Content(RemoteFile("x", 4 * READ_BYTES, "0" * 64), file, read.append)
+    assert read == [READ_BYTES] * 3 + [5]
+    assert content.size == sum(read)
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/abs", "a/../b", "", "-x", "a b"])
+def test_a_revision_cannot_leave_the_cache(tmp_path: Path, revision: str) -> None:
+    with pytest.raises(StartError, match="no name of a revision"):
+        download(Download(repo="o/n", revision=revision, cache=str(tmp_path)), lambda event: None, token=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [Download(), Download(repo="o/n", demo="a"), Download(demo="a")])
+def test_a_download_of_nothing_or_two_things_is_a_usage_error(command: Download) -> None:
+    with pytest.raises(StartError) as caught:
+        download(command, lambda event: None, token=None)
+    assert caught.value.exit == Exit.USAGE

@@ -1,0 +1,299 @@
+"""Messages of a chat, and the prompt that a template makes of them."""
+
+from typing import Any
+
+import pytest
+
+from tests.worker import serving
+from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
+from worker.prompt import chat_template
+from worker.prompt.body_reader import Fields
+from worker.prompt.chat_template import Template
+from worker.protocol.dialects.generation_fields import ROLES
+from worker.protocol.dialects.openai import CONVERSATION
+from worker.protocol.exits import Exit
+
+SHOWING = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ '[go]' if add_generation_prompt }}"
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}(SHOWN){% endfor %}{% endfor %}"
+
+
+def template(text: str = SHOWING, variables: str = "") -> Template:
+    return Template(serving.tokenizer(), text=text, variables=variables)
+
+
+def prompt(body: dict[str, Any], made: Template | None = None) -> str:
+    made = made or template()
+    return made.render(chat_template.read(Fields(body, CONVERSATION), made))
+
+
+def said(*messages: Any, **further: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **further}
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_a_chat_becomes_the_prompt_of_the_tokenizers_template() -> None:
+    body = said({"role": "system", "content": "be kind"}, USER)
+    assert prompt(body, template("")) == "<s><|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n"
+
+
+def test_the_presets_template_stands_before_the_tokenizers() -> None:
+    assert prompt(said(USER)) == "[user:hi][go]"
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}:{% for p in m.content %}"
+    "{% if p.type == 'image' %}<picture>{% else %}{{ p.text }}{% endif %}{% endfor %}]{% endfor %}"
+)
+PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+HERE = {"type": "text", "text": "here"}
+
+
+def seen(text: str, *content: Any) -> str:
+    """The prompt of a model that sees, of which `<image>` stands for an image where the template has no word."""
+    made = Template(serving.tokenizer(), text=text, variables="", placeholder="<image>" if "<p" not in text else "<p")
+    body = said({"role": "user", "content": list(content)})
+    return made.render(chat_template.read(Fields(body, CONVERSATION), made, blind=""))
+
+
+def test_a_template_that_wants_parts_gets_parts() -> None:
+    assert prompt(said(USER), template(PARTS)) == "[user:hi]", "a text would be taken for letters, each of no type"
+
+
+def test_an_image_stands_where_the_template_puts_it() -> None:
+    assert seen(PARTS, HERE, PIXEL, HERE) == "[user:here<picture>here]"
+
+
+def test_where_a_template_knows_no_images_their_placeholder_is_a_line_of_the_text() -> None:
+    assert seen(SHOWING, HERE, PIXEL, HERE) == "[user:here\n<image>\nhere][go]"
+
+
+def test_images_of_a_conversation_come_in_the_order_of_its_messages() -> None:
+    made = Template(serving.tokenizer(), text=PARTS, variables="", placeholder="<picture>")
+    body = said({"role": "user", "content": [PIXEL, HERE]}, USER, {"role": "user", "content": [HERE, PIXEL, PIXEL]})
+    images = chat_template.read(Fields(body, CONVERSATION), made, blind="").images
+    assert [image.where for image in images] == [
+        "messages[0].content[0]",
+        "messages[2].content[1]",
+        "messages[2].content[2]",
+    ]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_of_the_api_is_taken(role: str) -> None:
+    shown = "system" if role == "developer" else role
+    assert prompt(said({"role": role, "content": "x"})) == f"[{shown}:x][go]"
+
+
+def test_a_template_that_knows_developers_is_told_of_them() -> None:
+    text = SHOWING + "{# developer #}"
+    assert prompt(said({"role": "developer", "content": "x"}), template(text)) == "[developer:x][go]"
+
+
+def test_text_parts_are_lines_of_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert prompt(said({"role": "user", "content": parts})) == "[user:one\ntwo][go]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "modality"),
+    [("image_url", "images"), ("input_audio", "audio"), ("video_url", "video"), ("file", "files")],
+)
+def test_a_part_of_another_modality_is_refused_by_its_name(kind: str, modality: str) -> None:
+    parts = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: {}}]
+    with pytest.raises(UnsupportedField, match=f"not {modality}") as caught:
+        prompt(said(USER, {"role": "user", "content": parts}))
+    assert caught.value.param == "messages[1].content[1]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "function", "content": "x"}], "messages[0].role"),
+        ([USER, {"role": "user"}], "messages[1].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+        ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages[0].reasoning_content"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+            "messages[0].tool_calls[0]",
+        ),
+        ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
+        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages[0].function_call"),
+    ],
+)
+def test_a_message_that_is_none_is_refused_where_it_stands(messages: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        prompt({"messages": messages})
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_what_an_official_client_sends_back_of_an_answer_is_taken() -> None:
+    answer: dict[str, Any] = {"role": "assistant", "content": "yes", "annotations": []}
+    answer |= dict.fromkeys(("refusal", "audio", "function_call", "tool_calls"))
+    assert prompt(said(USER, answer, USER)) == "[user:hi][assistant:yes][user:hi][go]"
+
+
+def test_arguments_of_past_tool_calls_reach_the_template_as_objects() -> None:
+    text = CALLS.replace("(SHOWN)", "{{ c.function.arguments['x'] + 1 }}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 41}'}}
+    body = said(USER, {"role": "assistant", "content": None, "tool_calls": [call]})
+    assert prompt(body, template(text)) == "42"
+
+
+def test_arguments_that_a_model_once_wrote_amiss_stay_what_they_were() -> None:
+    text = CALLS.replace("(SHOWN)", "{{ c.function.arguments }}")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 4'}}
+    assert prompt(said(USER, {"role": "assistant", "tool_calls": [call]}), template(text)) == '{"x": 4'
+
+
+def test_reasoning_goes_back_to_the_template() -> None:
+    text = "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+    assert prompt(said({"role": "assistant", "reasoning_content": "hm"}), template(text)) == "hm"
+
+
+def test_the_generation_prompt_can_be_left_out() -> None:
+    assert prompt(said(USER, add_generation_prompt=False)) == "[user:hi]"
+
+
+def test_a_last_message_can_be_continued() -> None:
+    body = said(USER, {"role": "assistant", "content": "Once upon"}, continue_final_message=True)
+    assert prompt(body) == "[user:hi][assistant:Once upon"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        said(USER, continue_final_message=True),
+        said(USER, {"role": "assistant", "content": "a"}, continue_final_message=True, add_generation_prompt=True),
+        said(USER, continue_final_message="yes"),
+    ],
+)
+def test_only_a_last_message_of_the_assistant_can_be_continued(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        prompt(body)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_variables_of_the_request_go_over_those_of_the_preset() -> None:
+    made = template("{{ a }}{{ b }}", '{"a": 1, "b": 2}')
+    assert prompt(said(USER, chat_template_kwargs={"b": 3}), made) == "13"
+
+
+@pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "tools", "conversation", "padding"])
+def test_a_variable_cannot_take_a_name_that_means_something_else(name: str) -> None:
+    with pytest.raises(InvalidValue, match=name) as caught:
+        prompt(said(USER, chat_template_kwargs={name: 1}))
+    assert caught.value.param == "chat_template_kwargs"
+    with pytest.raises(StartError):
+        template(variables=f'{{"{name}": 1}}')
+
+
+def ignored(body: dict[str, Any], text: str) -> tuple[str, tuple[str, ...]]:
+    made, fields = template(text), Fields(body, CONVERSATION)
+    rendered = made.render(chat_template.read(fields, made))
+    return rendered, fields.settle(strict=False)
+
+
+def test_effort_and_verbosity_go_to_the_template() -> None:
+    for effort in ("low", "max"):
+        body = said(USER, reasoning_effort=effort, verbosity="high")
+        assert ignored(body, "{{ reasoning_effort }} {{ verbosity }}") == (f"{effort} high", ())
+
+
+def test_an_effort_of_none_turns_thinking_off() -> None:
+    body = said(USER, reasoning_effort="none")
+    assert ignored(body, "{{ enable_thinking }}") == ("False", ())
+
+
+def test_effort_without_effect_is_reported_as_ignored() -> None:
+    body = said(USER, reasoning_effort="low", verbosity="high")
+    assert ignored(body, "no such thing") == ("no such thing", ("reasoning_effort", "verbosity"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("reasoning_effort", "most"), ("verbosity", "loud"), ("verbosity", 1)])
+def test_effort_and_verbosity_are_words_of_the_api(name: str, value: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        prompt(said(USER, **{name: value}))
+    assert caught.value.param == name
+
+
+def test_a_template_answers_a_refusal_in_its_own_words() -> None:
+    text = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidValue, match="roles must alternate") as caught:
+        prompt(said(USER), template(text))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ none.x.y }}", "{{ [][1] + '' }}"],
+)
+def test_a_template_that_stumbles_over_messages_is_the_clients_error(text: str) -> None:
+    with pytest.raises(InvalidValue):
+        prompt(said(USER), template(text))
+
+
+def test_messages_nested_beyond_reason_are_refused() -> None:
+    deep: Any = 1
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(InvalidValue, match="nested"):
+        prompt(said(USER, chat_template_kwargs={"deep": deep}))
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    with pytest.raises(InvalidValue):
+        prompt(said(USER), template("{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+
+
+def test_a_template_that_does_not_compile_stops_the_start() -> None:
+    with pytest.raises(StartError, match="line 2") as caught:
+        template("fine\n{% for %}")
+    assert caught.value.exit == Exit.UNUSABLE
+
+
+@pytest.mark.parametrize("variables", ["[1]", "{", "5", "null"])
+def test_variables_of_the_preset_are_an_object(variables: str) -> None:
+    with pytest.raises(StartError) as caught:
+        template(variables=variables)
+    assert caught.value.exit == Exit.USAGE
+
+
+def test_a_model_without_a_template_cannot_chat() -> None:
+    tokenizer = serving.bare_tokenizer()
+    made = Template(tokenizer, text="", variables="")
+    assert not made.exists
+    with pytest.raises(UnsupportedByModel, match="/v1/completions"):
+        prompt(said(USER), made)
+
+
+@pytest.mark.parametrize(
+    "tools", [5, [5], [{"type": "function"}], [{"type": "web_search"}], [{"type": "function", "function": {"name": 1}}]]
+)
+def test_a_tool_is_a_named_function(tools: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        prompt(said(USER, tools=tools))
+    assert str(caught.value.param).startswith("tools")
+
+
+def test_a_chat_reads_just_the_fields_that_are_listed_as_its_own() -> None:
+    fields = Fields(said(USER), CONVERSATION)
+    chat_template.read(fields, template())
+    assert fields.known == CONVERSATION.keys()

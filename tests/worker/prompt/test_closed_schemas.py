@@ -1,0 +1,77 @@
+"""Objects that list their properties have no others, unless their schema says so or could not be met without."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from worker.prompt.closed_schemas import closed
+
+TEXT = {"type": "string"}
+LISTED = {"type": "object", "properties": {"a": TEXT}}
+SHUT = {**LISTED, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("stated", "meant"),
+    [
+        (LISTED, SHUT),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({"type": "array", "items": LISTED}, {"type": "array", "items": SHUT}),
+        ({"type": "array", "prefixItems": [LISTED]}, {"type": "array", "prefixItems": [SHUT]}),
+        ({"anyOf": [LISTED, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"oneOf": [LISTED], "discriminator": {}}, {"oneOf": [SHUT], "discriminator": {}}),
+        ({"$ref": "#/$defs/x", "$defs": {"x": LISTED}}, {"$ref": "#/$defs/x", "$defs": {"x": SHUT}}),
+        ({"allOf": [LISTED]}, {"allOf": [SHUT]}),
+        ({"type": "object", "additionalProperties": LISTED}, {"type": "object", "additionalProperties": SHUT}),
+    ],
+)
+def test_an_object_that_lists_its_properties_is_closed_wherever_it_lies(stated: Any, meant: Any) -> None:
+    before = copy.deepcopy(stated)
+    assert closed(stated) == meant
+    assert stated == before, "what was given is as it was"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"type": "object"},
+        SHUT,
+        {**LISTED, "additionalProperties": True},
+        {**LISTED, "additionalProperties": TEXT},
+        {**LISTED, "patternProperties": {"^x": TEXT}},
+        {**LISTED, "minProperties": 2},
+        {**LISTED, "required": ["a", "b"]},
+        {"enum": [{"b": 1}], "properties": {"a": TEXT}},
+    ],
+)
+def test_what_is_said_of_further_members_holds(stated: Any) -> None:
+    assert closed(stated) == stated
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"allOf": [LISTED, {"properties": {"b": TEXT}, "required": ["b"]}]},
+        {**LISTED, "anyOf": [{"properties": {"b": TEXT}}, {"properties": {"c": TEXT}}]},
+        {"$ref": "#/$defs/x", "properties": {"b": TEXT}, "$defs": {"x": LISTED}},
+        {**LISTED, "if": {"properties": {"b": TEXT}}},
+        {"properties": {"deep": {"not": LISTED}}},
+        {"oneOf": [LISTED, {"properties": {"b": TEXT}, "required": ["b"]}]},
+    ],
+)
+def test_schemas_that_hold_one_object_together_stay_open(stated: Any) -> None:
+    assert closed(stated) == stated
+
+
+def test_properties_may_be_called_like_words_of_schemas() -> None:
+    stated = {"type": "object", "properties": {"not": TEXT, "allOf": LISTED, "required": {"type": "boolean"}}}
+    assert closed(stated)["additionalProperties"] is False
+    assert closed(stated)["properties"]["allOf"] == SHUT
+
+
+def test_a_schema_may_be_deep() -> None:
+    stated: dict[str, Any] = LISTED
+    for _ in range(60):
+        stated = {"type": "object", "properties": {"a": {"type": "array", "items": stated}}}
+    assert closed(stated)["properties"]["a"]["items"]["additionalProperties"] is False

@@ -1,0 +1,91 @@
+"""What ends an answer, whether it is shown, and who may share what is cached of a prompt."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.worker.loaded import load, say
+from worker.engines.transformers.engine import TransformersEngine
+from worker.errors import InvalidValue
+from worker.interface import Sampling
+
+torch.set_num_threads(1)
+PROMPT = (9, 41, 70, 77, 80)
+LONG = tuple(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"])
+def engine(folder: Path, request: Any) -> Iterator[TransformersEngine]:
+    engine = load(folder, ctx_size=128, parallel=4, ahead=request.param)
+    yield engine
+    asyncio.run(engine.close())
+
+
+async def test_a_token_that_a_request_names_ends_its_answer(engine: TransformersEngine) -> None:
+    free = await say(engine, PROMPT, max_tokens=12)
+    end = free.tokens[5]
+    at = free.tokens.index(end)
+    held = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}))
+    assert (held.tokens, held.finish, held.stop) == (free.tokens[:at], "stop", None)
+    assert held.deltas[-1].unshown == (end,)
+    shown = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}), shows_end=True)
+    assert (shown.tokens, shown.finish, shown.deltas[-1].unshown) == (free.tokens[: at + 1], "stop", ())
+
+
+async def test_ignore_eos_is_about_the_models_own_ends_and_min_tokens_about_all(folder: Path) -> None:
+    engine = load(folder, ctx_size=128, parallel=1)
+    free = await say(engine, PROMPT, max_tokens=12, sampling=Sampling(temperature=0.0, ignore_eos=True))
+    end = free.tokens[3]
+    at = free.tokens.index(end)
+    stated = frozenset({end})
+    ignoring = Sampling(temperature=0.0, ignore_eos=True)
+    assert (await say(engine, PROMPT, max_tokens=12, sampling=ignoring, ends=stated)).tokens == free.tokens[:at]
+    patient = Sampling(temperature=0.0, ignore_eos=True, min_tokens=at + 2)
+    told = await say(engine, PROMPT, max_tokens=12, sampling=patient, ends=stated)
+    assert len(told.tokens) >= at + 2
+    assert end not in told.tokens[: at + 2]
+    await engine.close()
+
+
+async def test_a_stop_string_is_shown_if_asked_for_and_its_tokens_are_told_either_way(
+    engine: TransformersEngine,
+) -> None:
+    free = await say(engine, PROMPT, max_tokens=12)
+    stop = "".join(delta.text for delta in free.deltas[3:6])
+    hidden = await say(engine, PROMPT, max_tokens=12, stop=(stop,))
+    shown = await say(engine, PROMPT, max_tokens=12, stop=(stop,), shows_end=True)
+    at = free.text.index(stop)
+    assert (hidden.text, shown.text) == (free.text[:at], free.text[: at + len(stop)])
+    every = [[*told.tokens, *told.deltas[-1].unshown] for told in (hidden, shown)]
+    assert every[0] == every[1] == free.tokens[: len(every[0])]
+    assert len(every[0]) > len(hidden.tokens)
+
+
+async def test_an_end_outside_the_vocabulary_is_refused(engine: TransformersEngine) -> None:
+    with pytest.raises(InvalidValue, match="stop_token_ids"):
+        await say(engine, PROMPT, ends=frozenset({10**6}))
+
+
+async def test_what_is_cached_serves_only_requests_with_the_same_salt(folder: Path) -> None:
+    engine = load(folder, ctx_size=128, parallel=2)
+
+    async def cached(salt: str) -> int:
+        told = await say(engine, LONG, max_tokens=1, salt=salt)
+        assert told.timings is not None
+        return told.timings.cached_tokens
+
+    assert await cached("mine") == 0
+    assert await cached("mine") > 0
+    assert await cached("yours") == 0
+    assert await cached("") == 0
+    await engine.close()

@@ -1,0 +1,126 @@
+"""Promises of `worker.prompt.guided_decoding`: every dialect's way to hold an answer to something, or a refusal by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from worker.errors import InvalidValue, RequestError
+from worker.interface import Grammar
+from worker.prompt.body_reader import Fields
+from worker.prompt.guided_decoding import read
+from worker.protocol.dialects.generation_fields import GRAMMAR
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+TEXT = '{"type":"object","properties":{"é":{"type":"integer"}},"additionalProperties":false}'
+INVALID = "invalid_value"
+ANY_OBJECT = '{"type":"object"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, None),
+        ({"response_format": None}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"grammar": "", "guided_regex": ""}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", ANY_OBJECT)),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Grammar("json_schema", TEXT)),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, Grammar("json_schema", TEXT)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Grammar("json_schema", TEXT),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            Grammar("json_schema", TEXT, lenient=True),
+        ),
+        ({"json_schema": SCHEMA}, Grammar("json_schema", TEXT)),
+        ({"json_schema": {}}, Grammar("json_schema", "{}")),
+        ({"grammar": 'root ::= "a"'}, Grammar("gbnf", 'root ::= "a"')),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
+        ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", TEXT)),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["ja", "nö"]}, Grammar("choice", '["ja","nö"]')),
+        ({"guided_grammar": 'start: "a"'}, Grammar("gbnf", 'start: "a"')),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar("gbnf", 'root ::= "a"')),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Grammar("json_schema", TEXT)),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", ANY_OBJECT)),
+        ({"structured_outputs": {"regex": "a", "disable_fallback": False}}, Grammar("regex", "a")),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
+        ({"structured_outputs": {"grammar": "start: x"}}, Grammar("gbnf", "start: x")),
+        ({"structured_outputs": {"grammar": "start: x"}, "guided_grammar": "start: x"}, Grammar("gbnf", "start: x")),
+    ],
+)
+def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | None) -> None:
+    fields = Fields(body, GRAMMAR)
+    assert read(fields) == expected
+    assert fields.settle(strict=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"response_format": []}, "response_format", INVALID),
+        ({"response_format": {}}, "response_format.type", INVALID),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type", INVALID),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", INVALID),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": 5}},
+            "response_format.json_schema",
+            INVALID,
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+            "response_format.json_schema.strict",
+            INVALID,
+        ),
+        ({"json_schema": "{"}, "json_schema", INVALID),
+        ({"json_schema": "5"}, "json_schema", INVALID),
+        ({"grammar": {}}, "grammar", INVALID),
+        ({"guided_regex": 5}, "guided_regex", INVALID),
+        ({"guided_choice": ["a", ""]}, "guided_choice", INVALID),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice", INVALID),
+        ({"guided_choice": "a"}, "guided_choice", INVALID),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", INVALID),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", INVALID),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unsupported_parameter"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "unsupported_parameter",
+        ),
+        ({"json_schema": {}, "response_format": {"type": "json_object"}}, "json_schema", INVALID),
+        ({"structured_outputs": {"grammar": "b"}, "guided_grammar": "a"}, "structured_outputs.grammar", INVALID),
+        ({"guided_regex": "a", "grammar": "b"}, "guided_regex", INVALID),
+        ({"regex": "a", "ebnf": "b"}, "ebnf", INVALID),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
+            "response_format.value",
+            INVALID,
+        ),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(body: dict[str, Any], param: str, reason: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(Fields(body, GRAMMAR))
+    assert (caught.value.param, caught.value.reason) == (param, reason)
+
+
+def test_an_error_of_a_compiler_can_name_the_field_it_came_from() -> None:
+    found = read(Fields({"structured_outputs": {"regex": "("}}, GRAMMAR))
+    assert found is not None
+    assert found.field == "structured_outputs.regex"
+    with pytest.raises(InvalidValue, match="response_format and guided_json"):
+        read(Fields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))
+
+
+def test_a_schema_in_a_string_has_the_levels_of_a_body() -> None:
+    with pytest.raises(InvalidValue, match="guided_json is nested too deeply: 200 levels"):
+        read(Fields({"guided_json": '{"a":' * 260 + "{}" + "}" * 260}, GRAMMAR))

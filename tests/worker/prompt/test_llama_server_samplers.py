@@ -1,0 +1,74 @@
+"""llama-server's `samplers`: which pick a token, in an order that the engine has."""
+
+from typing import Any
+
+import pytest
+
+from tests.worker.sampled import read
+from worker.errors import InvalidValue, UnsupportedField
+from worker.interface import Sampling
+from worker.prompt import llama_server_samplers
+
+WARM = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.1}
+USUAL = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+
+
+def test_llama_servers_own_order_has_temperature_last() -> None:
+    asked = Sampling(temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1, tempers_last=True)
+    assert read({**WARM, "samplers": USUAL}) == asked
+    assert read({**WARM, "samplers": "edskypmxt"}) == asked
+    assert read({**WARM, "samplers": ["penalties", "top-k", "nucleus", "min-p", "temp"]}) == asked
+    assert not read(WARM).tempers_last
+    assert not read({**WARM, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}).tempers_last
+
+
+def test_a_sampler_that_is_not_named_is_off() -> None:
+    assert read({**WARM, "samplers": ["top_k"]}) == Sampling(temperature=1.0, top_k=40)
+    assert read({**WARM, "samplers": "p"}) == Sampling(top_p=0.95)
+    assert read({**WARM, "samplers": ["temperature"]}) == Sampling(temperature=0.7)
+    assert read({**WARM, "samplers": []}) == read(WARM)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0.7, "samplers": "mtk"},
+        {"temperature": 0.7, "top_k": 3, "samplers": "ptkm"},
+        {"temperature": 0.0, "top_k": 3, "min_p": 0.1, "samplers": "ktm"},
+        {"temperature": 0.7, "top_k": 3, "min_p": 0.1, "samplers": "mkt"},
+        {"temperature": 0.7, "samplers": "te"},
+    ],
+    ids=str,
+)
+def test_the_order_of_what_changes_nothing_changes_nothing(body: dict[str, Any]) -> None:
+    read(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**WARM, "samplers": "ektpm"},
+        {**WARM, "samplers": "epkmt"},
+        {**WARM, "samplers": "ekmpt"},
+        {**WARM, "samplers": "kpmte"},
+        {"samplers": "ki"},
+    ],
+    ids=str,
+)
+def test_an_order_that_would_matter_and_is_not_ours_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        read(body)
+    assert caught.value.param == "samplers"
+
+
+@pytest.mark.parametrize("stated", [["top_q"], ["top_k", "top_k"], "kk", "kq", [5], {"top_k": 1}, 5], ids=str)
+def test_a_name_that_is_none_is_refused(stated: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read({"samplers": stated})
+    assert caught.value.param == "samplers"
+
+
+def test_what_was_understood_is_an_order_again() -> None:
+    for tempers_last in (False, True):
+        told = llama_server_samplers.told({"tempers_last": tempers_last})
+        assert read({**WARM, "samplers": told}).tempers_last is tempers_last

@@ -1,0 +1,181 @@
+"""How a request's tokens are picked: request, preset, checkpoint, API, in that order."""
+
+from typing import Any
+
+import pytest
+
+from tests.worker.sampled import read
+from worker.errors import InvalidValue, StartError
+from worker.interface import Sampling
+from worker.prompt import sampling_options
+from worker.prompt.body_reader import Fields
+from worker.prompt.sampling_options import Defaults
+from worker.protocol.dialects.generation_fields import SAMPLING
+from worker.protocol.exits import Exit
+
+
+def stop(body: dict[str, Any], defaults: Defaults | None = None) -> tuple[str, ...]:
+    return sampling_options.read(
+        Fields(body, SAMPLING), defaults or Defaults(), vocab_size=100, logprobs=None, seed=None
+    )[1]
+
+
+def test_an_empty_request_samples_as_the_api_says() -> None:
+    assert read({}) == Sampling(temperature=1.0, top_p=1.0)
+
+
+def test_the_request_beats_the_preset_beats_the_checkpoint() -> None:
+    checkpoint = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    defaults = sampling_options.defaults('{"temp": 0.3, "top-k": 20}', checkpoint)
+    expected = Sampling(temperature=0.2, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    assert read({"temperature": 0.2}, defaults) == expected
+
+
+def test_every_key_of_a_preset_has_its_effect() -> None:
+    preset = (
+        '{"temp": 0.1, "top-k": 2, "top-p": 0.3, "min-p": 0.4, "repeat-penalty": 1.5, "repeat-last-n": 6,'
+        ' "presence-penalty": 0.7, "frequency-penalty": 0.8, "stop": ["END", "FIN"]}'
+    )
+    defaults = sampling_options.defaults(preset, {})
+    assert read({}, defaults) == Sampling(
+        temperature=0.1,
+        top_k=2,
+        top_p=0.3,
+        min_p=0.4,
+        repetition_penalty=1.5,
+        repeat_last_n=6,
+        presence_penalty=0.7,
+        frequency_penalty=0.8,
+    )
+    assert stop({}, defaults) == ("END", "FIN")
+    assert stop({"stop": "x"}, defaults) == ("x",)
+    assert stop({"stop": []}, defaults) == ()
+
+
+def test_a_checkpoint_that_says_do_sample_false_is_greedy_until_asked_otherwise() -> None:
+    defaults = sampling_options.defaults(
+        "", {"do_sample": False, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}
+    )
+    assert read({}, defaults) == Sampling(temperature=0.0, repetition_penalty=1.2)
+    assert read({"temperature": 0.5}, defaults) == Sampling(temperature=0.5, repetition_penalty=1.2)
+
+
+def test_a_checkpoint_that_says_nothing_about_sampling_changes_nothing() -> None:
+    assert sampling_options.defaults("", {"eos_token_id": 2, "temperature": None}) == Defaults()
+
+
+def test_values_of_a_checkpoint_that_no_request_could_state_are_passed_over() -> None:
+    assert sampling_options.defaults("", {"temperature": -3, "top_p": "much", "top_k": 7}).tuning == {"top_k": 7}
+
+
+@pytest.mark.parametrize(
+    ("preset", "named"),
+    [
+        ("[1]", "JSON object"),
+        ("1", "JSON object"),
+        ("{", "JSON object"),
+        ('{"heat": 1}', "heat"),
+        ('{"temp": "hot"}', "temperature"),
+        ('{"top-p": 2}', "top_p"),
+        ('{"stop": [1]}', "stop"),
+    ],
+)
+def test_a_preset_that_cannot_be_meant_stops_the_start(preset: str, named: str) -> None:
+    with pytest.raises(StartError, match=named) as caught:
+        sampling_options.defaults(preset, {})
+    assert caught.value.exit == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", [0, 0.7, 2, 100], [-0.1, 101, "1", True, [1]]),
+        ("top_p", [0.1, 1], [-0.1, 1.1, "1", True]),
+        ("min_p", [0, 1], [-0.1, 1.1, "1", False]),
+        ("top_k", [0, 40, 40.0], [-2, 1.5, "1", True]),
+        ("repetition_penalty", [0.5, 1, 1.3], [0, -1, "1", True]),
+        ("repeat_last_n", [-1, 0, 64], [-2, 1.5, "1"]),
+        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, "0"]),
+        ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, "0"]),
+        ("min_tokens", [0, 5], [-1, 0.5, "1"]),
+        ("seed", [0, 7, 2**63 - 1, -(2**63)], [2**63, 0.5, "1", True]),
+        ("ignore_eos", [True, False], [0, 1, "true"]),
+    ],
+)
+def test_a_field_has_its_type_and_range(name: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        assert getattr(read({name: value}), name) == value
+    for value in bad:
+        with pytest.raises(InvalidValue) as caught:
+            read({name: value})
+        assert caught.value.param == name
+
+
+def test_values_that_mean_none_of_it_are_neutral() -> None:
+    assert read({"top_k": -1}).top_k == 0
+    assert read({"seed": -1}, seed=5).seed is None
+
+
+def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
+    assert 0 < read({"top_p": 0}).top_p < 1e-3
+
+
+def test_the_presets_seed_serves_where_a_request_has_none() -> None:
+    assert read({}, seed=5).seed == 5
+    assert read({"seed": 6}, seed=5).seed == 6
+
+
+def test_both_names_of_the_repetition_penalty_are_one_field() -> None:
+    assert read({"repeat_penalty": 1.2}).repetition_penalty == 1.2
+    assert read({"repeat_penalty": 1.2, "repetition_penalty": 1.2}).repetition_penalty == 1.2
+    with pytest.raises(InvalidValue, match="state one"):
+        read({"repeat_penalty": 1.2, "repetition_penalty": 1.3})
+
+
+@pytest.mark.parametrize(
+    "value", ["", [""], ["a"] * 17, [1], {"a": 1}, 5, ["a", None]], ids=lambda value: repr(value)[:12]
+)
+def test_a_stop_is_one_to_sixteen_strings(value: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read({"stop": value})
+    assert caught.value.param == "stop"
+
+
+def test_sixteen_stops_are_taken() -> None:
+    stops = [str(number) for number in range(16)]
+    assert stop({"stop": stops}) == tuple(stops)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"1": -100, "99": 5.5}, [[1, -100], [99, 5.5]], [[1, False], [99.0, 5.5]]],
+)
+def test_a_bias_is_an_object_or_pairs(value: Any) -> None:
+    assert read({"logit_bias": value}).logit_bias == {1: -100.0, 99: 5.5}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"1": 101},
+        {"1": True},
+        {"1": "5"},
+        {"x": 1},
+        {"-1": 1},
+        {"100": 1},
+        {"٣": 1},
+        {"9" * 5000: 1},
+        [[1]],
+        [1, 2],
+        [["1", 2]],
+        [[True, 2]],
+        "1",
+        5,
+        {str(number): 1 for number in range(1025)},
+    ],
+    ids=lambda value: repr(value)[:12],
+)
+def test_a_bias_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read({"logit_bias": value})
+    assert caught.value.param == "logit_bias"

@@ -1,0 +1,101 @@
+"""The deltas of several generations, merged: nothing lost, errors in their place, leavers noticed."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from tests.worker import serving
+from tests.worker.fake_engine import FakeEngine
+from worker.errors import Draining, SequenceFailed
+from worker.interface import Delta, Generation
+from worker.server.merge import AT_ONCE, Deltas
+
+
+class Hasty(FakeEngine):
+    """Says two deltas and fails, all in one breath."""
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+        yield Delta(text="a")
+        yield Delta(text="b")
+        raise SequenceFailed("no more")
+
+
+class Counting(FakeEngine):
+    """Knows how many of its generations ran side by side."""
+
+    running = most = 0
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            async for delta in super().generate(request):
+                yield delta
+        finally:
+            self.running -= 1
+
+
+def generations(count: int, text: str = "hi") -> list[Generation]:
+    prompt = tuple(serving.tokenizer().encode(text))
+    return [Generation(id=str(number), prompt=prompt, max_tokens=3) for number in range(count)]
+
+
+async def test_what_came_before_an_error_is_told_before_it() -> None:
+    async with Deltas(Hasty(serving.tokenizer()), generations(1)) as deltas:
+        await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "0"])  # all three are waiting
+        assert [delta.text for _, delta in await deltas.some()] == ["a", "b"]
+        for _ in range(2):
+            with pytest.raises(SequenceFailed):
+                await deltas.some()
+
+
+async def test_all_generations_are_told_and_then_nothing() -> None:
+    async with Deltas(FakeEngine(serving.tokenizer()), generations(3)) as deltas:
+        texts = ["", "", ""]
+        while batch := await deltas.some():
+            for number, delta in batch:
+                texts[number] += delta.text
+        assert texts == ["0 Gr\ufffd"] * 3
+        assert await deltas.some() == []
+
+
+async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
+    engine = FakeEngine(serving.tokenizer())
+    async with Deltas(engine, generations(1, "hold")) as deltas:
+        waiting = asyncio.create_task(deltas.some())
+        await engine.until("begin")
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        engine.gate.set()
+        text = ""
+        while batch := await deltas.some():
+            text += "".join(delta.text for _, delta in batch)
+        assert text == "0 Gr\ufffd"
+
+
+async def test_leaving_the_block_waits_until_the_engine_is_rid_of_all() -> None:
+    engine = Counting(serving.tokenizer())
+    async with Deltas(engine, generations(5, "hold")):
+        await engine.until("begin")
+    assert engine.running == 0
+    assert engine.journal.count("cancelled") == engine.journal.count("begin")
+
+
+async def test_a_long_list_of_prompts_enters_the_engine_bit_by_bit() -> None:
+    engine = Counting(serving.tokenizer())
+    async with Deltas(engine, generations(AT_ONCE * 2)) as deltas:
+        ended = 0
+        while batch := await deltas.some():
+            ended += sum(delta.finish is not None for _, delta in batch)
+    assert (ended, engine.most) == (AT_ONCE * 2, AT_ONCE)
+
+
+async def test_a_failure_from_outside_ends_the_wait() -> None:
+    engine = FakeEngine(serving.tokenizer())
+    async with Deltas(engine, generations(1, "hold")) as deltas:
+        await engine.until("begin")
+        deltas.fail(Draining("stop"))
+        with pytest.raises(Draining):
+            await deltas.some()
+    assert engine.journal == ["begin", "cancelled"]

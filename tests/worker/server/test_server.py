@@ -1,0 +1,430 @@
+"""The worker's socket: who may ask, where it listens, how errors look, what is announced."""
+
+import asyncio
+import json
+import logging
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.worker import serving as worlds
+from tests.worker.fake_engine import DECODE, FakeEngine
+from tests.worker.serving import LOOPBACK, TOKEN, Serving, chat, serving
+from worker.errors import StartError
+from worker.protocol.dialects import Dialect
+from worker.protocol.events import Request, decode, encode
+from worker.protocol.exits import Exit
+from worker.protocol.routes import DIALECTS, ROUTES
+from worker.server.server import Server
+
+CHAT = "/v1/chat/completions"
+PATHS = [
+    ("GET", "/health"),
+    *((route.method, route.path) for route in ROUTES if route.worker and not route.upstream),
+]
+
+
+def make(listen: str, token: str | None = TOKEN, **settings: Any) -> Server:
+    engine = FakeEngine(worlds.tokenizer())
+    options = worlds.options(listen=listen, **settings)
+    return Server(engine, engine.tokenizer, options, token=token, announce=lambda event: None)
+
+
+# Who may ask
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", "Bearer ", "Bearer wrong", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xff"],
+)
+async def test_nobody_without_the_token_is_answered(method: str, path: str, authorization: str | None) -> None:
+    async with serving(bearer=None) as world:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        async with world.client.request(method, world.url + path, data=b"{}", headers=headers) as answer:
+            body = json.loads((await answer.read()).rstrip(b"\0"))
+        assert answer.status == 401
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        told = body.get("error", body)
+        told = told if isinstance(told, dict) else {"message": told}
+        assert told.get("message", told.get("detail", told.get("text"))) == "Invalid API Key"
+        if DIALECTS.get(path, Dialect.OPENAI) in (Dialect.OPENAI, Dialect.LLAMA_SERVER):
+            assert told == {
+                "code": 401,
+                "message": "Invalid API Key",
+                "type": "authentication_error",
+                "param": None,
+                "reason": "invalid_api_key",
+            }
+        assert world.engine.journal == []
+        assert world.events == []
+
+
+async def test_the_token_of_another_worker_is_none() -> None:
+    async with serving(bearer="the-token-of-that-worker") as world:
+        assert (await world.post(CHAT, chat("hi")))[0] == 401
+
+
+async def test_health_is_told_to_the_router() -> None:
+    async with serving() as world, world.client.get(world.url + "/health") as answer:
+        assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+        assert world.events == []
+
+
+async def test_without_a_token_anybody_on_this_machine_may_ask() -> None:
+    async with serving(token=None, bearer=None) as world:
+        assert (await world.post("/tokenize", {"content": "hi"}))[0] == 200
+
+
+# Where it listens
+
+
+@pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "tcp:localhost:0"])
+async def test_the_real_port_is_told(listen: str) -> None:
+    server = make(listen, token=None)
+    address = await server.start()
+    kind, host, port = address.split(":")
+    assert (kind, host) == ("tcp", "127.0.0.1")
+    assert int(port) > 0
+    await server.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "example.test", "10.0.0.1", "[::]"])
+async def test_without_a_token_only_loopback_is_served(host: str) -> None:
+    with pytest.raises(StartError, match="loopback") as caught:
+        await make(f"tcp:{host}:0", token=None).start()
+    assert caught.value.exit == Exit.USAGE
+
+
+async def test_with_a_token_every_address_may_be_served() -> None:
+    server = make("tcp:0.0.0.0:0")
+    assert (await server.start()).startswith("tcp:0.0.0.0:")
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    "listen",
+    ["", "tcp", "tcp:", "tcp:127.0.0.1", "tcp:127.0.0.1:x", "tcp:127.0.0.1:70000", "tcp::80", "unix:", "http://x"],
+)
+async def test_an_address_that_is_none_stops_the_start(listen: str) -> None:
+    with pytest.raises(StartError, match="--listen") as caught:
+        await make(listen).start()
+    assert caught.value.exit == Exit.USAGE
+
+
+async def test_a_port_in_use_stops_the_start_and_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"127.0.0.1:{port}: Address already in use"):
+            await make(f"tcp:127.0.0.1:{port}").start()
+
+
+async def test_a_unix_socket_is_its_owners_alone_and_goes_with_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    async with serving(listen=f"unix:{path}") as world:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (await world.post("/tokenize", {"content": "hi"}))[0] == 200
+    assert not path.exists()
+
+
+async def test_the_folder_of_a_routers_sockets_may_have_been_deleted_since_its_worker_was_born(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.sock"
+    async with serving(listen=f"unix:{path}") as world:
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert (await world.post("/tokenize", {"content": "hi"}))[0] == 200
+
+
+async def test_a_socket_path_beyond_the_kernels_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="107 bytes"):
+        await make(f"unix:{tmp_path / ('x' * 107)}").start()
+
+
+async def test_a_server_that_never_started_can_be_closed() -> None:
+    await make(LOOPBACK).close()
+
+
+async def test_a_preset_that_cannot_be_served_stops_the_start() -> None:
+    with pytest.raises(StartError, match="sampling"):
+        make(LOOPBACK, sampling='{"temp": "hot"}')
+
+
+async def test_the_checkpoints_own_sampling_is_found(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+    async with serving(snapshot=str(tmp_path)) as world:
+        await world.post(CHAT, chat("hi", max_tokens=1))
+        assert world.engine.requests[0].sampling.temperature == 0.25
+
+
+async def test_a_damaged_file_of_sampling_defaults_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    async with serving(snapshot=str(tmp_path)) as world:
+        assert (await world.post(CHAT, chat("hi", max_tokens=1)))[0] == 200
+
+
+async def test_capabilities_are_the_engines_and_the_templates() -> None:
+    assert make(LOOPBACK).capabilities == ["chat", "completion", "embedding"]
+
+
+# How errors look
+
+
+async def raw(world: Serving, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, Any]:
+    async with world.client.request(method, world.url + path, data=body, headers=headers) as answer:
+        return answer.status, answer.headers, json.loads(await answer.read())
+
+
+ERRORS: list[tuple[str, str, Any, int, str, str, str | None]] = [
+    ("POST", "/v1/nothing", {}, 404, "not_found_error", "not_found", None),
+    ("GET", CHAT, None, 405, "not_found_error", "method", None),
+    ("POST", CHAT, b"{", 400, "invalid_request_error", "invalid_json", None),
+    ("POST", CHAT, b"[]", 400, "invalid_request_error", "invalid_json", None),
+    ("POST", "/chat/completions", {}, 400, "invalid_request_error", "invalid_value", "messages"),
+    ("POST", "/v1/completions", {"prompt": 5}, 400, "invalid_request_error", "invalid_value", "prompt"),
+    ("POST", CHAT, chat("hi", mirostat=2), 400, "invalid_request_error", "unsupported_parameter", "mirostat"),
+    ("POST", "/v1/embeddings", {"input": {}}, 400, "invalid_request_error", "invalid_value", "input"),
+    ("POST", "/tokenize", {}, 400, "invalid_request_error", "invalid_value", "content"),
+    ("POST", CHAT, chat("fail"), 500, "server_error", "internal", None),
+    ("POST", CHAT, chat("break"), 500, "server_error", "internal", None),
+    ("POST", CHAT, chat("full"), 429, "rate_limit_error", "queue_full", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "type", "reason", "param"), ERRORS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_error_is_one_json_object_of_one_shape(
+    method: str, path: str, body: Any, status: int, type: str, reason: str, param: str | None, stream: bool
+) -> None:
+    if isinstance(body, dict):
+        if stream and path in ("/v1/embeddings", "/tokenize"):
+            return
+        body = {**body, "stream": True} if stream else body
+    async with serving() as world:
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        got, headers, answer = await raw(world, method, path, data, **{"X-Request-Id": "r-1"})
+        assert got == status
+        assert headers["Content-Type"].partition(";")[0] == "application/json"
+        assert headers["X-Should-Retry"] == ("true" if status == 429 else "false")
+        assert ("Retry-After" in headers) == (status == 429)
+        assert headers["X-Request-Id"] == "r-1"
+        assert list(answer) == ["error"]
+        error = answer["error"]
+        assert set(error) == {"code", "message", "type", "param", "reason"}
+        assert (error["code"], error["type"], error["reason"], error["param"]) == (status, type, reason, param)
+        assert isinstance(error["message"], str)
+        assert error["message"]
+
+
+async def test_a_wrong_method_names_the_right_ones() -> None:
+    async with serving() as world:
+        _, headers, _ = await raw(world, "GET", "/v1/embeddings")
+        assert headers["Allow"] == "POST"
+
+
+async def test_a_prompt_over_the_context_says_by_how_much() -> None:
+    async with serving(FakeEngine(worlds.tokenizer(), ctx_size=10)) as world:
+        status, _, body = await world.post("/v1/completions", {"prompt": [5] * 12})
+        assert status == 400
+        error = body["error"]
+        assert (error["type"], error["reason"]) == ("exceed_context_size_error", "context_length_exceeded")
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (12, 10)
+        assert "maximum context length is 10 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(("waiting", "seconds"), [(0, "1"), (40, "11"), (4000, "60")])
+async def test_a_full_queue_says_when_to_come_again(waiting: int, seconds: str) -> None:
+    async with serving(FakeEngine(worlds.tokenizer(), waiting=waiting), parallel=4) as world:
+        status, headers, _ = await world.post(CHAT, chat("full"))
+        assert (status, headers["Retry-After"]) == (429, seconds)
+
+
+async def test_what_nobody_foresaw_is_answered_without_its_words_and_logged_without_the_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as world:
+        with caplog.at_level(logging.DEBUG):
+            status, _, body = await world.post(CHAT, chat("break hunter2"), **{"X-Request-Id": "r-7"})
+        assert status == 500
+        assert "hunter2" not in json.dumps(body)
+        assert "Traceback" not in json.dumps(body)
+        assert "r-7" in caplog.text
+        assert "ValueError" in caplog.text
+        assert "fake_engine.py" in caplog.text
+        assert "hunter2" not in caplog.text
+        assert (await world.post(CHAT, chat("hi")))[0] == 200
+
+
+async def test_a_compressed_body_is_refused() -> None:
+    async with serving() as world:
+        status, _, body = await raw(world, "POST", "/tokenize", b"\x1f\x8b", **{"Content-Encoding": "gzip"})
+        assert (status, body["error"]["reason"]) == (415, "encoding")
+
+
+async def test_a_body_needs_no_content_type() -> None:
+    async with serving() as world:
+        status, _, body = await raw(world, "POST", "/detokenize", b'{"tokens": [40]}', **{"Content-Type": "text/plain"})
+        assert (status, body) == (200, {"content": "G", "prompt": "G"})
+
+
+async def test_ignored_fields_are_named_in_a_header_in_its_own_characters() -> None:
+    async with serving() as world:
+        body = chat("hi", max_tokens=1, wibble=1, **{"a\r\nb": 2, "ü": 3, "x" * 99: 4})
+        status, headers, _ = await world.post(CHAT, body)
+        assert status == 200
+        assert headers["X-Ignored-Fields"] == f"wibble,a%0D%0Ab,%C3%BC,{'x' * 64}"
+
+
+async def test_so_are_those_of_a_stream() -> None:
+    async with serving() as world:
+        body = chat("hi", max_tokens=1, wibble=1, stream=True)
+        async with world.client.post(world.url + CHAT, json=body) as answer:
+            assert answer.headers["X-Ignored-Fields"] == "wibble"
+            await answer.read()
+
+
+async def test_very_many_ignored_fields_do_not_make_a_very_long_header() -> None:
+    async with serving() as world:
+        many = {f"field{number}": 1 for number in range(5000)}
+        _, headers, _ = await world.post("/tokenize", {"content": "x", **many})
+        assert headers["X-Ignored-Fields"].endswith("field31,...")
+
+
+async def test_strict_fields_refuse_in_every_route() -> None:
+    async with serving(strict_fields=True) as world:
+        for path, body in [
+            (CHAT, chat("hi")),
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/v1/embeddings", {"input": "hi"}),
+            ("/tokenize", {"content": "hi"}),
+            ("/detokenize", {"tokens": []}),
+            ("/apply-template", chat("hi")),
+        ]:
+            status, _, answer = await world.post(path, {**body, "wibble": 1})
+            assert (status, answer["error"]["reason"]) == (400, "unknown_parameter")
+
+
+async def test_a_long_text_does_not_hold_up_the_loop() -> None:
+    async with serving() as world:
+        work = asyncio.create_task(world.post("/tokenize", {"content": "word " * 50_000}))
+        answered = 0
+        while not work.done():
+            async with world.client.get(world.url + "/health") as answer:
+                answered += answer.status == 200
+        status, _, body = await work
+        assert status == 200
+        assert len(body["tokens"]) >= 50_000
+        assert answered >= 5
+
+
+# What is announced
+
+
+async def test_each_request_is_announced_once_at_its_end() -> None:
+    async with serving() as world:
+        await world.post(CHAT, chat("hi", max_tokens=3, n=2), **{"X-Request-Id": "a.b_c-1"})
+        [event] = world.events
+        assert (event.id, event.outcome) == ("a.b_c-1", "ok")
+        assert (event.prompt_tokens, event.completion_tokens) == (len(world.engine.requests[0].prompt), 6)
+        assert event.cached_tokens == 2
+        assert event.ttft > 0
+        assert event.token_seconds == DECODE / 2, "two choices, of two tokens after the first each"
+        await world.post("/v1/embeddings", {"input": ["hi", "ho"]})
+        assert (world.events[1].prompt_tokens, world.events[1].completion_tokens) == (4, 0)
+        assert world.events[1].ttft == 0
+
+
+async def test_what_is_announced_is_what_the_answer_says_of_its_usage() -> None:
+    async with serving() as world:
+        for body in (chat("hi"), chat("hi", stop="世"), chat("hi", max_tokens=4, n=3)):
+            _, _, answer = await world.post(CHAT, body)
+            usage, event = answer["usage"], world.events[-1]
+            assert (event.prompt_tokens, event.completion_tokens) == (
+                usage["prompt_tokens"],
+                usage["completion_tokens"],
+            )
+
+
+async def test_a_stream_is_announced_like_an_answer_in_one_piece() -> None:
+    async with serving() as world:
+        await world.stream("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 3})
+        [event] = world.events
+        assert (event.prompt_tokens, event.completion_tokens, event.cached_tokens) == (4, 6, 4)
+        assert event.outcome == "ok"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "ü"])
+async def test_an_unfit_request_id_is_replaced(given: str) -> None:
+    async with serving() as world:
+        _, headers, _ = await world.post("/tokenize", {"content": "a"}, **{"X-Request-Id": given})
+        assert headers["X-Request-Id"] == world.events[0].id != given
+        assert len(world.events[0].id) == 32
+
+
+@pytest.mark.parametrize("content", ["fail", "break", "full", "fail-later"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_request_is_announced_as_one(content: str, stream: bool) -> None:
+    async with serving() as world:
+        try:
+            await raw(world, "POST", CHAT, json.dumps(chat(content, stream=stream)).encode())
+        except aiohttp.ClientPayloadError:
+            assert (content, stream) == ("fail-later", True)
+        assert [event.outcome for event in world.events] == ["error"]
+
+
+async def test_a_refused_body_is_announced_too() -> None:
+    async with serving() as world:
+        await world.post(CHAT, b"{")
+        assert [event.outcome for event in world.events] == ["error"]
+
+
+# The end
+
+
+async def test_a_server_that_closes_ends_what_runs_with_draining() -> None:
+    async with serving() as world:
+        asking = asyncio.create_task(world.post(CHAT, chat("hold")))
+        await world.engine.until("begin")
+        await world.server.close()
+        status, headers, body = await asking
+        assert (status, body["error"]["reason"]) == (503, "draining")
+        assert (headers["X-Should-Retry"], headers["Retry-After"]) == ("true", "1")
+        assert world.engine.journal == ["begin", "cancelled"]
+        assert [event.outcome for event in world.events] == ["error"]
+
+
+async def test_a_stream_that_is_cut_by_a_closing_server_ends_in_a_frame_and_a_break() -> None:
+    async with serving() as world:
+        url = world.url + CHAT
+        async with world.client.post(url, json=chat("hold-later", stream=True)) as answer:
+            await world.engine.until("holding")
+            await world.server.close()
+            received = [line async for line in until_broken(answer.content)]
+        assert b'"reason":"draining"' in received[-1]
+        assert b"data: [DONE]\n" not in received
+
+
+async def test_an_engine_that_is_stopping_says_so() -> None:
+    async with serving() as world:
+        await world.engine.close()
+        status, headers, body = await world.post(CHAT, chat("hi"))
+        assert (status, body["error"]["reason"], headers["Retry-After"]) == (503, "draining", "1")
+
+
+async def until_broken(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines that are not empty, up to a break; an end in peace fails."""
+    try:
+        async for line in content:
+            if line.strip():
+                yield line
+    except aiohttp.ClientPayloadError:
+        return
+    pytest.fail("the stream ended in peace")
+
+
+def test_events_of_requests_fit_the_contract() -> None:
+    event = Request(id="a", prompt_tokens=1, outcome="cancelled")
+    assert decode(encode(event)) == event

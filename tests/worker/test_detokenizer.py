@@ -1,0 +1,169 @@
+"""Promises of `worker.detokenizer`: whole characters, in order, none taken back; stop strings never leak."""
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tiny
+from worker.detokenizer import UNKNOWN, Answer, Decode, Detokenizer, TokenBytes
+
+TEXTS = (
+    "The quick brown fox — jumps “over” the lazy dog.\n\n\tTwice.",
+    "Grüße aus Köln, größer als Übermut; déjà vu, señor!",
+    "Быстрая лиса прыгает. Ταχεία αλεπού. שלום עולם. مرحبا بالعالم",
+    "敏捷的棕色狐狸跳过懒狗。素早い茶色の狐。빠른 갈색 여우",
+    "🦊🐶🏠 👩‍👩‍👧‍👦 🇩🇪 e\u0301 \u200d \ufffd end",
+    "नमस्ते दुनिया, สวัสดีชาวโลก",
+)
+TOKENIZER = tiny.make_tokenizer("qwen3").backend_tokenizer
+IDS = TOKENIZER.get_vocab()
+VOCABULARY = TOKENIZER.get_vocab_size()
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(tokens), skip_special_tokens=True))
+
+
+def sentencepiece(tokens: Sequence[int]) -> str:
+    """Decodes like Llama 2: ids below 256 are bytes, the others words; one leading space is dropped."""
+    text, run = "", b""
+    for token in [*tokens, -1]:
+        if 0 <= token < 256:
+            run += bytes([token])
+            continue
+        try:
+            text += run.decode()
+        except UnicodeDecodeError:
+            text += UNKNOWN * len(run)
+        run = b""
+        text += WORDS[token - 256] if token >= 256 else ""
+    return text.removeprefix(" ")
+
+
+WORDS = (" Hello", " ", "lo", " 世", "界", "!", " wörld", "", "  ", " 🦊")
+
+
+def pieces(tokens: Sequence[int], context: Sequence[int] = (), by: Decode = decode) -> list[str]:
+    detokenizer = Detokenizer(by, context)
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_add_up_to_the_text_and_no_piece_cuts_a_character(text: str) -> None:
+    tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
+    said = pieces(tokens)
+    assert "".join(said) == text
+    assert UNKNOWN not in "".join(said).replace(UNKNOWN, "", text.count(UNKNOWN))
+    assert max(map(len, said)) < 20, "text is said as it comes, not at the end"
+
+
+def test_each_byte_of_a_character_alone_is_held_until_the_character_is_whole() -> None:
+    tokens = [IDS[char] for char in "ðŁ¦Ĭ"]  # the four bytes of a fox
+    assert pieces(tokens) == ["", "", "", "🦊", ""]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=80), st.lists(st.integers(0, VOCABULARY - 1), max_size=4))
+def test_any_tokens_of_a_byte_level_vocabulary_add_up_to_the_decoded_whole(
+    tokens: list[int], prompt: list[int]
+) -> None:
+    said = "".join(pieces(tokens, prompt))
+    if decode(prompt).endswith(UNKNOWN):
+        prompt = []  # a prompt that ends within a character is no context
+    assert said == decode([*prompt, *tokens])[len(decode(prompt)) :]
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_byte_level_sequences_add_up() -> None:
+    source = random.Random(7)
+    weights = [8 if len(token) == 1 else 1 for token in IDS]
+    for _ in range(10_000):
+        tokens = source.choices(list(IDS.values()), weights, k=source.randint(1, 24))
+        assert "".join(pieces(tokens)) == decode(tokens)
+
+
+def test_a_long_run_of_invalid_bytes_is_let_go_and_still_adds_up() -> None:
+    lone = IDS["Ģ"]  # byte 0x80, which continues a character that never began
+    said = pieces([lone] * 500)
+    assert "".join(said) == UNKNOWN * 500
+    assert any(said[:100]), "it does not wait for the end"
+
+
+def test_a_word_after_the_prompt_keeps_its_space() -> None:
+    assert "".join(pieces([256, 261], context=[256], by=sentencepiece)) == " Hello!"
+    assert "".join(pieces([256, 261], by=sentencepiece)) == "Hello!"
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.integers(256, 255 + len(WORDS)), st.sampled_from("é世🦊ß")), max_size=30))
+def test_sentencepiece_with_byte_fallback_adds_up(parts: list[int | str]) -> None:
+    tokens = [token for part in parts for token in (part.encode() if isinstance(part, str) else [part])]
+    assert "".join(pieces(tokens, by=sentencepiece)) == sentencepiece(tokens)
+
+
+def shown(text: str, stops: Sequence[str], size: int = 1) -> tuple[str, str | None, int]:
+    """What an answer shows of `text` said in tokens of `size` characters: text, stop string, tokens."""
+    words = [text[start : start + size] for start in range(0, len(text), size)]
+    answer = Answer(lambda tokens: "".join(words[token] for token in tokens), stops)
+    said, tokens = "", 0
+    for token in range(len(words)):
+        piece = answer.push(token)
+        said, tokens = said + piece.text, tokens + piece.tokens
+        assert not any(stop in said for stop in stops)
+        if piece.stop is not None:
+            return said, piece.stop, tokens
+    piece = answer.finish()
+    return said + piece.text, piece.stop, tokens + piece.tokens
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
+def test_a_stop_string_across_token_borders_ends_the_text_before_it(size: int) -> None:
+    text, stop, _ = shown("one two END three", ["END", "three"], size)
+    assert (text, stop) == ("one two ", "END")
+
+
+def test_the_beginning_of_a_stop_string_that_never_comes_is_shown_after_all() -> None:
+    assert shown("a EN b E", ["END"]) == ("a EN b E", None, 8)
+
+
+def test_the_earliest_stop_string_wins() -> None:
+    assert shown("xaby", ["b", "ab"], 50)[:2] == ("x", "ab")
+    assert shown("xaby", ["abyz", "b"], 1)[:2] == ("xa", "b")
+
+
+def test_tokens_are_shown_with_their_text_and_those_of_the_stop_string_never() -> None:
+    assert shown("abcSTOPxyz", ["STOP"])[2] == 3
+    assert shown("abcSTOPxyz", ["STOP"], 2)[2] == 2, "the token across the border belongs to the text"
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text("ab🦊", max_size=40), st.lists(st.text("ab🦊", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
+def test_what_is_shown_is_the_text_up_to_the_first_stop_string(text: str, stops: list[str], size: int) -> None:
+    said, stop, _ = shown(text, stops, size)
+    if stop is None:
+        assert said == text
+        assert not any(each in text for each in stops)
+    else:
+        assert text.startswith(said + stop)
+        assert not any(each in said for each in stops)
+
+
+def test_the_bytes_of_tokens_add_up_to_the_bytes_of_the_text() -> None:
+    state = TOKENIZER.decoder.__getstate__().decode()
+    spell = TokenBytes(state, TOKENIZER.id_to_token, {0: "<s>"})
+    for text in TEXTS:
+        tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
+        assert b"".join(map(spell, tokens)) == text.encode()
+    assert spell(0) == b"<s>"
+    assert spell(VOCABULARY + 7) == b""
+
+
+def test_byte_tokens_and_marked_spaces_of_sentencepiece_are_spelled_as_bytes() -> None:
+    decoders = [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}]
+    names = {5: "\u2581Hello", 6: "<0xE4>"}
+    spell = TokenBytes(json.dumps({"type": "Sequence", "decoders": decoders}), names.get, {})
+    assert [spell(token) for token in (5, 6, 7)] == [b" Hello", b"\xe4", b""]

@@ -1,0 +1,1 @@
+"""Attention over the KV cache: paged, on CPUs, with a quantized cache."""

@@ -1,0 +1,61 @@
+"""A pool whose keys and values are kept in another type than the model computes in: records of bytes (`cache_types`).
+
+All that a record needs is in it, so that whatever moves, shares or erases blocks need not know of it. What attention
+reads is unpacked for it: the tokens of one sequence, or as many rows of those who decode together as a bound allows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.engines.transformers.attention.kv_pool import Pool, Span
+from worker.engines.transformers.attention.quantized_kv_types import CacheType
+from worker.protocol.memory import UNPACKED_BYTES
+
+
+class CompactPool(Pool):
+    """See `Pool`; `keys[layer]` and `values[layer]` are records `[slots, 1, bytes]`."""
+
+    def __init__(self, kind: CacheType, *, layers: int, rows: int, blocks: int, device: torch.device):
+        super().__init__(
+            layers=layers, kv_heads=1, head_dim=kind.width, rows=rows, blocks=blocks, dtype=torch.uint8, device=device
+        )
+        self.kv_heads, self.head_dim, self.dtype = kind.heads, kind.head_dim, kind.dtype
+        self.kept_as = kind.name
+        self._kind = kind
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        pack = self._kind.pack
+        super().write(layer, slots, pack(keys)[:, None], pack(values)[:, None])
+
+    def read(self, layer: int, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (self._read(store[layer], spans) for store in (self.keys, self.values))
+        return keys, values
+
+    def _read(self, store: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        total = sum(tokens for _, tokens in spans)
+        out = torch.empty(total, self.kv_heads, self.head_dim, dtype=self.dtype, device=store.device)
+        first = 0
+        for slot, tokens in spans:
+            self._kind.unpack_to(out[first : first + tokens], store[slot : slot + tokens, 0])
+            first += tokens
+        return out.transpose(0, 1)[None]
+
+    def read_rows(self, layer: int, slot: int, stride: int, rows: int, tokens: int) -> list[torch.Tensor]:
+        width = self._kind.width
+        shape, strides = (rows, tokens, width), (stride * width, width, 1)
+        stores = (self.keys[layer], self.values[layer])
+        return [
+            self._unpacked(each.as_strided(shape, strides, each.storage_offset() + slot * width)) for each in stores
+        ]
+
+    def rows_at_once(self, rows: int, tokens: int) -> int:
+        most = UNPACKED_BYTES.get(self._store.device.type, UNPACKED_BYTES["cuda"])
+        return max(1, min(rows, most // (tokens * self.token_bytes)))
+
+    def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
+        return self._kind.unpack(super()._gather(store, blocks, rows)[:, :, 0])
+
+    def _unpacked(self, records: torch.Tensor) -> torch.Tensor:
+        """`[rows, tokens, bytes]` to `[rows, kv_heads, tokens, head_dim]`."""
+        return self._kind.unpack(records).transpose(1, 2)

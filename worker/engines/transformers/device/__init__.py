@@ -1,0 +1,1 @@
+"""Devices: memory cap, driver, CUDA errors, lazily touched pages."""

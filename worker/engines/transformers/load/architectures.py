@@ -1,0 +1,106 @@
+"""Which backend serves an architecture, and the shape of the cache that the packed one needs.
+
+A family that is not in the table of the paged backend runs on the aligned one, if a trial with its own weights finds
+that right (`trial`): attention of its own, computed by the paged backend, would run and be silently wrong.
+Law: PURE; a configuration comes in as an object with the attributes of config.json.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from worker.images import TEXT_ONLY
+from worker.protocol.architectures import OFFSET_POSITIONS, PAGED, POSITION_KEYS, VISION
+
+ALIGNED = frozenset(
+    {
+        "bamba",
+        "bart",
+        "biogpt",
+        "bloom",
+        "codegen",
+        "cohere2",
+        "dbrx",
+        "deepseek_v2",
+        "deepseek_v3",
+        "falcon",
+        "falcon_h1",
+        "falcon_mamba",
+        "gemma2",
+        "gpt_neo",
+        "gpt_oss",
+        "gptj",
+        "jamba",
+        "lfm2",
+        "llama4_text",
+        "mamba",
+        "mamba2",
+        "mpt",
+        "nemotron",
+        "olmoe",
+        "persimmon",
+        "phimoe",
+        "qwen3_next",
+        "stablelm",
+        "t5",
+        "xglm",
+    }
+)
+"""`model_type` of the rest that is verified."""
+
+VERIFIED = PAGED | ALIGNED
+"""tests/worker/engines/test_engine_equality.py has one of each."""
+
+
+Backend = Literal["paged", "aligned"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Of the keys (and of the values) of one token, in each of `layers` layers."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> "CacheShape":
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+
+def backend(config: Any) -> Backend:
+    """What computes the steps of a model with this configuration."""
+    crosses = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    return "paged" if config.model_type in PAGED and not crosses else "aligned"
+
+
+def positions(config: Any) -> int:
+    """Tokens that one sequence may have, by the model's own limits; 0: it states none.
+
+    `longrope` changes the frequencies of all tokens, those in the cache included, once a sequence outgrows the original
+    context; we stay within it. (`dynamic` does so beyond max_position_embeddings, which is the limit anyway.)
+    """
+    config = config.get_text_config()
+    stated = (getattr(config, name, None) for name in POSITION_KEYS)
+    limit = next((int(each) for each in stated if isinstance(each, int) and each > 0), 0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return min(limit or int(original), int(original))
+    if limit and config.model_type in OFFSET_POSITIONS:
+        return limit - int(config.pad_token_id or 0) - 1
+    return limit
+
+
+def why_blind(config: Any) -> str:
+    """Why a model of none of VISION takes no images, for people."""
+    if getattr(config, "vision_config", None) is None:
+        return TEXT_ONLY
+    return (
+        f"images for architecture {config.model_type!r} are not supported by this version: the model is served for"
+        f" text; those of {', '.join(sorted(VISION))} are"
+    )

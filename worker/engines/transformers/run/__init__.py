@@ -1,0 +1,1 @@
+"""Model execution: paged and aligned runners, CUDA graphs, self-check, vision, pooling."""

@@ -1,0 +1,228 @@
+"""Hidden states to vectors, and pairs of texts to scores: what stands behind an encoder.
+
+All of it in float32, whatever the model computes in, and on texts padded at the right: a mask keeps the padding out, so
+company in a batch changes nothing.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from worker.engines.transformers.device import memory
+from worker.engines.transformers.load import safetensors, sentence_transformers_config
+from worker.errors import StartError
+from worker.interface import Text
+
+
+class Encoder(Protocol):
+    """What turns texts into tensors."""
+
+    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+        """One float32 tensor for each text, in main memory."""
+
+
+class Embedder:
+    """A model whose last hidden states become vectors: `[width]`, or without pooling `[tokens, width]`."""
+
+    def __init__(self, model: Any, device: torch.device, head: "Head", *, pad: int):
+        self._inputs = _Inputs(model, device, pad)
+        self.head = head
+
+    @torch.inference_mode()
+    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+        hidden, mask = self._inputs.forward(texts, "last_hidden_state")
+        vectors: list[torch.Tensor] = self.head(hidden.float(), mask, [text.skipped for text in texts])
+        return vectors
+
+
+class CrossEncoder:
+    """A model with a classification head of one label: one score, `[1]`, for each pair of texts."""
+
+    def __init__(self, model: Any, device: torch.device, activation: nn.Module, *, pad: int):
+        self._inputs = _Inputs(model, device, pad)
+        self._activation = activation
+        # Without a padding token a decoder's head cannot tell where each of several texts ends.
+        self._rows = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) is None else None
+
+    @torch.inference_mode()
+    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+        rows = self._rows or len(texts)
+        parts = [texts[first : first + rows] for first in range(0, len(texts), rows)]
+        scores = torch.cat([self._inputs.forward(part, "logits")[0].float() for part in parts])
+        return list(self._activation(scores).cpu())
+
+
+class _Inputs:
+    """Texts as a model's forward wants them."""
+
+    def __init__(self, model: Any, device: torch.device, pad: int):
+        self._model, self._device, self._pad = model, device, pad
+        taken = inspect.signature(model.forward).parameters
+        self._takes_kinds = "token_type_ids" in taken
+        self._extra = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+
+    def forward(self, texts: Sequence[Text], output: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's `output`, and which places hold tokens, `[texts, tokens]`."""
+        lengths = torch.tensor([len(text.tokens) for text in texts], device=self._device)
+        longest = max(len(text.tokens) for text in texts)
+        mask = torch.arange(longest, device=self._device) < lengths[:, None]
+        extra: dict[str, Any] = dict(self._extra)
+        if self._takes_kinds and any(text.kinds for text in texts):
+            extra["token_type_ids"] = self._padded([text.kinds for text in texts], longest, 0)
+        tokens = self._padded([text.tokens for text in texts], longest, self._pad)
+        answer = self._model(input_ids=tokens, attention_mask=mask.long(), **extra)
+        return getattr(answer, output), mask
+
+    def _padded(self, rows: Sequence[Sequence[int]], longest: int, filler: int) -> torch.Tensor:
+        return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows], device=self._device)
+
+
+class Head(nn.Module):
+    """What modules.json lists behind the transformer, in its order; nothing: a vector for each token."""
+
+    def __init__(self, found: sentence_transformers_config.Layout):
+        """Layers with random weights, the same each time; see `load`."""
+        super().__init__()
+        self._dimensions = found.dimensions
+        self._pooling: sentence_transformers_config.Pooling | None = None
+        self.layers = nn.ModuleList()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for step in found.steps:
+                if isinstance(step, sentence_transformers_config.Pooling):
+                    self._pooling = step
+                else:
+                    self.layers.append(_layer(step))
+
+    def size(self, width: int) -> int:
+        """Components of a vector of a model of so wide hidden states. Raises StartError if a layer does not fit."""
+        size = width * (len(self._pooling.modes) if self._pooling is not None else 1)
+        for layer in self.layers:
+            if isinstance(layer, _Dense | _LayerNorm):
+                if layer.inputs != size:
+                    raise StartError(f"{layer.folder} takes vectors of {layer.inputs} components; it would get {size}")
+                size = layer.outputs
+        return min(size, self._dimensions or size)
+
+    def load(self) -> "Head":
+        """Fill the layers from the files in their folders. Raises StartError."""
+        for layer in self.layers:
+            if isinstance(layer, _Dense | _LayerNorm):
+                _fill(layer, layer.folder)
+        return self
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, skipped: Sequence[int]) -> list[torch.Tensor]:
+        """`hidden` `[texts, tokens, width]`, `mask` `[texts, tokens]` (true: a token); `skipped`: leading tokens of
+        each text that may be left out of pooling."""
+        if self._pooling is None:
+            return [row[held] for row, held in zip(hidden.cpu(), mask.cpu(), strict=True)]
+        left_out = torch.tensor(skipped if self._pooling.skips_prompt else [0] * len(skipped), device=hidden.device)
+        vectors = torch.cat([pool(hidden, mask, mode, left_out) for mode in self._pooling.modes], dim=-1)
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return list(vectors[:, : self._dimensions or None].cpu())
+
+
+def pool(hidden: torch.Tensor, mask: torch.Tensor, mode: str, left_out: torch.Tensor) -> torch.Tensor:
+    """`hidden` `[texts, tokens, width]`, `mask` `[texts, tokens]` (true: a token), `left_out` `[texts]`: how many
+    tokens at the beginning of each do not count, to `[texts, width]`. Modes and weights as in sentence-transformers.
+    """
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    counted = mask & (places >= left_out[:, None])  # [texts, tokens]
+    rows = torch.arange(len(hidden), device=hidden.device)
+    if mode == "cls":
+        return hidden[rows, counted.int().argmax(1)]
+    if mode == "last":
+        return hidden[rows, mask.sum(1) - 1]
+    if mode == "max":
+        return hidden.masked_fill(~counted[..., None], -torch.inf).amax(1)
+    weights = counted.to(hidden.dtype)
+    if mode == "weightedmean":
+        weights = weights * (places + 1)  # a token counts as often as its place, the prompt's included, says
+    total = weights.sum(1, keepdim=True).clamp(min=1e-9)  # [texts, 1]
+    summed = (hidden * weights[..., None]).sum(1)
+    return summed / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
+
+
+def normalized(vectors: torch.Tensor, norm: int) -> torch.Tensor:
+    """As llama-server's --embd-normalize: -1 none, 0 largest magnitude to 32760, else the p-norm (2: Euclidean)."""
+    if norm < 0:
+        return vectors
+    if norm == 0:
+        return vectors * (32760.0 / vectors.abs().amax(-1, keepdim=True).clamp(min=1e-12))
+    length: torch.Tensor = torch.linalg.vector_norm(vectors, norm, dim=-1, keepdim=True)
+    return vectors / length.clamp(min=1e-12)
+
+
+def activation(path: str, where: Path) -> nn.Module:
+    """The activation of torch.nn that `path` names, as sentence-transformers writes it. Raises StartError: code from
+    anywhere else does not run, and another activation would give other numbers."""
+    package, _, name = path.rpartition(".")
+    found = getattr(nn, name, None) if package == "torch.nn" or package.startswith("torch.nn.modules.") else None
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        try:
+            return found()
+        except TypeError:
+            pass  # it needs arguments, which no file states
+    raise StartError(f"{where} names the activation {path!r}; only those of torch.nn without arguments can be applied")
+
+
+class _Dense(nn.Module):
+    """sentence-transformers' Dense, with its names of weights."""
+
+    def __init__(self, step: sentence_transformers_config.Dense):
+        super().__init__()
+        self.folder, self.inputs, self.outputs = step.folder, step.inputs, step.outputs
+        self.linear = nn.Linear(step.inputs, step.outputs, bias=step.bias)
+        self.activation = activation(step.activation, step.folder / "config.json")
+        self.is_residual = step.residual
+        if step.residual and step.inputs != step.outputs:
+            self.residual = nn.Linear(step.inputs, step.outputs, bias=False)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = self.activation(self.linear(vectors))
+        if not self.is_residual:
+            return changed
+        return changed + (vectors if self.inputs == self.outputs else self.residual(vectors))
+
+
+class _LayerNorm(nn.Module):
+    """sentence-transformers' LayerNorm, with its names of weights."""
+
+    def __init__(self, step: sentence_transformers_config.LayerNorm):
+        super().__init__()
+        self.folder, self.inputs, self.outputs = step.folder, step.size, step.size
+        self.norm = nn.LayerNorm(step.size)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = self.norm(vectors)
+        return changed
+
+
+class _Normalize(nn.Module):
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        return normalized(vectors, 2)
+
+
+def _layer(
+    step: sentence_transformers_config.Dense
+    | sentence_transformers_config.LayerNorm
+    | sentence_transformers_config.Normalize,
+) -> nn.Module:
+    if isinstance(step, sentence_transformers_config.Dense):
+        return _Dense(step)
+    return _LayerNorm(step) if isinstance(step, sentence_transformers_config.LayerNorm) else _Normalize()
+
+
+def _fill(layer: nn.Module, folder: Path) -> None:
+    """The weights in `folder`, as float32; raises StartError if they are not this layer's."""
+    opened = map(safetensors.WeightFile, safetensors.files(folder))
+    tensors = {name: tensor.float().clone() for file in opened for name, tensor in file.tensors()}
+    try:
+        layer.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise StartError(f"the weights in {folder} do not fit its config.json: {memory.one_line(error)}") from error

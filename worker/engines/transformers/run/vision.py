@@ -1,0 +1,331 @@
+"""Images for models that see: a request's images to what the vision tower takes, and its features to where the prompt
+has tokens for them.
+
+`Eyes` opens and prepares images in a thread of its own, by the model's own processor; `Tower` runs on the step loop's
+thread. An image's features are computed once, when the first of its tokens is due, and kept until the last one was.
+Processors are those that need Pillow and no torchvision, so that an image means the same on every machine.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from worker import images
+from worker.engines.transformers.device import memory
+from worker.engines.transformers.load import architectures
+from worker.engines.transformers.run.forward import Seen
+from worker.errors import InvalidValue, QueueFull, UnsupportedField
+from worker.images import Image
+from worker.interface import Picture, Pictures
+from worker.protocol.architectures import VISION, Sight
+from worker.protocol.argv import ModelOptions
+from worker.protocol.memory import HELD_BYTES
+
+log = logging.getLogger(__name__)
+
+_SIZES = (336, 1024, 4096)
+"""Sides of images, one of which makes a processor's most."""
+_NOT_FOR_TOWERS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+)
+_LOAD_FAULTS = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError)
+
+
+class Blind(Exception):
+    """This model takes no images; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One image, as text and for the tower."""
+
+    text: str
+    """What stands for it in the prompt."""
+    inputs: dict[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.nbytes for each in self.inputs.values())
+
+
+def see(
+    options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
+) -> tuple["Processor | None", str]:
+    """The processor of a model whose images can be served; else why they cannot."""
+    try:
+        return Processor(options, config, tokenizer), ""
+    except Blind as why:
+        if getattr(config, "vision_config", None) is not None:
+            log.warning("no images: %s", why)
+        return None, str(why)
+
+
+def counting(
+    options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
+) -> tuple["Eyes | None", str]:
+    """As `see`, for who counts what images are in a prompt and computes nothing of them."""
+    processor, blind = see(options, config, tokenizer)
+    eyes = Eyes(processor, torch.bfloat16, most=options.limit_images) if processor is not None else None
+    return eyes, blind
+
+
+class Processor:
+    """A model's own processor, with the worker's tokenizer."""
+
+    def __init__(self, options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase):
+        """Raises Blind if images cannot be served, with the reason for people."""
+        sight = VISION.get(config.model_type)
+        if sight is None:
+            raise Blind(architectures.why_blind(config))
+        if not options.limit_images:
+            raise Blind("this model is served without images; set limit-images in its preset")
+        if importlib.util.find_spec("PIL") is None:
+            raise Blind("its worker lacks the library that opens images: pip install pillow")
+        self.sight: Sight = sight
+        self._most = options.limit_images
+        self._tokenizer = tokenizer
+        try:
+            self._processor = _load(Path(options.snapshot), config, tokenizer)
+        except _LOAD_FAULTS as error:
+            raise Blind(f"this model's image processor cannot be loaded ({memory.one_line(error)})") from error
+        self.placeholder: str = self._processor.image_token
+        self.token: int = config.image_token_id
+        self._text = str(tokenizer.convert_ids_to_tokens(self.token))
+        if sight.is_whole:
+            import PIL.Image  # late: only for models that see
+
+            tokens = self.prepare(PIL.Image.new("RGB", (64, 64)), torch.float32).text.count(self._text)
+            if tokens > min(options.prefill_chunk, options.ctx_size or tokens):
+                raise Blind(f"an image of this model is {tokens} tokens of one step; set prefill-chunk to that or more")
+
+    def prepare(self, picture: Any, dtype: torch.dtype) -> Prepared:
+        """One image, opened, for a tower of this type. Raises ValueError if the processor cannot use it."""
+        made = self._processor(
+            images=[picture],
+            text=[self.placeholder],
+            return_text_replacement_offsets=True,
+            return_tensors="pt",
+            add_special_tokens=False,
+            input_data_format="channels_last",
+        )
+        ((replaced,),) = made["text_replacement_offsets"]
+        inputs = {name: each for name, each in made.items() if name not in _NOT_FOR_TOWERS}
+        return Prepared(replaced["replacement"], {name: _cast(name, each, dtype) for name, each in inputs.items()})
+
+    def largest(self, dtype: torch.dtype, ctx_size: int) -> tuple[Picture, int] | None:
+        """The image that gives the tower most to do, of those that fit into the context, at the beginning of a prompt;
+        and the bytes of all images that one request may have. None if none fits."""
+        import PIL.Image  # late: only for models that see
+
+        found: list[tuple[int, Picture]] = []
+        for side in _SIZES:
+            prepared = self.prepare(PIL.Image.new("RGB", (side, side)), dtype)
+            if found and found[-1][0] == prepared.bytes:
+                break  # it brings all images to one size
+            tokens, (picture,) = self.lay_out(self.placeholder, [prepared])
+            if len(tokens) < ctx_size:
+                found.append((prepared.bytes, picture))
+        if not found:
+            return None
+        most, picture = max(found, key=lambda each: each[0])
+        return picture, most * min(self._most, max(ctx_size // picture.tokens, 1))
+
+    def lay_out(self, prompt: str, prepared: Sequence[Prepared]) -> tuple[list[int], tuple[Picture, ...]]:
+        """Tokens of `prompt` with what stands for each image in place of its placeholder, and where they are.
+
+        Raises InvalidValue if the prompt has other places for images than it should."""
+        pieces = prompt.split(self.placeholder)
+        if len(pieces) != len(prepared) + 1:
+            raise InvalidValue(
+                f"this model's chat template gives {len(pieces) - 1} places to {len(prepared)} images: send images in"
+                f" messages of the user, and no text that holds {self.placeholder}",
+                param="messages",
+            )
+        text = "".join(piece + image.text for piece, image in zip(pieces, prepared, strict=False)) + pieces[-1]
+        tokens: list[int] = self._tokenizer([text], add_special_tokens=False, verbose=False)["input_ids"][0]
+        runs = list(_runs(tokens, self.token))
+        pictures = []
+        for image in prepared:
+            mine = []
+            left = image.text.count(self._text)
+            while left and runs:
+                begin, length = runs.pop(0)
+                mine.append((begin, min(length, left)))
+                if length > left:  # two images without a word between them
+                    runs.insert(0, (begin + left, length - left))
+                left -= mine[-1][1]
+            if left:
+                break
+            pictures.append(Picture(tuple(mine), image.inputs, self.sight.is_whole))
+        if runs or len(pictures) != len(prepared) or not all(each.runs for each in pictures):
+            raise InvalidValue(f"messages must not hold {self._text}, which stands for images", param="messages")
+        return tokens, tuple(pictures)
+
+
+class Eyes:
+    """Implements `worker.interface.Vision`."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        dtype: torch.dtype,
+        *,
+        most: int,
+        held: int = HELD_BYTES,
+    ):
+        """`most`: images of one prompt; `held`: bytes of prepared ones that several requests may have together."""
+        self._processor, self._dtype, self._most, self._most_held = processor, dtype, most, held
+        # without helpers of its own: they would slow those of the steps down (`memory.end_helpers`)
+        self._thread = ThreadPoolExecutor(1, "images", initializer=torch.set_num_threads, initargs=(1,))
+        self._lock = threading.RLock()  # what is collected meanwhile takes it, too
+        self._held = 0
+
+    @property
+    def placeholder(self) -> str:
+        return self._processor.placeholder
+
+    async def read(self, prompt: str, images: Sequence[Image]) -> tuple[list[int], Pictures]:
+        """See `worker.interface.Vision`."""
+        if len(images) > self._most:
+            raise UnsupportedField(
+                f"{images[self._most].where}: this model is served with {self._most} images in a prompt at most;"
+                " raise limit-images in its preset",
+                param=images[self._most].where,
+            )
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, prompt, images)
+
+    def close(self) -> None:
+        """Whoever waits for an image is cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, prompt: str, stated: Sequence[Image]) -> tuple[list[int], Pictures]:
+        prepared: list[Prepared] = []
+        for image in stated:
+            try:
+                prepared.append(self._processor.prepare(images.opened(image), self._dtype))
+            except InvalidValue:
+                raise
+            except Exception as error:  # noqa: BLE001 - an image of a stranger, and whatever a library makes of it
+                log.warning("an image could not be prepared: %s", type(error).__name__)
+                raise InvalidValue(
+                    f"{image.where}: this model's processor cannot use the image ({memory.one_line(error)})",
+                    param=image.where,
+                ) from None
+        tokens, each = self._processor.lay_out(prompt, prepared)
+        pictures = Pictures(each)
+        self._hold(pictures, sum(image.bytes for image in prepared))
+        return tokens, pictures
+
+    def _hold(self, pictures: Pictures, size: int) -> None:
+        """Count `pictures` in for as long as anybody has them. Raises QueueFull."""
+        with self._lock:
+            if self._held and self._held + size > self._most_held:
+                raise QueueFull("requests with images wait for this model already; try again later")
+            self._held += size
+        weakref.finalize(pictures, self._let_go, size)
+
+    def _let_go(self, size: int) -> None:
+        with self._lock:
+            self._held -= size
+
+
+class Tower:
+    """The vision tower of a model, and the features of those images whose tokens are being computed."""
+
+    def __init__(self, model: Any, token: int, device: torch.device):
+        """`token` stands for images in a prompt."""
+        self._model, self._token, self._device = model, token, device
+        self._words = model.get_input_embeddings()
+        self._seen: dict[Picture, torch.Tensor] = {}
+        self.largest = 0, 0
+        """As in `Pulse.seen`."""
+
+    def features(self, picture: Picture) -> torch.Tensor:
+        """`[tokens, hidden]`: what stands in the place of the picture's tokens."""
+        inputs = {name: each.to(self._device) for name, each in picture.inputs.items()}
+        found = self._model.get_image_features(**inputs, return_dict=True).pooler_output
+        whole = torch.cat(list(found)) if isinstance(found, list | tuple) else found
+        return whole.reshape(-1, whole.shape[-1])
+
+    def see(self, tokens: Sequence[int], start: int, pictures: Pictures) -> Seen:
+        """The prompt's `tokens` from the one with number `start` on."""
+        kinds = None
+        if any(picture.is_whole for picture in pictures.each):
+            kinds = torch.zeros(1, start + len(tokens), dtype=torch.int64, device=self._device)
+            for begin, length in (run for picture in pictures.each for run in picture.runs):
+                kinds[0, begin : begin + length] = 1
+        return Seen(self._embed(tokens, start, pictures), kinds)
+
+    def _embed(self, tokens: Sequence[int], start: int, pictures: Pictures) -> torch.Tensor | None:
+        """`[1, tokens, hidden]`; None: they are words only."""
+        end = start + len(tokens)
+        due = [picture for picture in pictures.each if _overlaps(picture, start, end)]
+        if not due:
+            return None
+        ids = memory.upload([0 if token == self._token else token for token in tokens], torch.int64, self._device)
+        embedded: torch.Tensor = self._words(ids[None]).clone()
+        for picture in due:
+            features = self._seen.get(picture)
+            if features is None:
+                features = self._seen[picture] = self.features(picture).to(embedded.dtype)
+                longest, most = self.largest
+                self.largest = max(longest, len(features)), max(most, len(self._seen))
+            first = 0
+            for begin, length in picture.runs:
+                low, high = max(begin, start), min(begin + length, end)
+                if low < high:
+                    part = features[first + low - begin : first + high - begin]
+                    embedded[0, low - start : high - start] = part
+                first += length
+            if first != len(features):
+                raise ValueError(f"the tower gives {len(features)} features for {first} tokens")
+            if picture.end <= end:
+                del self._seen[picture]
+        return embedded
+
+    def forget(self, pictures: Pictures) -> None:
+        """Nobody computes this prompt any more."""
+        for picture in pictures.each:
+            self._seen.pop(picture, None)
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As small as it can be for a tower of this type."""
+    if name.endswith("_mask"):
+        return tensor.bool()
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _overlaps(picture: Picture, start: int, end: int) -> bool:
+    return any(begin < end and start < begin + length for begin, length in picture.runs)
+
+
+def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
+    """Where `token` stands: position and number, for each unbroken run of it."""
+    begin = None
+    for place, each in enumerate((*tokens, None)):
+        if each == token and begin is None:
+            begin = place
+        elif each != token and begin is not None:
+            yield begin, place - begin
+            begin = None
+
+
+def _load(folder: Path, config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> Any:
+    """The processor of this configuration's family, around `tokenizer`, whose copy it would else load."""
+    cls: Any = PROCESSOR_MAPPING[type(config)]
+    auto: Any = transformers.AutoImageProcessor
+    stated, _ = cls.get_processor_dict(folder, local_files_only=True)
+    opener = auto.from_pretrained(folder, backend="pil", local_files_only=True)
+    return cls.from_args_and_dict([opener, tokenizer], stated)

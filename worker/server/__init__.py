@@ -1,0 +1,4 @@
+"""The worker's HTTP server.
+
+May import api and everything below it.
+"""
