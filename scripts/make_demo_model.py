@@ -1,9 +1,9 @@
-"""Trains the chat model of the demo, `worker/demo/chat/`, from the text in demo_model.toml.
+"""Trains the chat model of the demo, `worker/fetch/demo/chat/`, from the text in demo_model.toml.
 
 A Llama of 0.9 million parameters with a byte-level tokenizer of its own. Seeded, on at most two threads; takes some
 minutes on a CPU:
 
-    nice .venv/bin/python scripts/make_demo_model.py                # writes worker/demo/chat
+    nice .venv/bin/python scripts/make_demo_model.py                # writes worker/fetch/demo/chat
     nice .venv/bin/python scripts/make_demo_model.py --target DIR --steps 200
     nice .venv/bin/python scripts/make_demo_model.py --steps 0      # goes on with what is there: only the last steps
 

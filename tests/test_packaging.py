@@ -81,8 +81,8 @@ def test_the_wheel_holds_both_packages_and_their_data_and_nothing_else(wheel: Pa
     assert {
         "router/data/models.ini",
         "router/data/demo.ini",
-        "worker/demo/chat/model.safetensors",
-        "worker/demo/chat/README.md",
+        "worker/fetch/demo/chat/model.safetensors",
+        "worker/fetch/demo/chat/README.md",
     } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -100,7 +100,7 @@ def test_the_wheel_runs_far_from_the_checkout(wheel: Path, tmp_path: Path) -> No
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.stderr, done.stdout.splitlines()) == (
         "",
-        [str(tmp_path / "site"), str(tmp_path / "site/worker/demo/chat")],
+        [str(tmp_path / "site"), str(tmp_path / "site/worker/fetch/demo/chat")],
     )
 
 

@@ -5,14 +5,12 @@ Every function that `worker.protocol.routes` names has the signature `async def 
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from aiohttp import web
 
 from router.api.request_log import Requests
 from router.config.settings import Key
-from router.http.incoming import ROUTE, Bodies, asked_of
-from router.http.metrics import Metrics
 from router.registry.pulls import Hub
 from router.registry.registry import Site
 from worker.protocol.dialects import Dialect
@@ -37,15 +35,23 @@ class Frames:
     """The dialect of the frames: server-sent events unless stated."""
 
 
+class RendersMetrics(Protocol):
+    """The metrics registry, as API functions use it."""
+
+    content_type: ClassVar[str]
+
+    def render(self, model: str | None = None, member: str = "") -> bytes:
+        """The metrics in Prometheus text format; with `model`, those of one model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts of one router that API functions use."""
 
     site: Site
     hub: Hub
-    bodies: Bodies
     requests: Requests
-    metrics: Metrics
+    metrics: RendersMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,11 @@ class ApiCall:
     """One request to a route that the router answers itself."""
 
     request: web.Request
+    route: Route
+    query: Mapping[str, str]  # the parameters that the route declares
     key: Key
     services: Services
+    body: Callable[[], Awaitable[dict[str, Any]]]  # reads the body, a JSON object; raises ApiError
 
     @property
     def site(self) -> Site:
@@ -63,15 +72,6 @@ class ApiCall:
     @property
     def hub(self) -> Hub:
         return self.services.hub
-
-    @property
-    def route(self) -> Route:
-        return self.request[ROUTE]
-
-    @property
-    def query(self) -> Mapping[str, str]:
-        """The query parameters that the route reads."""
-        return asked_of(self.request)
 
     @property
     def path(self) -> Mapping[str, str]:
@@ -83,10 +83,6 @@ class ApiCall:
         """The id of the last event that the client has received; None for a new client."""
         text = self.request.headers.get("Last-Event-ID", "")
         return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
-
-    async def body(self) -> dict[str, Any]:
-        """The body, a JSON object. Raises ApiError."""
-        return await self.services.bodies.object(self.request)
 
     def model_id(self) -> str:
         """The id of the model that the path or the query names. Raises BadRequest, ModelNotFound."""

@@ -13,7 +13,6 @@ from router.config.settings import Key
 from router.errors import BadRequest, Forbidden, ModelNotLoaded, NotOffered, SlotsBusy, Starting
 from router.fleet.state import State
 from router.fleet.worker import Worker
-from router.http.metrics import CONTENT_TYPE
 from router.memory.checkpoint import modalities
 from router.registry.pulls import users
 from router.registry.registry import BUILD, Site, Words, flag
@@ -198,7 +197,9 @@ async def metrics(call: ApiCall) -> Result:
     if name:
         listed = call.site.model(call.key, name)
         about = listed.id, listed.model.preset.id
-    return web.Response(body=call.services.metrics.render(*about), headers={"Content-Type": CONTENT_TYPE})
+    return web.Response(
+        body=call.services.metrics.render(*about), headers={"Content-Type": call.services.metrics.content_type}
+    )
 
 
 async def streams(call: ApiCall) -> Result:

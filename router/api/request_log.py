@@ -4,14 +4,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from router.errors import Cancelled, RequestNotFound
 from router.events import Event
-from router.http.proxy import Answer
+from router.fleet.lease import Lease
 
 KEPT = 1000
 """Ended requests that are remembered."""
+
+
+class ForwardedAnswer(Protocol):
+    """The answer to a forwarded request, as the proxy fills it in."""
+
+    @property
+    def phase(self) -> str:
+        """`queued`, `starting` or `streaming`."""
+
+    queued: float | None
+    loaded: float | None
+    first_byte: float | None
+    lease: Lease | None
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +38,7 @@ class Record:
     key: str
     began: float
     arrived: float
-    answer: Answer | None = None
+    answer: ForwardedAnswer | None = None
     """What its client has got so far, while it runs and once it is forwarded."""
     seconds: float | None = None
     """That it took in all."""

@@ -40,8 +40,8 @@ class App:
         self._site = site
         self._prefix = site.settings.api_prefix
         self._pipeline = Pipeline(site, proxy, metrics, most_buffered=most_buffered)
-        services = Services(site, Hub(site), self._pipeline.bodies, self._pipeline.requests, metrics)
-        self._dispatcher = Dispatcher(services)
+        services = Services(site, Hub(site), self._pipeline.requests, metrics)
+        self._dispatcher = Dispatcher(services, self._pipeline.bodies)
         self._routes: dict[web.AbstractRoute, Route] = {}
         """The declaration of each of aiohttp's routes."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,7 +11,7 @@ from aiohttp import web
 
 from router.api.call import ApiCall, ApiFunction, Frames, Reply, Result, Services
 from router.config.settings import Key
-from router.http.incoming import PHASE
+from router.http.incoming import PHASE, Bodies, asked_of
 from worker.protocol.dialects import Dialect
 from worker.protocol.routes import Route
 from worker.protocol.streams import stream
@@ -30,8 +31,9 @@ def function_of(route: Route) -> ApiFunction:
 class Dispatcher:
     """Answers requests with API functions."""
 
-    def __init__(self, services: Services):
+    def __init__(self, services: Services, bodies: Bodies):
         self._services = services
+        self._bodies = bodies
         self._streams: set[asyncio.Task[Any]] = set()
 
     def handler(self, route: Route) -> Work:
@@ -39,9 +41,13 @@ class Dispatcher:
         function = function_of(route)
 
         async def work(request: web.Request, key: Key) -> web.StreamResponse:
-            return await self._respond(request, await function(ApiCall(request, key, self._services)))
+            return await self._respond(request, await function(self._call(request, route, key)))
 
         return work
+
+    def _call(self, request: web.Request, route: Route, key: Key) -> ApiCall:
+        body = partial(self._bodies.object, request)
+        return ApiCall(request, route, asked_of(request, route), key, self._services, body)
 
     def end_streams(self) -> None:
         """End all event streams, so that the server can close."""

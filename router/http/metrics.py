@@ -19,7 +19,6 @@ from router.fleet.state import State
 from router.fleet.worker import estimated
 from router.planner.ledger import LOCAL, SLOTS, DeviceId
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RESIDENCIES = (1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 MOMENTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
@@ -38,6 +37,8 @@ INTENDED = frozenset(
 
 class Metrics:
     """All numbers of one router."""
+
+    content_type: ClassVar[str] = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, fleet: Fleet, events: EventLog):
         self._fleet = fleet

@@ -142,7 +142,7 @@ def missing(folder: Path) -> str:
 
 def demo_preset() -> Path:
     """The preset of the built-in models: in the wheel, or in the checkout beside the package."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = package / "data" / "demo.ini"
     return installed if installed.is_file() else package.parent / "config" / "demo.ini"
 

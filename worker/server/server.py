@@ -76,7 +76,7 @@ _DIALECT = web.RequestKey("dialect", Dialect)
 _RETRIED = (429, 503)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-API = "worker.api.call"
+API = "worker.api"
 """The package of the functions that routes name."""
 _log = logging.getLogger(__name__)
 

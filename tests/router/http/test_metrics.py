@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.api.status import status
 from router.fleet.limits import Limits
-from router.http.metrics import CONTENT_TYPE, Metrics
+from router.http.metrics import Metrics
 from router.launch.interface import WorkerLost
 from router.log import state_line
 from tests.fakes import CPU, GIB, FakeModel, virtual
@@ -41,7 +41,7 @@ async def test_an_idle_router_tells_every_model_and_no_requests() -> None:
     assert found['router_model_state{model="b",state="loaded"}'] == 0.0
     assert found['router_queue_depth{model="a"}'] == 0.0
     assert not any(name.startswith("router_requests_total") for name in found)
-    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+    assert Metrics.content_type.startswith("text/plain; version=0.0.4")
 
 
 async def test_tokens_are_counted_by_kind() -> None:

@@ -219,7 +219,7 @@ def test_two_processes_at_once_make_one_model(tmp_path: Path) -> None:
             [sys.executable, "-c", MAKE_A_WHEN_TOLD, str(tmp_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=demo.CHAT.parent.parent.parent,
+            cwd=demo.CHAT.parents[3],
             text=True,
         )
         for _ in range(2)
