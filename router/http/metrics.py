@@ -8,6 +8,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
