@@ -1,4 +1,4 @@
-"""The slow tier, which `-m "not slow"` leaves out: real processes, and files that add up to more than a second."""
+"""The `slow` mark: tests with real processes, and files that take more than a second in all."""
 
 import signal
 from pathlib import Path
@@ -6,22 +6,33 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-PROCESSES = Path(__file__).resolve().parent / "processes"
-ADDING_UP = {
-    "test_aligned.py", "test_anthropic_face.py", "test_demo.py", "test_detokenize_families.py", "test_engine_faults.py",
-    "test_forecast.py", "test_grammar.py", "test_ollama_face.py", "test_paged_equality.py", "test_responses_face.py",
-    "test_structured_output_sdk.py", "test_vision_equality.py", "test_vision_faces.py",
-}  # fmt: skip
+TESTS = Path(__file__).resolve().parent
+SLOW = (
+    "processes",
+    "router/cli/test_estimate.py",
+    "worker/api/test_anthropic.py",
+    "worker/api/test_ollama.py",
+    "worker/api/test_responses.py",
+    "worker/api/test_structured_output_sdk.py",
+    "worker/api/test_vision.py",
+    "worker/engines/attention/test_paged_equality.py",
+    "worker/engines/run/test_aligned.py",
+    "worker/engines/run/test_vision_equality.py",
+    "worker/engines/sample/test_grammar.py",
+    "worker/engines/test_engine_faults.py",
+    "worker/fetch/test_demo.py",
+    "worker/test_detokenizer_families.py",
+)
 
 settings.register_profile("busy", deadline=None)  # the time that one example takes depends on the machine
 settings.load_profile("busy")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell starts its background commands so, and programs under test would inherit it
+    # A shell starts background commands with SIGINT ignored, and programs under test would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(PROCESSES) or item.path.name in ADDING_UP:
+        if any(item.path.is_relative_to(TESTS / name) for name in SLOW):
             item.add_marker("slow")

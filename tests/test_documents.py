@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from router.config.presets import KEYS
 from router.config.settings import OPTIONS
 from worker.protocol.routes import ROUTES
 
@@ -50,6 +51,7 @@ def test_the_readme_is_short() -> None:
 
 def test_every_option_in_the_readme_and_its_pages_exists() -> None:
     flags = {option.flag for option in OPTIONS} | {f"no-{option.flag}" for option in OPTIONS if option.is_flag}
+    flags |= {key.name for key in KEYS}  # a preset key as a flag holds for every model
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     named = set(re.findall(r"`--([a-z][a-z-]+)", pages)) - {"help", "help-model-keys", "effective"}
     assert named
