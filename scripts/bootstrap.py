@@ -1,12 +1,12 @@
-"""Makes the virtual environment that run.sh and test.sh use, or finds within a fraction of a second that it is there.
+"""Create the virtual environment that run.sh and test.sh use. If it is complete, return within a fraction of a second.
 
     python3 scripts/bootstrap.py                                  .venv, for running
     python3 scripts/bootstrap.py --extras worker,dev              also for testing
     python3 scripts/bootstrap.py --torch cuda                     the build of torch to use, kept for the next time
     BOOTSTRAP_PYTHON=/opt/python3.12/bin/python3 scripts/run.sh   another interpreter
 
-Law: standard library only, and nothing that Python 3.7 cannot parse: whoever has an old one is to read why it is
-refused. Says what it does on stderr.
+Standard library only, and only syntax that Python 3.7 can parse, so that an old interpreter prints the reason of its
+rejection. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "config" / "constraints.txt"
 STAMP = ".bootstrap.json"
-"""In the environment: that it is ours, and, written last, what was installed."""
+"""File in the environment that marks it as ours. Its content, written last, says what was installed."""
 
 OLDEST = (3, 11)
 INTERPRETERS = ("python3.11", "python3.12", "python3.13", "python3")
@@ -43,7 +43,7 @@ DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 class Failure(Exception):
-    """One sentence for whoever started this: what is missing, and the remedy."""
+    """The bootstrap failed. The message is one sentence: what is missing, and the remedy."""
 
 
 def say(text: str) -> None:
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 
 def known_extras(text: str) -> list[str]:
-    """The extras named in `text`, sorted. Raises Failure if pyproject.toml has no such."""
+    """The extras named in `text`, sorted. Raises Failure for one that pyproject.toml does not have."""
     section = PYPROJECT.read_text("utf-8").partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     known = re.findall(r"^([a-z0-9-]+) *=", section, re.MULTILINE)
     wanted = sorted({part.strip() for part in text.split(",") if part.strip()})
@@ -93,7 +93,7 @@ def known_extras(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def locked(venv: Path) -> Iterator[None]:
-    """Nobody else makes `venv` meanwhile; waits for whoever does."""
+    """Hold the lock of `venv`. Waits while another process holds it."""
     venv.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{venv}.lock", "w") as file:
         try:
@@ -121,7 +121,7 @@ def bootstrap(venv: Path, extras: list[str], torch: str, *, offline: bool) -> No
     say(f"{venv} is ready after {time.monotonic() - began:.0f} s")
 
 
-# --- what is there already -------------------------------------------------------------------------------------------
+# --- the existing environment ----------------------------------------------------------------------------------------
 
 
 def read_stamp(venv: Path) -> dict[str, Any]:
@@ -142,12 +142,12 @@ def is_current(venv: Path, have: dict[str, Any], extras: list[str], build: str, 
 
 
 def is_asked_for(venv: Path, have: dict[str, Any], asked: str) -> bool:
-    """Whether `venv` runs on the interpreter that BOOTSTRAP_PYTHON names, or one of the same version."""
+    """True if `venv` runs on the interpreter that BOOTSTRAP_PYTHON names, or on one of the same version."""
     return asked in ("", have.get("interpreter")) or probe(asked)[0] == venv_version(venv)
 
 
 def digest(venv: Path, build: str) -> str:
-    """Names everything that decides what is installed, but for the extras."""
+    """Hash of everything that decides what is installed, except the extras."""
     found = hashlib.sha256()
     for part in (PYPROJECT, CONSTRAINTS, Path(__file__)):
         found.update(part.read_bytes() + b"\0")
@@ -156,7 +156,7 @@ def digest(venv: Path, build: str) -> str:
 
 
 def venv_version(venv: Path) -> str:
-    """As pyvenv.cfg states it; empty without one."""
+    """The Python version in pyvenv.cfg; empty without such a file."""
     try:
         text = (venv / "pyvenv.cfg").read_text("utf-8")
     except OSError:
@@ -173,7 +173,7 @@ def has_driver() -> bool:
 
 
 def probe(command: str) -> tuple[str, bool]:
-    """Version of the interpreter `command`, empty if it does not run, and whether it can make environments."""
+    """Version of the interpreter `command` (empty if it does not run), and True if it can create environments."""
     code = "import sys; print('%d.%d.%d' % sys.version_info[:3], flush=True); import ensurepip, venv"
     try:
         done = subprocess.run([command, "-c", code], capture_output=True, text=True, env=environment(), check=False)
@@ -183,7 +183,7 @@ def probe(command: str) -> tuple[str, bool]:
 
 
 def choose_interpreter(asked: str) -> str:
-    """The first that is new enough and has venv: `asked` if given, else INTERPRETERS in turn. Raises Failure."""
+    """The first interpreter that is new enough and has venv: `asked` if given, else INTERPRETERS in order. Raises Failure."""
     seen = {command: probe(command) for command in ((asked,) if asked else INTERPRETERS)}
     for command, (version, complete) in seen.items():
         if complete and numbers(version) >= OLDEST:
@@ -204,7 +204,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_packages: bool) -> str:
-    """The interpreter of a working environment in `venv`, made if need be. Raises Failure."""
+    """The interpreter of a working environment in `venv`, which is created if necessary. Raises Failure."""
     python = str(venv / "bin" / "python")
     ours = (venv / STAMP).exists()
     version, _ = probe(python)
@@ -212,7 +212,7 @@ def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_pac
     if works and (not ours or is_asked_for(venv, have, asked)):
         return python
     if not ours and venv.exists() and any(venv.iterdir()):
-        raise Failure(f"{venv} is not empty and no environment of mine; remove it, or name another with --venv DIR")
+        raise Failure(f"{venv} is not empty and was not created by this script; remove it, or name another folder with --venv DIR")
     interpreter = choose_interpreter(asked)
     say(f"making {venv} with {interpreter}")
     shutil.rmtree(venv, ignore_errors=True)
@@ -225,7 +225,7 @@ def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_pac
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what would make an interpreter look elsewhere for its packages."""
+    """The environment of this process, without variables that redirect an interpreter's packages."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**kept, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONNOUSERSITE": "1"}
@@ -240,7 +240,7 @@ def runs(command: list[str], cwd: Path | None = None) -> bool:
 
 
 def install(python: str, extras: list[str], build: str, *, offline: bool) -> None:
-    """Torch as `build` says, then everything else in one call of pip. Raises Failure."""
+    """Install torch in the build `build`, then all other packages in one call of pip. Raises Failure."""
     torch: list[str] = []
     replaced: dict[str, str] = {}
     if NEED_TORCH & set(extras):
@@ -260,7 +260,7 @@ def install(python: str, extras: list[str], build: str, *, offline: bool) -> Non
 
 
 def torch_requirement(python: str, build: str, *, offline: bool) -> str:
-    """What to ask pip for. Puts the CPU build in place by itself where pip's own sources do not offer it."""
+    """The requirement of torch for pip. Installs the CPU build directly if pip's sources do not offer it."""
     version = pinned("torch")
     if build == "cuda":
         return f"torch=={version},!={version}+cpu"
@@ -298,7 +298,7 @@ def pinned(name: str) -> str:
 
 @contextlib.contextmanager
 def constraints(replaced: dict[str, str]) -> Iterator[str]:
-    """Path of constraints.txt, or of a copy in which the packages of `replaced` have another version."""
+    """Path of constraints.txt, or of a copy with other versions for the packages of `replaced`."""
     text = CONSTRAINTS.read_text("utf-8")
     for name, version in replaced.items():
         text = re.sub(rf"^{name}==\S+", f"{name}=={version}", text, flags=re.MULTILINE)
@@ -309,7 +309,7 @@ def constraints(replaced: dict[str, str]) -> Iterator[str]:
 
 
 def pip(python: str, *arguments: str, offline: bool) -> bool:
-    """Whether `pip install` with `arguments` went well; what it says goes to stderr."""
+    """Run `pip install` with `arguments`, its output on stderr. True if it succeeded."""
     command = [python, "-m", "pip", "install", *([] if sys.stderr.isatty() else ["-qq"]), *arguments]
     if offline:
         command.append("--no-index")
@@ -320,7 +320,10 @@ def pip(python: str, *arguments: str, offline: bool) -> bool:
 
 
 def check(python: str, extras: list[str], build: str) -> None:
-    """Both packages are this checkout's, torch is there, and the router does without it. Raises Failure."""
+    """Check that both packages come from this checkout, that torch is installed, and that the router does not load it.
+
+    Raises Failure.
+    """
     elsewhere = Path(python).parent  # a folder that holds neither `router` nor `worker`
     code = (
         "import pathlib, sys\n"

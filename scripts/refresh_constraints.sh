@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Resolves all extras in an empty environment of Python 3.11, writes config/constraints.txt, and runs the suite with it.
-# Monthly, and at once for security. Raise TORCH here by hand: it decides which builds and extras exist.
+# Resolve all extras in an empty environment of Python 3.11, write config/constraints.txt, and run the suite with it.
+# Run it monthly, and at once for a security fix. Edit TORCH by hand: it decides which builds and extras exist.
 set -euo pipefail
 
 TORCH=2.13.0
@@ -25,7 +25,7 @@ own = project["name"] + "["  # an extra that is another's alias
 Path(sys.argv[2]).write_text("".join(need + "\n" for need in wanted if not need.startswith(own)), "utf-8")
 PYTHON
 
-# The CPU build, so that no package of CUDA is pinned for machines without a GPU.
+# The CPU build: no CUDA package is pinned for machines without a GPU.
 echo "torch==$TORCH+cpu" >"$work/torch.txt"
 "$python" -m pip install --quiet --dry-run --report "$work/report.json" --extra-index-url "$CPU_INDEX" \
     -c "$work/torch.txt" -r "$work/wanted.txt"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment if it is not there yet, then serves on http://127.0.0.1:8080. Arguments go to `router`; if they
-# name no models, the demo models are served, with so little memory that any machine shows an eviction.
+# Create the environment if it does not exist, then serve on http://127.0.0.1:8080. Arguments are passed to `router`. If
+# they name no models, the demo models are served with a memory limit at which every machine shows an eviction.
 set -euo pipefail
 
 DEMO_CPU_MIB=1000   # of main memory, as if the machine had no more
@@ -22,7 +22,7 @@ names_models() {
     [ -n "${ROUTER_MODELS_PRESET:-}${LLAMA_ARG_MODELS_PRESET:-}${ROUTER_MODELS_DIR:-}${LLAMA_ARG_MODELS_DIR:-}" ]
 }
 
-# As variables, so that options and variables of the user's win.
+# Set as variables, so that options and variables of the user take precedence.
 if ! names_models "$@"; then
     export ROUTER_DEVICE_LIMIT=${ROUTER_DEVICE_LIMIT-cpu=$DEMO_CPU_MIB}
     export ROUTER_MODELS_MEMORY_MARGIN=${ROUTER_MODELS_MEMORY_MARGIN-$DEMO_MARGIN_MIB}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment with the test packages if it is not there yet, then checks style, format and types, and runs
-# the tests. Arguments go to pytest (`-n 0`: one after the other); `--venv DIR` says where the environment is.
+# Create the environment with the test packages if it does not exist, check style, format and types, and run the tests.
+# Arguments are passed to pytest (`-n 0`: one test after the other). `--venv DIR` is the folder of the environment.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -32,7 +32,7 @@ step ruff check .
 step ruff format --check .
 step mypy
 export OMP_NUM_THREADS=1
-# Two files at a time, since half the tests wait for processes; in the order of the tree, which begins with the longest.
+# Two processes, since half of the tests wait for child processes. Files run in tree order: the longest come first.
 step pytest -n 2 --dist loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"}
 
 if [ ${#failed[@]} -gt 0 ]; then
