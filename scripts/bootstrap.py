@@ -183,7 +183,7 @@ def probe(command: str) -> tuple[str, bool]:
 
 
 def choose_interpreter(asked: str) -> str:
-    """The first interpreter that is new enough and has venv: `asked` if given, else INTERPRETERS in order. Raises Failure."""
+    """The first interpreter that is new enough and has venv: `asked`, else of INTERPRETERS. Raises Failure."""
     seen = {command: probe(command) for command in ((asked,) if asked else INTERPRETERS)}
     for command, (version, complete) in seen.items():
         if complete and numbers(version) >= OLDEST:
@@ -212,7 +212,9 @@ def make_environment(venv: Path, have: dict[str, Any], asked: str, *, system_pac
     if works and (not ours or is_asked_for(venv, have, asked)):
         return python
     if not ours and venv.exists() and any(venv.iterdir()):
-        raise Failure(f"{venv} is not empty and was not created by this script; remove it, or name another folder with --venv DIR")
+        raise Failure(
+            f"{venv} is not empty and was not created by this script; remove it, or name another folder with --venv DIR"
+        )
     interpreter = choose_interpreter(asked)
     say(f"making {venv} with {interpreter}")
     shutil.rmtree(venv, ignore_errors=True)
