@@ -1,7 +1,7 @@
 """Objects in a process of their own, called from this one.
 
-Whoever measures several of them by turns needs that: OpenMP's threads wait by spinning, and so are there at once for
-the next product, only while a process has no more of them than cores. Two models in one process have twice as many.
+A measurement of several models in turns needs this. OpenMP's threads wait by spinning, and start the next product at once,
+only while a process has no more of them than cores. Two models in one process have twice as many.
 """
 
 import multiprocessing
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Apart:
-    """What `make` makes: objects by name. It can be pickled, and so can all that goes there and back."""
+    """`make` creates objects by name. It must be picklable, and so must all arguments and results."""
 
     def __init__(self, make: Callable[[], dict[str, Any]]):
-        """Raises RuntimeError with what went wrong."""
+        """Raises RuntimeError with the cause."""
         spawn = multiprocessing.get_context("spawn")
         self._link, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(make, theirs), daemon=True)
@@ -25,12 +25,12 @@ class Apart:
         self.names: list[str] = self._answer()
 
     def call(self, name: str, method: str, *given: Any) -> Any:
-        """Raises RuntimeError with what it raised there, or if that process is gone."""
+        """Raises RuntimeError with the exception raised there, or if that process has exited."""
         self._link.send((name, method, given))
         return self._answer()
 
     def close(self) -> None:
-        """Returns once the process has ended."""
+        """Return once the process has ended."""
         self._link.close()
         self._process.join(15)
         if self._process.is_alive():
@@ -49,9 +49,9 @@ class Apart:
 
 
 def _serve(make: Callable[[], dict[str, Any]], link: Connection) -> None:
-    """In that process, until nobody calls any more."""
+    """Loop of that process, until the other side closes."""
     try:
-        with ThreadPoolExecutor(1) as loading:  # the threads that OpenMP makes for it end with it
+        with ThreadPoolExecutor(1) as loading:  # OpenMP's threads for it end with it.
             objects = loading.submit(make).result()
     except Exception as error:  # noqa: BLE001  the caller says it
         traceback.print_exception(error)
