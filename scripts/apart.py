@@ -1,7 +1,7 @@
 """Objects in a process of their own, called from this one.
 
-A measurement of several models in turns needs this. OpenMP's threads wait by spinning, and start the next product at once,
-only while a process has no more of them than cores. Two models in one process have twice as many.
+A measurement of several models in turns needs this. OpenMP's threads wait by spinning, and start the next product at
+once, only while a process has no more of them than cores. Two models in one process have twice as many.
 """
 
 import multiprocessing
