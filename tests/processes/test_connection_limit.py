@@ -31,7 +31,7 @@ async def status(reader: asyncio.StreamReader) -> int:
 
 
 @pytest.mark.parametrize("headers", [b"", ODD], ids=["ours", "aiohttp's"])
-async def test_who_finds_no_room_waits_until_somebody_leaves(tmp_path: Path, headers: bytes) -> None:
+async def test_a_connection_over_the_limit_waits_until_another_closes(tmp_path: Path, headers: bytes) -> None:
     async with world(tmp_path, respond, clients=2) as up:
         asked = request({}, headers=headers)
         (first, leaving), (second, staying) = [await up.connect() for _ in range(2)]
@@ -51,7 +51,7 @@ async def test_who_finds_no_room_waits_until_somebody_leaves(tmp_path: Path, hea
         await until(lambda: not up.listener.limit.connected)
 
 
-async def test_a_client_that_leaves_the_line_takes_nobodys_place(tmp_path: Path) -> None:
+async def test_a_waiting_client_that_disconnects_takes_no_place(tmp_path: Path) -> None:
     async with world(tmp_path, respond, clients=1) as up:
         reader, writer = await up.connect()
         writer.write(request({}))
@@ -71,7 +71,7 @@ async def _idle(up: Router, count: int) -> list[tuple[asyncio.StreamReader, asyn
     return [await asyncio.open_connection("127.0.0.1", up.port) for _ in range(count)]
 
 
-async def test_a_router_full_of_clients_still_starts_workers_and_says_once_that_it_is_full(tmp_path: Path) -> None:
+async def test_a_router_at_the_connection_limit_still_starts_workers_and_logs_once(tmp_path: Path) -> None:
     """With a limit so low that clients that say nothing would have taken every descriptor."""
     limit = RESERVED + PER_CLIENT * LEAST
     file = presets(tmp_path, {"a": {}, "b": {}})

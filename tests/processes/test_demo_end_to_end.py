@@ -99,7 +99,7 @@ async def test_models_in_turn_evict_the_least_recently_used_and_stay_within_the_
             assert row["measured_mib"] is None or row["measured_mib"] <= row["reserved_mib"]
 
 
-async def test_the_demo_calls_a_tool_and_tells_its_answer(demo: Router, client: openai.AsyncOpenAI) -> None:
+async def test_the_demo_calls_a_tool_and_uses_its_answer(demo: Router, client: openai.AsyncOpenAI) -> None:
     place = {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]}
     numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tools: Any = [
@@ -239,7 +239,7 @@ async def test_a_real_worker_killed_in_mid_stream_is_replaced(demo: Router, clie
     assert (await demo.workers())["demo-chat"] != pid
 
 
-async def test_a_folder_with_a_broken_model_says_what_is_wrong_before_anybody_is_evicted(tmp_path: Path) -> None:
+async def test_a_broken_model_folder_is_reported_before_any_eviction(tmp_path: Path) -> None:
     good = make("llama", tmp_path / "models" / "good")
     bad = make("llama", tmp_path / "models" / "bad")
     weights = bad / "model.safetensors"
@@ -267,7 +267,7 @@ async def printed(*words: str) -> str:
     return said.decode()
 
 
-async def test_a_router_with_a_nursery_forks_what_is_asked_for() -> None:
+async def test_a_router_with_a_fork_server_forks_requested_models() -> None:
     said = dict(re.findall(r"^(DEMO_\w+)=(\d+)", (ROOT / "scripts/run.sh").read_text("utf-8"), re.MULTILINE))
     limit, margin = said["DEMO_CPU_MIB"], said["DEMO_MARGIN_MIB"]
     async with router("--nursery", "--device-limit", f"cpu={limit}", "--models-memory-margin", margin) as up:

@@ -182,7 +182,7 @@ async def test_ollamas_client_waits_through_a_load_and_gets_its_lines(tmp_path: 
         assert [each["done"] for each in told] == [False] * (len(told) - 1) + [True]
 
 
-async def test_a_worker_is_told_how_long_an_ollama_request_waited_for_its_load_and_no_other(tmp_path: Path) -> None:
+async def test_only_an_ollama_request_carries_its_load_time_to_the_worker(tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         await upstream.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
 
@@ -237,7 +237,7 @@ async def test_ollamas_client_lists_and_describes_models(tmp_path: Path) -> None
         assert copied.value.status_code == 501
 
 
-async def test_how_long_a_shared_worker_stays_is_what_a_request_by_any_name_said_last(
+async def test_keep_alive_of_a_shared_worker_is_the_latest_value_by_any_name(
     tmp_path: Path,
 ) -> None:
     async def answer(upstream: Upstream) -> None:
@@ -335,7 +335,7 @@ async def test_a_stream_of_openais_at_lmis_path_breaks_off_as_openais_do(tmp_pat
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["reason"] == "worker_crashed"
 
 
-async def test_a_late_refusal_at_lmis_path_is_told_to_openais_client_in_its_words(tmp_path: Path) -> None:
+async def test_a_late_error_on_an_lmi_path_has_openais_format_for_openai_clients(tmp_path: Path) -> None:
     async def refuse(upstream: Upstream) -> None:
         waiting = asyncio.Event()
         asyncio.get_running_loop().call_later(0.15, waiting.set)

@@ -217,7 +217,7 @@ def told(caught: Any) -> Any:
     return caught.value.body
 
 
-async def test_a_key_with_enough_to_do_is_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_key_at_its_limit_gets_retry_after(tmp_path: Path) -> None:
     async with guarded(tmp_path, key("one", max_concurrent=1)) as up, async_openai(up, api_key="one") as client:
         first = asyncio.ensure_future(client.chat.completions.create(model="a", messages=HI))
         await arrived(up)
@@ -229,7 +229,7 @@ async def test_a_key_with_enough_to_do_is_told_when_to_come_back(tmp_path: Path)
         await leave(first)
 
 
-async def test_who_finds_the_queue_full_is_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_full_queue_gives_retry_after(tmp_path: Path) -> None:
     async with world(tmp_path, holding, limits=Limits(queue_size=1), load_seconds=30) as up, async_openai(up) as client:
         ask = client.chat.completions.create
         first = asyncio.ensure_future(ask(model="a", messages=HI))
@@ -243,7 +243,7 @@ async def test_who_finds_the_queue_full_is_told_when_to_come_back(tmp_path: Path
         await leave(first)
 
 
-async def test_more_bytes_than_are_held_at_once_are_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_bodies_over_the_buffer_limit_get_retry_after(tmp_path: Path) -> None:
     """By the listener, which has the whole body before it counts it, and by aiohttp, which counts while it comes."""
     body = b'{"model":"a","x":"' + b"y" * 600 + b'"}'
     length = b"Content-Length: %d\r\n\r\n" % len(body) + body

@@ -1,4 +1,4 @@
-"""The static estimate against real workers: never below what they occupy, and not far above it."""
+"""The static estimate against real workers: never below the memory that they occupy."""
 
 import json
 import urllib.request
@@ -21,8 +21,6 @@ from worker.protocol.events import Ready
 
 pytestmark = pytest.mark.slow  # torch is imported, here or in the workers
 
-MOST = 1.35
-"""The static estimate may exceed the truth by so much; measured on these models: 1.09 to 1.2."""
 DEADLINE = 240.0
 """Seconds; far above what a worker takes here."""
 
@@ -63,14 +61,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_worker_stays_within_its_static_estimate_and_near_it(name: str, tmp_path: Path) -> None:
+def test_a_worker_stays_within_its_static_estimate(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     folder = tiny.make(case.family, tmp_path, **case.config)
     preset = Preset(id="m", **case.preset)
     facts = checkpoint.read(folder)
     estimated = estimate(facts, preset, on_host=True)
     peak = peak_of_a_worker(folder, facts, preset, case.prompts)
-    assert peak <= estimated.total <= MOST * peak
+    assert peak <= estimated.total
 
 
 def peak_of_a_worker(folder: Path, facts: Checkpoint, preset: Preset, prompts: Sequence[int]) -> int:

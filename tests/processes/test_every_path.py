@@ -130,7 +130,7 @@ async def test_every_call_wants_the_key_of_its_plane(tmp_path: Path) -> None:
         (("*",), "https://any.example", "*"),
     ],
 )
-async def test_a_preflight_is_200_and_a_foreign_one_is_told_nothing(
+async def test_a_preflight_is_200_and_a_foreign_origin_gets_no_cors_headers(
     origins: tuple[str, ...], origin: str, allowed: str | None, tmp_path: Path
 ) -> None:
     asked = {
@@ -169,7 +169,7 @@ async def lines_of(client: httpx.AsyncClient, path: str, last: int | None, count
     return heard
 
 
-async def test_who_comes_back_to_the_routers_events_hears_what_was_missed_or_how_things_are(tmp_path: Path) -> None:
+async def test_a_reconnected_event_client_gets_missed_events_or_a_snapshot(tmp_path: Path) -> None:
     async with asking(tmp_path) as (up, client):
         events = up.site.events
         first = events.append("state", "a", state="queued").id

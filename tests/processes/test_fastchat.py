@@ -152,9 +152,6 @@ async def test_fastchats_statuses_load_nothing(tmp_path: Path) -> None:
         told = await asking.post("/model_details", json={"model": "gpt"})
         assert told.status_code == 200
         assert told.json()["context_length"] > 0
-        up.fleet.files.missing.add("a")  # type: ignore[attr-defined]
-        checked = await asking.post("/api/v1/token_check", json={"prompts": [{"model": "a", "prompt": "x"}]})
-        assert (checked.status_code, checked.json()["error_code"]) == (400, 40001)
         assert up.launcher.journal == []
 
 

@@ -86,7 +86,7 @@ def test_a_stopped_guard_does_not_hold_up_the_routers_end() -> None:
     guard.close()
 
 
-def test_a_stopped_guard_holds_up_nobody_and_is_replaced_once_it_is_far_behind(
+def test_a_stopped_guard_blocks_nothing_and_is_replaced_when_far_behind(
     group: "subprocess.Popen[bytes]",
 ) -> None:
     guard = Guard()

@@ -125,7 +125,7 @@ async def test_a_request_within_a_body_is_no_request(tmp_path: Path) -> None:
         assert await exchange(up, post(b"Content-Length: %d" % len(broken), body=broken) + LAST) == [400, 200]
 
 
-async def test_a_coding_that_nobody_undoes_is_415_and_ends_the_connection(tmp_path: Path) -> None:
+async def test_an_unsupported_transfer_coding_is_415_and_closes_the_connection(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         assert await exchange(up, post(b"Transfer-Encoding: gzip, chunked", body=CHUNKED) + LAST) == [415]
         assert await exchange(up, post(LENGTH, b"Content-Encoding: gzip") + LAST) == [415, 200]
@@ -133,7 +133,7 @@ async def test_a_coding_that_nobody_undoes_is_415_and_ends_the_connection(tmp_pa
         assert up.requests == []
 
 
-async def test_who_waits_to_be_told_to_go_on_is_told(tmp_path: Path) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(post(LENGTH, b"Expect: 100-continue", body=b""))
@@ -145,7 +145,7 @@ async def test_who_waits_to_be_told_to_go_on_is_told(tmp_path: Path) -> None:
         assert up.requests[-1].body == SENT
 
 
-async def test_head_has_no_body_and_says_how_long_it_would_be(tmp_path: Path) -> None:
+async def test_head_has_no_body_and_a_content_length(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         writer.write(

@@ -65,14 +65,14 @@ async def test_what_is_held_is_locked_in_memory_until_the_block_is_left(keeper: 
     assert locked(keeper.pid) == 0
 
 
-async def test_reading_ahead_locks_nothing_and_says_how_much_it_was(keeper: Keeper, file: str) -> None:
+async def test_prefetch_locks_nothing_and_reports_its_bytes(keeper: Keeper, file: str) -> None:
     assert await asyncio.wait_for(keeper.read([file, file]), DEADLINE) == 2 * (33 * MIB + 3)
     assert keeper.pid is not None
     assert locked(keeper.pid) == 0
     assert not any("weights" in name for name in opened(keeper.pid))
 
 
-async def test_a_file_that_cannot_be_read_is_told(keeper: Keeper, file: str) -> None:
+async def test_an_unreadable_file_is_reported(keeper: Keeper, file: str) -> None:
     with pytest.raises(KeeperFailed, match="No such file"):
         await asyncio.wait_for(keeper.read([file, file + "-not"]), DEADLINE)
     with pytest.raises(KeeperFailed, match="No such file"):
@@ -80,7 +80,7 @@ async def test_a_file_that_cannot_be_read_is_told(keeper: Keeper, file: str) -> 
             raise AssertionError("it was held")
 
 
-async def test_whoever_leaves_while_it_reads_stops_it(keeper: Keeper, file: str) -> None:
+async def test_a_cancelled_caller_stops_the_read(keeper: Keeper, file: str) -> None:
     reading = asyncio.create_task(keeper.read([file] * 200))
     await asyncio.wait_for(keeper.read([file]), DEADLINE)
     reading.cancel()
@@ -89,7 +89,7 @@ async def test_whoever_leaves_while_it_reads_stops_it(keeper: Keeper, file: str)
 
 
 @LOCKS
-async def test_a_keeper_that_is_killed_is_replaced_and_who_counted_on_it_hears(
+async def test_a_killed_page_locker_is_replaced_and_its_users_are_notified(
     keeper: Keeper, file: str, processes: list[int]
 ) -> None:
     async with asyncio.timeout(DEADLINE):
@@ -102,7 +102,7 @@ async def test_a_keeper_that_is_killed_is_replaced_and_who_counted_on_it_hears(
             assert processes == [keeper.pid]
 
 
-async def test_a_keeper_that_hears_nothing_holds_up_nobody_and_is_replaced(keeper: Keeper, file: str) -> None:
+async def test_a_stopped_page_locker_blocks_nothing_and_is_replaced(keeper: Keeper, file: str) -> None:
     """Stopped, or waiting for a disk that does not answer."""
     await asyncio.wait_for(keeper.read([file]), DEADLINE)
     deaf = keeper.pid
@@ -115,7 +115,7 @@ async def test_a_keeper_that_hears_nothing_holds_up_nobody_and_is_replaced(keepe
     assert keeper.pid != deaf
 
 
-async def test_orders_for_which_there_is_no_room_yet_are_heard_in_the_end(keeper: Keeper, file: str) -> None:
+async def test_orders_that_do_not_fit_the_pipe_arrive_in_the_end(keeper: Keeper, file: str) -> None:
     await asyncio.wait_for(keeper.read([file]), DEADLINE)
     assert keeper.pid is not None
     os.kill(keeper.pid, signal.SIGSTOP)

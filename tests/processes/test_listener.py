@@ -83,7 +83,7 @@ async def test_a_plain_call_is_answered_as_any_other(tmp_path: Path, asked: byte
     assert ours == theirs
 
 
-async def test_pipelined_calls_are_answered_in_their_order_whoever_answers_them(tmp_path: Path) -> None:
+async def test_pipelined_requests_are_answered_in_order_by_any_transport(tmp_path: Path) -> None:
     async with world(tmp_path, respond) as up:
         reader, writer = await up.connect()
         plain = b"".join(request({"fake": size}) for size in (5, 60_000, 7))

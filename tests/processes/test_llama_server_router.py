@@ -73,7 +73,7 @@ async def test_three_requests_for_one_model_put_out_one_other(tmp_path: Path) ->
         assert await states(up) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
 
 
-async def test_a_client_that_leaves_the_line_costs_nobody_a_place(tmp_path: Path) -> None:
+async def test_a_disconnected_waiter_delays_no_other_request(tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with router("--models-preset", three(tmp_path), *ONE) as up:
         await load(up, "a")
@@ -104,7 +104,7 @@ async def test_the_line_is_served_as_it_came(tmp_path: Path) -> None:
         ]
 
 
-async def test_whoever_loaded_a_model_is_answered_before_it_makes_way(tmp_path: Path) -> None:
+async def test_the_request_that_loaded_a_model_is_answered_before_its_eviction(tmp_path: Path) -> None:
     """Its request is on its way to the worker when somebody else wants the place."""
     up_to = tmp_path / "up-to"
     async with router("--models-preset", three(tmp_path, a={"_hold_load": str(up_to)}), *ONE) as up:

@@ -112,7 +112,7 @@ async def test_workers_are_scaled_up_within_memory_and_down(tmp_path: Path) -> N
         assert error(await up.client.put("/lmi/models/none"))[0] == 404
 
 
-async def test_what_cannot_be_registered_says_why_and_is_not_listed(tmp_path: Path) -> None:
+async def test_a_failed_registration_gives_the_reason_and_lists_nothing(tmp_path: Path) -> None:
     async with world(tmp_path, "--offline", text="[big]\nmodel = models/local\nrequired-memory = 100\n") as up:
 
         async def register(**query: Any) -> tuple[int, str]:

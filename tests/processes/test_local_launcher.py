@@ -170,7 +170,7 @@ async def test_only_a_download_gets_the_hub_token(launcher: LocalLauncher, tmp_p
     assert "HF_TOKEN" not in json.loads(file.read_text())
 
 
-async def test_a_place_is_told_by_uuid_and_a_measurement_comes_back_by_device(launcher: LocalLauncher) -> None:
+async def test_a_place_is_sent_by_uuid_and_a_measurement_returns_by_device(launcher: LocalLauncher) -> None:
     program = fake_program("m", measured={"cuda:0": 1, "cuda:1": 2, "cpu": 3, "tpu": 4})
     place = {GPU1: GIB, GPU0: GIB, CPU: GIB}
     async with serve(launcher, program, place=place) as worker:
@@ -214,7 +214,7 @@ async def test_leaving_waits_until_the_driver_has_settled(launcher: LocalLaunche
         (-signal.SIGSEGV, "crashed", "", False),
     ],
 )
-async def test_a_failed_start_says_why(
+async def test_a_failed_start_gives_the_reason(
     launcher: LocalLauncher, code: int, cause: str, memory: str, final: bool
 ) -> None:
     lost = await lost_at_start(launcher, fake_program("m", die_at_start=code, message="as told by a test"))
@@ -225,7 +225,7 @@ async def test_a_failed_start_says_why(
     assert lost.message.endswith(": as told by a test")
 
 
-async def test_without_a_cause_its_last_words_are_told(launcher: LocalLauncher) -> None:
+async def test_without_a_cause_the_last_log_lines_are_reported(launcher: LocalLauncher) -> None:
     lost = await lost_at_start(launcher, fake_program("dies-at-start"))
     assert lost.message == "dies-at-start: the worker ended with exit code 1: fake: told to die at start"
 
@@ -294,7 +294,9 @@ async def test_a_worker_that_is_killed_is_lost_and_gets_no_goodbye(launcher: Loc
     assert "stopped" not in journal.lines
 
 
-async def test_a_worker_whose_socket_is_gone_answers_on_and_is_told_to_be_out_of_reach(launcher: LocalLauncher) -> None:
+async def test_a_worker_without_its_socket_finishes_answers_and_is_reported_unreachable(
+    launcher: LocalLauncher,
+) -> None:
     slowly = PROMPT | {"stream": True, "fake": {"delay": 0.1}}
     async with (
         asyncio.timeout(DEADLINE),
@@ -406,7 +408,7 @@ async def _read(worker: LocalWorker, body: dict[str, Any]) -> bytes:
 
 @pytest.mark.slow
 @EXECUTED
-async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLauncher) -> None:
+async def test_a_pause_of_the_router_itself_kills_no_worker(launcher: LocalLauncher) -> None:
     pulses: asyncio.Queue[Event] = asyncio.Queue()
     program = fake_program("m", stall_timeout=1.0, pulse_interval=0.05)
     async with serve(launcher, program, listen=pulses.put_nowait) as worker:
@@ -424,7 +426,7 @@ async def test_a_silence_that_was_the_routers_own_kills_nobody(launcher: LocalLa
 # Downloads and estimates
 
 
-async def test_a_download_tells_its_progress_and_its_folder(launcher: LocalLauncher, tmp_path: Path) -> None:
+async def test_a_download_reports_progress_and_its_folder(launcher: LocalLauncher, tmp_path: Path) -> None:
     heard: list[Event] = []
     command = Download(repo="org/m", cache=str(tmp_path))
     found = await launcher.download(fake_program("m", load_steps=3), command, heard.append)
@@ -433,7 +435,7 @@ async def test_a_download_tells_its_progress_and_its_folder(launcher: LocalLaunc
 
 
 @pytest.mark.parametrize("code", [Exit.UNUSABLE, Exit.NETWORK, Exit.DISK_FULL, 1])
-async def test_a_failed_download_says_why(launcher: LocalLauncher, code: int) -> None:
+async def test_a_failed_download_gives_the_reason(launcher: LocalLauncher, code: int) -> None:
     program = fake_program("m", die_at_start=code, message="404 Not Found")
     with pytest.raises(WorkerLost) as lost:
         await launcher.download(program, Download(repo="org/m"), ignore)
@@ -491,7 +493,7 @@ async def test_estimates_are_made_one_at_a_time(launcher: LocalLauncher, journal
     assert first.cancelled()
 
 
-async def test_a_process_that_says_nothing_is_lost_though_it_ends_well(launcher: LocalLauncher) -> None:
+async def test_a_process_without_a_result_event_is_a_failure_despite_exit_code_0(launcher: LocalLauncher) -> None:
     with pytest.raises(WorkerLost, match="although nobody asked it to"):
         await launcher.estimate(fake_program("m", die_at_start=0), Estimate(snapshot="/"))
 
@@ -549,14 +551,14 @@ async def test_fifty_workers_leave_no_descriptor_and_no_zombie(launcher: LocalLa
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_kill_by_the_kernel_is_told_from_a_crash() -> None:
+def test_an_oom_kill_is_distinguished_from_a_crash() -> None:
     verb: Verb = "serve"
     lost = lost_by_exit(fake_program("m"), verb, -9, "", oom_killed=True)
     assert (lost.cause, lost.memory) == ("oom", "host")
     assert lost.message == "m: the worker was killed by the kernel because main memory ran out (SIGKILL)"
 
 
-def test_what_a_process_said_before_it_was_killed_is_not_taken_for_the_reason() -> None:
+def test_log_lines_before_a_kill_are_not_the_reason() -> None:
     said = "WARNING: adapter x cannot be used"
     messages = [
         lost_by_exit(fake_program("m"), "serve", code, said, oom_killed=oom_killed).message
@@ -675,7 +677,7 @@ def prepare(launcher: LocalLauncher, program: Program) -> AbstractAsyncContextMa
 GO = Serve(snapshot="/", listen="", reserved='{"cuda:0": 1}')
 
 
-async def test_a_standby_is_told_its_devices_only_when_it_goes(launcher: LocalLauncher, journal: Journal) -> None:
+async def test_an_early_process_gets_its_devices_only_when_it_starts(launcher: LocalLauncher, journal: Journal) -> None:
     program = fake_program("m", journal=journal.path, prepared_mib=7, measured={"cuda:0": 3})
     async with prepare(launcher, program) as standby:
         await standby.prepared()
@@ -705,7 +707,7 @@ async def test_a_standby_that_is_dismissed_leaves_nothing(launcher: LocalLaunche
     assert not is_there(standby.pid)
 
 
-async def test_a_standby_that_dies_says_why(launcher: LocalLauncher) -> None:
+async def test_an_early_process_that_dies_gives_the_reason(launcher: LocalLauncher) -> None:
     async with prepare(launcher, fake_program("unusable")) as standby:
         with pytest.raises(WorkerLost, match="names no architecture") as lost:
             await standby.prepared()

@@ -139,7 +139,9 @@ async def test_chunks_that_come_alone_go_past_the_parser_and_others_do_not() -> 
     assert hearing.end == "whole"
 
 
-async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_between_them_is_told(tmp_path: Path) -> None:
+async def test_events_arrive_one_by_one_in_the_workers_framing_and_a_death_between_them_is_reported(
+    tmp_path: Path,
+) -> None:
     heard = asyncio.Queue[None]()
 
     async def stream(upstream: Upstream) -> None:

@@ -33,7 +33,7 @@ LOADED = ("status_change", "loaded")
 ENDS = [("status_change", "loaded", "draining"), ("status_change", "unloaded")]
 
 
-async def test_a_load_an_eviction_an_unload_and_a_crash_are_told_in_order(tmp_path: Path) -> None:
+async def test_a_load_an_eviction_an_unload_and_a_crash_are_reported_in_order(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}, "b": {}, "broken": {"_die_at_start": 3, "_message": "no architecture"}})
     async with router("--models-preset", str(file), "--models-max", "1", *MARGIN) as up, events_of(up) as events:
         await up.client.post("/models/load?wait=1", json={"model": "a"})
@@ -94,7 +94,7 @@ async def test_what_a_worker_beside_another_does_is_not_what_the_model_does(tmp_
             assert events.seen[0]["data"]["info"]["n_ctx"] == 128
 
 
-async def test_a_client_that_comes_back_hears_what_it_missed_or_that_it_must_look_anew(tmp_path: Path) -> None:
+async def test_a_reconnected_client_gets_missed_events_or_a_reset(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {}})
     async with router("--models-preset", str(file), *MARGIN) as up:
         async with events_of(up) as events:
@@ -128,7 +128,7 @@ async def test_everything_is_below_the_prefix_and_nothing_beside_it(tmp_path: Pa
         assert error_of(await up.client.get("/llm/x/slots")) == (501, "not_offered")
 
 
-async def test_props_say_how_a_request_that_says_nothing_is_sampled(tmp_path: Path) -> None:
+async def test_props_give_the_default_sampling(tmp_path: Path) -> None:
     neutral = Sampling()
     renamed = {"repeat_penalty": "repetition_penalty"}
     assert {name: getattr(neutral, renamed.get(name, name)) for name in NEUTRAL} == NEUTRAL

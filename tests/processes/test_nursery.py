@@ -128,7 +128,7 @@ def hanging_up() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hanging_up")
-async def test_exec_and_nursery_look_the_same() -> None:
+async def test_exec_and_fork_look_the_same() -> None:
     """Environment, descriptors, folder, mask of modes, signals, session, OOM score, privileges, arguments."""
     async with nursing(NURSERYS_OWN="secret") as nursery:
         by_fork, by_exec = await told(await forked(nursery)), await told(executed())
@@ -168,7 +168,7 @@ async def test_the_end_of_stdin_alone_ends_a_forked_worker_as_orphaned() -> None
         assert not nursery.child.exited.done()
 
 
-async def test_a_nursery_with_a_second_thread_forks_nobody() -> None:
+async def test_a_fork_server_with_a_second_thread_forks_nothing() -> None:
     async with nursing(NURSERY_HAS="thread") as nursery:
         with pytest.raises(NurseryRefused, match="2 threads"):
             await forked(nursery)
@@ -240,7 +240,7 @@ async def serving(launcher: LocalLauncher, number: int = 1, **wrong: Any) -> Asy
         yield worker
 
 
-async def test_a_worker_is_executed_until_the_nursery_is_warm_and_then_forked(launcher: ForkingLauncher) -> None:
+async def test_a_worker_is_executed_until_the_fork_server_is_warm_and_then_forked(launcher: ForkingLauncher) -> None:
     async with serving(launcher) as early:
         assert parent(early.pid) == os.getpid()
         nursery = await launcher.warmed()
@@ -248,7 +248,7 @@ async def test_a_worker_is_executed_until_the_nursery_is_warm_and_then_forked(la
             assert parent(late.pid) == nursery.pid
 
 
-async def test_what_a_preset_says_of_its_environment_is_not_lost(launcher: ForkingLauncher, tmp_path: Path) -> None:
+async def test_the_environment_of_a_preset_reaches_a_forked_worker(launcher: ForkingLauncher, tmp_path: Path) -> None:
     await launcher.warmed()
     file = tmp_path / "environ"
     program = fake_program("m", env={"EXTRA": "1"}, environ_file=str(file))
@@ -256,7 +256,7 @@ async def test_what_a_preset_says_of_its_environment_is_not_lost(launcher: Forki
     assert json.loads(file.read_text())["EXTRA"] == "1"
 
 
-async def test_workers_die_with_their_nursery_and_the_next_ones_live(launcher: ForkingLauncher) -> None:
+async def test_workers_die_with_their_fork_server_and_later_ones_run(launcher: ForkingLauncher) -> None:
     nursery = await launcher.warmed()
     async with serving(launcher) as worker:
         os.kill(nursery.pid, signal.SIGKILL)
@@ -271,7 +271,7 @@ async def test_workers_die_with_their_nursery_and_the_next_ones_live(launcher: F
         assert parent(again.pid) == successor.pid
 
 
-async def test_a_worker_whose_nursery_is_stopped_is_reaped_all_the_same(launcher: ForkingLauncher) -> None:
+async def test_a_worker_of_a_stopped_fork_server_is_reaped(launcher: ForkingLauncher) -> None:
     """A nursery that does not answer is killed, and its children are then ours."""
     nursery = await launcher.warmed()
     async with serving(launcher) as worker:
@@ -281,7 +281,7 @@ async def test_a_worker_whose_nursery_is_stopped_is_reaped_all_the_same(launcher
     await ended(nursery.pid, within=WITHIN)
 
 
-async def test_a_nursery_that_is_stopped_while_it_owes_a_reap_costs_no_other_worker() -> None:
+async def test_a_fork_server_stopped_before_a_reap_costs_no_other_worker() -> None:
     """How its child ended is seen without it, at once from then on; it reaps whoever died when it goes on."""
     async with nursing(answer=0.3) as nursery, asyncio.timeout(DEADLINE):
         healthy, one, other = await staying(nursery), await staying(nursery), await staying(nursery)
@@ -300,7 +300,7 @@ async def test_a_nursery_that_is_stopped_while_it_owes_a_reap_costs_no_other_wor
     await healthy.exited
 
 
-async def test_who_died_while_a_nursery_was_stopped_is_reaped_though_it_never_goes_on() -> None:
+async def test_a_worker_that_died_while_its_fork_server_was_stopped_is_reaped() -> None:
     async with nursing(answer=0.3) as nursery, asyncio.timeout(DEADLINE):
         healthy, one = await staying(nursery), await staying(nursery)
         os.kill(nursery.pid, signal.SIGSTOP)
@@ -309,14 +309,14 @@ async def test_who_died_while_a_nursery_was_stopped_is_reaped_though_it_never_go
     assert await healthy.exited == -signal.SIGKILL
 
 
-async def test_an_idle_nursery_that_hangs_is_found_before_anybody_needs_it() -> None:
+async def test_a_hanging_idle_fork_server_is_detected_before_it_is_needed() -> None:
     async with nursing(answer=0.2, call=0.05) as nursery:
         os.kill(nursery.pid, signal.SIGSTOP)
         async with asyncio.timeout(DEADLINE):
             assert await nursery.child.exited == -signal.SIGKILL
 
 
-async def test_a_nursery_that_hangs_is_let_be_while_its_workers_live_and_used_again_if_it_answers() -> None:
+async def test_a_hanging_fork_server_is_kept_while_its_workers_live_and_reused_if_it_answers() -> None:
     """What it was ordered meanwhile is nobody's then: it ends by itself, and is reaped."""
     async with nursing(answer=0.3, call=0.05) as nursery:
         worker = await forked(nursery)  # it waits for its token
@@ -334,7 +334,7 @@ async def test_a_nursery_that_hangs_is_let_be_while_its_workers_live_and_used_ag
         assert (await told(worker))["path"]
 
 
-async def test_a_worker_that_sees_its_nursery_gone_before_the_kernel_ends_it_was_killed_all_the_same() -> None:
+async def test_a_worker_that_sees_its_fork_server_gone_first_counts_as_killed() -> None:
     """Whoever waits for it is given another one, as if it had died with the nursery."""
     async with nursing() as nursery:
         async with asyncio.timeout(DEADLINE):
@@ -346,7 +346,7 @@ async def test_a_worker_that_sees_its_nursery_gone_before_the_kernel_ends_it_was
             assert await worker.exited == -signal.SIGKILL
 
 
-async def test_an_idle_nursery_is_called_and_answers() -> None:
+async def test_an_idle_fork_server_answers_a_call() -> None:
     async with nursing(answer=DEADLINE, call=0.01) as nursery:
         heard: asyncio.Queue[Event] = asyncio.Queue()
         hear, nursery.child.on_event = nursery.child.on_event, heard.put_nowait
@@ -359,7 +359,7 @@ async def test_an_idle_nursery_is_called_and_answers() -> None:
 
 
 @pytest.mark.slow
-async def test_a_nursery_that_was_stopped_is_killed_and_whoever_waited_for_it_is_executed(
+async def test_a_stopped_fork_server_is_killed_and_waiting_workers_are_executed(
     launcher: ForkingLauncher,
 ) -> None:
     """Within a second or so, and not after the time that an answer may take."""
@@ -432,7 +432,7 @@ def _resident(pid: int) -> int:
 
 
 @pytest.mark.slow
-async def test_whoever_is_killed_at_any_moment_leaves_nothing(launcher: ForkingLauncher, journal: Journal) -> None:
+async def test_a_kill_at_any_moment_leaves_nothing_behind(launcher: ForkingLauncher, journal: Journal) -> None:
     """Workers and nurseries, at moments of a load that differ by fractions of a millisecond; the next load works."""
     for number in range(8):
         loop, victim = asyncio.get_running_loop(), (await launcher.warmed()).pid
@@ -446,7 +446,7 @@ async def test_whoever_is_killed_at_any_moment_leaves_nothing(launcher: ForkingL
         assert reaper.find() == []
 
 
-async def test_an_answer_breaks_with_the_nursery(launcher: ForkingLauncher) -> None:
+async def test_an_answer_breaks_with_the_fork_server(launcher: ForkingLauncher) -> None:
     nursery = await launcher.warmed()
     async with serving(launcher, hang_after=1) as worker:
         body = {"messages": [{"role": "user", "content": "a b"}], "stream": True}

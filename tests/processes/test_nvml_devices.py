@@ -261,12 +261,12 @@ async def test_a_worker_learns_from_the_driver_what_it_holds_itself_under_whatev
     assert nowhere == {"used": None, "own": None}
 
 
-async def test_a_worker_without_a_driver_is_told_nothing(driver: Driver) -> None:
+async def test_a_worker_without_a_driver_gets_no_device(driver: Driver) -> None:
     async with probing(driver) as worker:
         driver.show([A], init=fake_nvml.DRIVER_NOT_LOADED)
         assert await worker.ask("worker cuda:0") == {"used": None, "own": None}
 
 
-async def test_the_driver_says_its_version(driver: Driver) -> None:
+async def test_the_driver_reports_its_version(driver: Driver) -> None:
     async with probing(driver) as probe:
         assert (await probe.read())["driver"] == "999.1"

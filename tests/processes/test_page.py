@@ -28,7 +28,7 @@ async def browsing(folder: Path, *keys: Key) -> AsyncIterator[httpx.AsyncClient]
             yield client
 
 
-async def test_a_browser_gets_a_page_and_everything_else_says_what_this_is(tmp_path: Path) -> None:
+async def test_a_browser_gets_a_page_and_other_clients_get_json(tmp_path: Path) -> None:
     async with browsing(tmp_path) as client:
         page = await client.get("/", headers=BROWSER)
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")

@@ -82,7 +82,7 @@ def test_lines_are_the_same_however_they_are_cut(lines: list[bytes], data: st.Da
 
 
 @pytest.mark.parametrize(("code", "exit"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("pass", 0)])
-async def test_its_exit_is_told(code: str, exit: int) -> None:
+async def test_its_exit_is_reported(code: str, exit: int) -> None:
     async with running(f"import os, sys; {code}") as (child, _):
         assert await child.exited == exit
         assert not is_there(child.pid)
@@ -139,7 +139,7 @@ async def test_what_is_no_event_is_skipped() -> None:
         assert said.empty()
 
 
-async def test_every_event_is_heard_whatever_may_be_left_out_of_it() -> None:
+async def test_every_event_is_received_with_any_optional_field_missing() -> None:
     events: list[Event] = [
         Request(id="plain"),
         Request(id="kept", ttft=1, keep_alive=5.0),
@@ -162,7 +162,7 @@ sys.stdin.readline()
 """Reads the token; `end` says that requests are over."""
 
 
-async def test_requests_that_end_one_behind_another_are_heard_of_together() -> None:
+async def test_request_events_close_together_are_received_together() -> None:
     """The second tells that there are many; none is lost, be it that the worker ends before it is asked again."""
     code = ENDING + (
         "end(1); sys.stdin.readline(); end(2); sys.stdin.readline(); end(3); end(4); end(5)\n"
@@ -181,7 +181,7 @@ async def test_requests_that_end_one_behind_another_are_heard_of_together() -> N
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, ROUND])
-async def test_every_end_of_a_request_is_heard_of_however_fast_they_come(pause: float) -> None:
+async def test_every_end_of_a_request_is_received_at_any_rate(pause: float) -> None:
     code = ENDING + "for id in range(100): end(id, -id); sys.stdin.readline()"
     async with running(code, pause=pause) as (child, said):
         for id in range(100):
@@ -191,7 +191,7 @@ async def test_every_end_of_a_request_is_heard_of_however_fast_they_come(pause: 
         assert said.empty()
 
 
-async def test_a_line_as_long_as_allowed_is_heard() -> None:
+async def test_a_line_of_the_maximum_length_is_received() -> None:
     code = (
         "import os\n"
         f'text = b\'{{"event":"failed","message":"\' + b\'x\' * {MAX_EVENT_BYTES - 31} + b\'"}}\'\n'
@@ -225,7 +225,7 @@ async def test_a_flood_of_log_lines_is_counted_and_its_end_is_kept(caplog: pytes
     assert any("lines left out" in message for message in caplog.messages)
 
 
-async def test_stopped_in_good_order_it_may_say_goodbye() -> None:
+async def test_events_of_an_orderly_stop_are_received() -> None:
     code = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is a thread that does not know\n"
@@ -364,7 +364,7 @@ async def test_fifty_children_leave_no_descriptor_and_no_zombie() -> None:
     assert not has_children()
 
 
-async def test_one_that_has_ended_and_that_nobody_reaps_is_not_called_stuck(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreaped_ended_process_is_not_reported_as_stuck(caplog: pytest.LogCaptureFixture) -> None:
     """Its nursery does not answer: whoever reads that at night looks for the nursery, and not for a driver."""
     process = os.posix_spawn("/bin/sleep", ["sleep", "600"], {}, setsid=True)  # noqa: ASYNC221 - returns at once
     has_ended, tell = asyncio.Event(), []

@@ -300,7 +300,7 @@ async def test_comments_of_a_worker_reach_the_client_and_are_no_first_token(tmp_
 
 
 @pytest.mark.parametrize("commit", [0.02, 30.0])
-async def test_ignored_fields_are_told_in_a_comment_where_the_head_has_gone(commit: float, tmp_path: Path) -> None:
+async def test_ignored_fields_are_sent_in_a_comment_once_the_head_is_sent(commit: float, tmp_path: Path) -> None:
     async def answer(upstream: Upstream) -> None:
         head = STREAM.replace(b"\r\n\r\n", b"\r\nX-Ignored-Fields: wibble,tools[].odd\r\n\r\n")
         await upstream.send(head + b"".join(map(chunk, [*WORDS, DONE])) + END)
@@ -313,7 +313,7 @@ async def test_ignored_fields_are_told_in_a_comment_where_the_head_has_gone(comm
         assert ("\r\nx-ignored-fields: wibble,tools[].odd\r\n" in got.head) is not is_late
 
 
-async def test_what_a_pulse_says_is_told_wherever_somebody_looks(tmp_path: Path) -> None:
+async def test_the_figures_of_a_pulse_appear_in_every_view(tmp_path: Path) -> None:
     async def whole(upstream: Upstream) -> None:
         await upstream.send(WHOLE)
 
@@ -476,7 +476,7 @@ def connections(up: World) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/models/sse", "/router/events"])
-async def test_who_does_not_read_events_is_dropped_and_holds_up_nobody(tmp_path: Path, path: str) -> None:
+async def test_an_event_client_that_does_not_read_is_dropped_and_blocks_nothing(tmp_path: Path, path: str) -> None:
     async def whole(upstream: Upstream) -> None:
         await upstream.send(WHOLE)
 
@@ -534,7 +534,7 @@ async def test_a_body_of_any_size_arrives_as_it_was(tmp_path: Path, size: int) -
         writer.close()
 
 
-async def test_a_stream_that_was_cut_says_draining(tmp_path: Path) -> None:
+async def test_a_cut_stream_ends_with_draining(tmp_path: Path) -> None:
     async with world(tmp_path, wait_for_the_end, limits=Limits(drain_timeout=0.2)) as up:
         asked = asyncio.create_task(ask(up, {"stream": True}))
         plain = asyncio.create_task(ask(up, {}))

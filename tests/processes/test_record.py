@@ -84,7 +84,7 @@ def test_a_second_router_on_the_folder_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_the_refused_router_kills_nobody(tmp_path: Path) -> None:
+def test_a_rejected_router_kills_no_process(tmp_path: Path) -> None:
     with survivor() as process, opened(tmp_path) as folder:
         folder.write("0123456789ab", process.pid, model="m", worker="m#1", verb="serve")
         with pytest.raises(RunFolderError):
@@ -111,7 +111,7 @@ def test_the_lock_ends_with_its_router_and_is_not_inherited(tmp_path: Path) -> N
         os.kill(child, 9)
 
 
-def test_nobody_else_may_look_into_it(tmp_path: Path) -> None:
+def test_the_folder_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         path = tmp_path / "new" / "run"

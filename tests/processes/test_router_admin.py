@@ -44,7 +44,7 @@ async def test_a_pinned_model_is_not_put_out_whatever_its_file_says(tmp_path: Pa
         assert error_of(await client.post("/router/pin", json={"model": "a", "pinned": 1})) == (400, "invalid_value")
 
 
-async def test_settings_tell_where_they_come_from_and_no_secret(tmp_path: Path) -> None:
+async def test_settings_show_their_source_and_no_secret(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"ctx-size": 128, "env.API_TOKEN": "verysecret"}, "b": {}})
     line = next(number for number, text in enumerate(file.read_text().split("\n"), 1) if "ctx-size" in text)
     async with router("--models-preset", str(file), "--parallel", "2", *MARGIN) as up:
@@ -119,7 +119,7 @@ async def read(response: httpx.Response, lines: list[str]) -> None:
         lines.append(line)  # noqa: PERF401 - what came before it fails counts
 
 
-async def test_requests_are_told_while_they_run_and_when_they_have_ended(tmp_path: Path) -> None:
+async def test_requests_are_listed_while_they_run_and_after_they_ended(tmp_path: Path) -> None:
     go, fifo = tmp_path / "go", tmp_path / "journal"
     file = presets(tmp_path, {"a": {}, "held": {"_hold": str(go), "_journal": str(fifo)}})
     options = ("--models-preset", str(file), "--stream-commit-seconds", "0", *MARGIN)

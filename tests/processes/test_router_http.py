@@ -109,7 +109,7 @@ async def test_the_body_goes_on_and_the_answer_comes_back_byte_for_byte(shared: 
 
 
 @MODULE
-async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) -> None:
+async def test_a_known_path_that_is_not_offered_names_the_alternative(shared: Router) -> None:
     routes = [route for route in ROUTES if route.instead]
     assert len(routes) >= 10
     for route in routes:
@@ -129,7 +129,7 @@ async def test_what_is_known_and_not_offered_says_what_to_use(shared: Router) ->
 
 
 @MODULE
-async def test_a_path_that_is_none_is_told_in_the_words_of_its_neighbours(shared: Router) -> None:
+async def test_an_unknown_path_gets_the_error_format_of_its_api(shared: Router) -> None:
     for path, member in (("/api/wibble", "error"), ("/v1/messages/batches", "request_id"), ("/lmi/wibble", "message")):
         response = await shared.client.post(path, json={})
         assert response.status_code == 404
@@ -248,7 +248,7 @@ async def test_request_ids_are_kept_if_they_are_fit(shared: Router) -> None:
 
 
 @MODULE
-async def test_what_nobody_knows_in_a_call_of_the_routers_own_is_reported(shared: Router) -> None:
+async def test_unknown_fields_in_a_call_to_the_router_are_reported(shared: Router) -> None:
     body = {"model": "manual", "wait": True, "odd": None}
     for path in ("/models/unload", "/api/show", "/router/pin"):
         answer = await shared.client.post(path, json={**body, "pinned": False} if "pin" in path else body)
@@ -343,7 +343,7 @@ async def test_the_state_of_the_router_adds_up(shared: Router) -> None:
 
 
 @MODULE
-async def test_a_dry_run_says_what_a_load_would_do(shared: Router) -> None:
+async def test_a_dry_run_shows_what_a_load_would_do(shared: Router) -> None:
     body = (await shared.client.get("/router/plan", params={"model": "huge"})).json()
     assert body["decision"] == "refuse"
     assert body["shortage"]["cpu"]["required"] == 9000 << 20

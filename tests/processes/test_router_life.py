@@ -53,7 +53,7 @@ async def streaming(up: Router, body: dict[str, Any]) -> "tuple[asyncio.Task[byt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_a_signal_while_it_starts_is_heard(tmp_path: Path, number: int) -> None:
+async def test_a_signal_during_the_start_takes_effect(tmp_path: Path, number: int) -> None:
     """The first line that it says may come before its devices have been read."""
     file = presets(tmp_path, {"a": {"load-on-startup": "on"}})
     process = await asyncio.create_subprocess_exec(
@@ -107,7 +107,7 @@ async def test_a_disk_that_does_not_answer_holds_up_neither_other_models_nor_the
 
 
 @pytest.mark.slow
-async def test_who_waits_for_a_load_hears_that_the_router_stops(tmp_path: Path) -> None:
+async def test_a_request_that_waits_for_a_load_is_rejected_when_the_router_stops(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"_hold_load": str(tmp_path / "never"), "load-on-startup": "on"}})
     async with router("--models-preset", str(file), *MARGIN) as up:
         asked = asyncio.create_task(up.client.post(PATH, json=chat("a")))
@@ -120,7 +120,7 @@ async def test_who_waits_for_a_load_hears_that_the_router_stops(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_a_load_that_somebody_kills_is_begun_once_more_and_its_client_hears_nothing_of_it(tmp_path: Path) -> None:
+async def test_a_killed_load_is_repeated_once_without_an_error(tmp_path: Path) -> None:
     """Killed twice, it is a failure, which says by what."""
     go, journal = tmp_path / "go", tmp_path / "journal"
     file = presets(tmp_path, {"a": {"_hold_load": str(go), "_journal": str(journal)}})
@@ -143,7 +143,7 @@ async def test_a_load_that_somebody_kills_is_begun_once_more_and_its_client_hear
 
 
 @pytest.mark.slow
-async def test_a_worker_whose_socket_somebody_deletes_is_replaced_for_the_request_that_finds_it(tmp_path: Path) -> None:
+async def test_a_worker_with_a_deleted_socket_is_replaced_for_the_next_request(tmp_path: Path) -> None:
     """What it answers already is answered to the end."""
     go, journal = tmp_path / "go", tmp_path / "journal"
     file = presets(tmp_path, {"a": {"_journal": str(journal)}})
@@ -241,7 +241,7 @@ async def test_a_hangup_reads_presets_and_keys_again_and_a_bad_one_changes_nothi
 
 
 @pytest.mark.slow
-async def test_ready_waits_for_a_model_of_the_start_whoever_loads_it_in_the_end(tmp_path: Path) -> None:
+async def test_ready_waits_for_the_models_to_load_on_startup(tmp_path: Path) -> None:
     file = presets(tmp_path, {"a": {"_die_at_start": 1, "load-on-startup": "on"}, "b": {}})
     async with router("--models-preset", str(file), *MARGIN) as up:
         await up.says("a was to be loaded on startup")

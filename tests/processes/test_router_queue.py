@@ -49,7 +49,7 @@ def told(refused: httpx.Response) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-async def test_who_waits_hears_its_place_and_why_and_who_is_refused_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_waiting_request_gets_its_position_and_cause_and_a_rejected_one_retry_after(tmp_path: Path) -> None:
     """`b` has been loaded before and `c` never; `a` has the one place and is in use until `go`."""
     go = tmp_path / "go"
     sizes = {name: {"ctx-size": 32 * number} for number, name in enumerate("abc", 1)}  # or they are one and the same
@@ -102,14 +102,12 @@ SAID: dict[str, bytes] = {
 a line that adds nothing, FastChat's a text without anything in it, LMI's their status line and no more."""
 
 
-def test_it_is_known_of_every_stream_what_it_hears_while_it_waits() -> None:
+def test_every_streaming_route_defines_its_waiting_comments() -> None:
     assert {route.path for route in ROUTES if route.worker and route.streams} == SAID.keys()
 
 
 @pytest.mark.parametrize("path", SAID)
-async def test_a_stream_of_any_dialect_hears_its_place_and_why_as_far_as_it_has_words_for_it(
-    path: str, tmp_path: Path
-) -> None:
+async def test_a_waiting_stream_of_every_dialect_gets_its_position_and_cause(path: str, tmp_path: Path) -> None:
     async def unasked(upstream: Upstream) -> None:
         raise AssertionError
 

@@ -182,7 +182,7 @@ async def test_a_client_that_leaves_cancels_its_work(tmp_path: Path, stream: boo
         assert status["in_flight"] == 0
 
 
-async def test_a_client_that_leaves_while_its_model_is_queued_or_loading_evicts_nobody(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_before_its_model_is_ready_evicts_nothing(tmp_path: Path) -> None:
     go = tmp_path / "go"
     file = presets(tmp_path, {"a": {}, "b": {"_hold_load": str(go)}})
     async with router("--models-preset", str(file), "--models-max", "1", *MARGIN) as up:

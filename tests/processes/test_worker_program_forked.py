@@ -184,7 +184,9 @@ async def test_a_ready_worker_never_grows_past_its_reservation_grammars_included
     known = estimate(checkpoint.read(snapshot), said, on_host=True, forked=forked, overhead=remembered)
     for each in (static, known, exact(traced[forked], said, forked=forked)):
         most = peak + last.later
-        assert most <= each.total <= 1.3 * most, f"{each.source}: {most >> 20} MiB of {segments(each)}"
+        assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
+        # The static figure has a conservative bound for activations and may be far above.
+        assert each.source == "static" or each.total <= 1.3 * most, f"{most >> 20} MiB of {segments(each)}"
     assert last.later < later, "the tables for grammars are there now"
 
 
@@ -235,7 +237,8 @@ async def test_a_divided_model_stays_within_its_estimate_and_ends_as_a_whole(
     await_end(follower, 1.0)
     most = last.measured["cpu"] + last.later
     for each in (static, exact(traced, said, forked=True)):
-        assert most <= each.total <= 1.4 * most, f"{each.source}: {most >> 20} MiB of {segments(each)}"
+        assert most <= each.total, f"{each.source}: {most >> 20} MiB of {segments(each)}"
+        assert each.source == "static" or each.total <= 1.4 * most, f"{most >> 20} MiB of {segments(each)}"
 
 
 async def test_followers_die_with_a_leader_that_is_killed(launcher: ForkingLauncher, snapshot: Path) -> None:
