@@ -1,9 +1,9 @@
-"""What can go wrong, each with its HTTP status, type and symbolic reason.
+"""The error tree of the router: one class per cause, each with its HTTP status, type and symbolic reason.
 
     RouterError
     ├── ConfigError                  stops the start (exit 2), or a reload
-    └── ApiError                     answered to a client
-        ├── BadRequest               400 invalid_value (param) and its kin: invalid_json, model_missing, ...
+    └── ApiError                     becomes an HTTP response
+        ├── BadRequest               400 invalid_value (param) or a more exact reason: invalid_json, model_missing, ...
         ├── ModelNotLoaded           400 model_not_loaded
         ├── AlreadyRunning           400 already_running
         ├── NotRunning               400 not_running
@@ -28,13 +28,13 @@
         ├── Draining                 503 draining
         ├── QueueTimeout             503 queue_timeout
         ├── LoadBackoff              503 load_backoff
-        ├── SlotsBusy                503 no_slot             only to those who ask for it
+        ├── SlotsBusy                503 no_slot             GET /slots with fail_on_no_slot only
         ├── RequestTimeout           504 request_timeout
         ├── Stalled                  504 stalled
         ├── Cancelled                504 cancelled           by an administrator
         └── DoesNotFit               507 does_not_fit
 
-`retry_after` (seconds, 1 to 60) becomes Retry-After; `should_retry` becomes X-Should-Retry.
+`retry_after` (seconds, 1 to 60) becomes the Retry-After header; `should_retry` becomes X-Should-Retry.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class RouterError(Exception):
 
 
 class ConfigError(RouterError):
-    """Settings or presets that cannot be used; `problems` are lines for a person, one per fault."""
+    """Settings or presets cannot be used. `problems` has one line per fault."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
@@ -54,7 +54,7 @@ class ConfigError(RouterError):
 
 
 class ApiError(RouterError):
-    """An answer to a client. The message has the name, the number and the way out."""
+    """An error response to a client. The message has the name, the number and the way out."""
 
     status = 500
     type = "server_error"
@@ -156,7 +156,7 @@ class LoadFailed(ApiError):
 
     @classmethod
     def of(cls, name: str, why: str) -> "LoadFailed":
-        """The model `name` cannot be loaded; `why` may begin with its name."""
+        """The error for a failed load of model `name`. `why` may begin with the name."""
         return cls(f"{name} cannot be loaded: {why.removeprefix(f'{name}: ')}")
 
 
@@ -173,7 +173,7 @@ class WorkerCrashed(ApiError):
 
 
 class Starting(ApiError):
-    """Only told to who asks how things are: requests wait."""
+    """All slots are busy. Only GET /slots with fail_on_no_slot gets it; requests wait."""
 
     status, type, reason, should_retry = 503, "unavailable_error", "starting", True
 
@@ -207,6 +207,6 @@ class Cancelled(ApiError):
 
 
 class DoesNotFit(ApiError):
-    """Even an empty machine could not hold it. `extra["devices"]` has the arithmetic in MiB by device."""
+    """The model does not fit an empty machine. `extra["devices"]` has the arithmetic, in MiB by device."""
 
     status, type, reason = 507, "insufficient_memory_error", "does_not_fit"

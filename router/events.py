@@ -1,7 +1,7 @@
-"""The event log: what happened, with ids; append, since, follow.
+"""The event log: append, read since an id, follow.
 
-Everything that people and programs see of the fleet (log lines, SSE, metrics, dashboards) is rendered from this one
-record. A ring holds the newest events; ids start at 1 and only rise.
+Log lines, server-sent events, metrics and the web page are rendered from this one record. A ring holds the newest
+events. Ids start at 1 and rise.
 """
 
 import asyncio
@@ -17,13 +17,12 @@ log = logging.getLogger("router.events")
 
 @dataclass(slots=True)
 class Event:
-    """One thing that happened, which nobody changes. `time` is wall-clock seconds, for people; order is by `id`.
+    """One event. Immutable. `time` is wall-clock seconds, for display; the order is by `id`.
 
-    Kinds: `state` (a worker moved on), `progress` (a long step goes on), `plan` (a decision and its numbers),
-    `request` (one has ended), `config` (presets changed), `listed` (one model did, or is new), `removed` (one is
-    listed no longer), `holding` (a sleeper's weights are held, or given back), `prepared` (what could be done once for
-    a model was, or not), `shutdown`.
-    """
+    Kinds: `state` (a worker changed its state), `progress` (of a load), `plan` (a decision and its figures), `request`
+    (a request ended), `config` (presets changed), `listed` (a model changed or is new), `removed` (a model is no longer
+    listed), `holding` (sleeping weights are locked or released), `converted` (a snapshot was converted, or its
+    conversion failed), `shutdown`."""
 
     id: int
     time: float
@@ -33,25 +32,25 @@ class Event:
 
 
 class EventLog:
-    """A ring of the newest `size` events. Law: `append` never blocks and never raises into its caller."""
+    """A ring of the newest `size` events. `append` never blocks and never raises."""
 
     def __init__(self, size: int = 1000, *, first: int = 1):
-        """`first`: id of the first event; above all that a log of an earlier run has told, a client that comes back
-        hears that it missed something."""
+        """`first`: id of the first event. It lies above the ids of an earlier run, so that a reconnected client notices
+        that it missed events."""
         self._ring: deque[Event] = deque(maxlen=size)
         self._first = self._next = first
         self._changed: asyncio.Future[None] | None = None
         self._folds: list[Callable[[Event], None]] = []
         self._also_mentioned: list[Callable[[Event], None]] = []
-        """Those of them that are shown what has no place in the ring, too."""
+        """Subscribers that also get events without a place in the ring."""
 
     @property
     def last_id(self) -> int:
-        """Id of the newest event; one less than the first: there was none."""
+        """Id of the newest event; one less than the first id if there is none."""
         return self._next - 1
 
     def append(self, kind: str, model: str = "", /, **data: Any) -> Event:
-        """Record one event and wake whoever follows."""
+        """Record one event and wake all followers."""
         event = Event(self._next, time.time(), kind, model, data)
         self._next += 1
         self._ring.append(event)
@@ -62,7 +61,7 @@ class EventLog:
         return event
 
     def mention(self, kind: str, model: str = "", /, **data: Any) -> None:
-        """Show the folds something that is not worth a place in the ring; it has no id of its own."""
+        """Pass an event to the subscribers without a place in the ring. It has no id."""
         self._show(Event(self._next - 1, time.time(), kind, model, data), self._also_mentioned)
 
     @staticmethod
@@ -74,21 +73,22 @@ class EventLog:
                 log.exception("an event could not be rendered: %s %s", event.kind, event.model)
 
     def fold(self, into: Callable[[Event], None], *, mentions: bool = True) -> None:
-        """Call `into` with every event from now on, at once and in order; it must not block. What it raises is
-        logged. `mentions`: with what is only mentioned, too, which comes with every request."""
+        """Call `into` with every event from now on, at once and in order. It must not block; its exceptions are logged.
+        `mentions`: also pass events without a place in the ring, which every request causes."""
         self._folds.append(into)
         if mentions:
             self._also_mentioned.append(into)
 
     def since(self, id: int) -> list[Event] | None:
-        """Events after `id`, oldest first; None if some of them have left the ring (or never were)."""
+        """Events after `id`, oldest first. None if some of them have left the ring or never existed."""
         oldest = self._ring[0].id if self._ring else self._first
         if not oldest - 1 <= id <= self.last_id:
             return None
         return [event for event in self._ring if event.id > id]
 
     async def follow(self, after: int) -> AsyncIterator[Event]:
-        """Every event after `after`, as they come, for ever. A follower too slow for the ring misses some."""
+        """Every event after `after`, as they are appended, without end. A follower slower than the ring misses
+        events."""
         while True:
             events = self.since(after)
             if events is None:

@@ -41,7 +41,7 @@ CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 @dataclass(slots=True)
 class Line:
-    """One log line, which nobody changes. `id` rises, `time` is in seconds since 1970."""
+    """One log line. Immutable. `id` rises, `time` is in seconds since 1970."""
 
     id: int
     time: float
@@ -50,16 +50,16 @@ class Line:
     message: str
 
     def is_about(self, model: str) -> bool:
-        """Whether it is a word of this model's worker, or of the router about it."""
+        """True if the line is of this model's worker, or of the router about it."""
         return self.logger == f"worker.{model}" or f"{model}#" in self.message or f"model={model} " in self.message
 
 
 def set_up(level: str, form: str) -> None:
-    """Send all log records, and what Python and libraries warn of, to stderr, as text or one JSON object a line."""
+    """Send all log records and Python warnings to stderr, as text or one JSON object per line."""
     writer = Writer(sys.stderr.fileno())
     writer.setFormatter(_Json() if form == "json" else _Text())
     handler = LogQueue(writer)
-    # No line shows these, and there is a record for each request: see "Optimization" in the documentation of logging.
+    # No line shows these fields, and every request makes a record: see "Optimization" in the documentation of logging.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     root = logging.getLogger()
@@ -78,7 +78,7 @@ def _warn(
 
 
 def follow(events: EventLog) -> None:
-    """Render every event that people want to see from now on."""
+    """Render every event that has a log line from now on."""
     events.fold(_tell, mentions=False)
 
 
@@ -99,8 +99,8 @@ def _tell(event: Event) -> None:
             total = sum(map(sum, (data["weights"], data["context"], data["compute"], data["runtime"])))
             parts = " ".join(f"{name}={size(sum(data[name]))}" for name in ("weights", "context", "compute", "runtime"))
             log.info("%s#%s estimate=%s source=%s %s", event.model, data["worker"], size(total), data["source"], parts)
-        case "prepared":
-            log.log(logging.WARNING if data["why"] else logging.INFO, "%s", prepared_line(event))
+        case "converted":
+            log.log(logging.WARNING if "error" in data else logging.INFO, "%s", converted_line(event))
         case "holding":
             why = f" reason={data['reason']}" if "reason" in data else ""
             log.info("%s#%s weights %s %s%s", event.model, data["id"], data["state"], size(data["bytes"]), why)
@@ -110,15 +110,14 @@ def _tell(event: Event) -> None:
             log.info("presets reloaded: %s", " ".join(f"{word}={','.join(ids)}" for word, ids in data.items() if ids))
 
 
-def prepared_line(event: Event) -> str:
-    """`mixtral prepared: weights 88.1GiB, estimate in 212.3s`."""
+def converted_line(event: Event) -> str:
+    """`mixtral converted: weights 88.1GiB, tokenizer in 212.3s`."""
     data = event.data
-    if data["why"]:
-        again = f"; tried again in {data['again']:.0f} s" if data["again"] is not None else ""
-        return f"{event.model} is not prepared ({data['outcome']}), and loads as it came: {data['why']}{again}"
+    if "error" in data:
+        return f"{event.model}: conversion failed ({data['outcome']}), the snapshot is loaded as it is: {data['error']}"
     parts = [f"weights {size(data['bytes'])}"] if data["bytes"] else []
-    parts += ["tokenizer"] * data["tokenizer"] + ["estimate"] * data["estimated"]
-    return f"{event.model} prepared: {', '.join(parts)} in {data['seconds']:.1f}s"
+    parts += ["tokenizer"] * data["tokenizer"]
+    return f"{event.model} converted: {', '.join(parts) or 'nothing to convert'} in {data['seconds']:.1f}s"
 
 
 def state_line(event: Event) -> str:
@@ -143,7 +142,8 @@ def state_line(event: Event) -> str:
 
 
 def pause_line(event: Event) -> str:
-    """`demo-a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04`; the state before says why in full."""
+    """A back-off: `demo-a#3 failed (crashed): next attempt in 2.1 s, at 12:03:04`. The state line before has the full
+    reason."""
     data = event.data
     until = time.strftime("%H:%M:%S", time.localtime(data["until"]))
     sooner = " unless its preset or its files change" if data["final"] else ""
@@ -152,7 +152,7 @@ def pause_line(event: Event) -> str:
 
 
 def plan_line(event: Event) -> str:
-    """`evict demo-a#1 for demo-c: needs 700MiB, …` in one line."""
+    """A plan in one line: `evict demo-a#1 for demo-c: needs 700MiB, …`."""
     data = event.data
     name = f"{event.model}#{data['worker']}"
     need = " ".join(
@@ -166,7 +166,7 @@ def plan_line(event: Event) -> str:
         frees = ",".join(f"{size(each)}@{device}" for device, each in data["frees"].items())
         asker = f" for={data['for']}" if data["for"] else ""
         return f"evict {name} reason={data['reason']}{asker} idle={data['idle_seconds']}s frees={frees}{needs} {need}"
-    if data["decision"] != "wait":  # refused, or a copy that is dropped
+    if data["decision"] != "wait":  # A rejected request, or a dropped replica.
         return f"{data['decision']} {name}{needs} {need}"
     on = f" on={','.join(data['on'])}" if data["on"] else ""
     return f"wait {name} cause={data['cause']}{on} position={data['position']}{needs} {need}"
@@ -192,13 +192,13 @@ class Ring(logging.Handler):
         try:
             text = record.getMessage().translate(CONTROL)[:LONGEST]
         except (TypeError, ValueError):
-            return  # the other handler reports this
+            return  # The other handler reports this.
         self.lines.append(Line(next(self._ids), record.created, record.levelname.lower(), record.name, text))
         for news, loop in tuple(self._followers.items()):
-            loop.call_soon_threadsafe(news.set)  # records come from any thread
+            loop.call_soon_threadsafe(news.set)  # Records come from any thread.
 
     async def follow(self, after: int) -> AsyncIterator[Line]:
-        """Every line after that of this id, as they come, for ever. A follower too slow for the ring misses some."""
+        """Every line after `id`, as they are written, without end. A follower slower than the ring misses lines."""
         news = asyncio.Event()
         self._followers[news] = asyncio.get_running_loop()
         try:
@@ -279,7 +279,7 @@ class Writer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             data = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
-            with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
+            with contextlib.suppress(OSError):  # The reader has closed its end, or the disk is full.
                 self._write(data)
         except Exception:  # noqa: BLE001  # as in every handler: a line that cannot be rendered is reported
             self.handleError(record)
@@ -288,7 +288,7 @@ class Writer(logging.Handler):
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # another process has made the terminal non-blocking
+            except BlockingIOError:  # Another process has made the terminal non-blocking.
                 select.select((), (self._descriptor,), ())
 
 

@@ -1,4 +1,4 @@
-"""What commands ask of a router that runs: one GET, and its answer as a table for people."""
+"""The client commands: one GET to a running router, and its answer as a table."""
 
 import json
 import urllib.error
@@ -12,15 +12,15 @@ _HEAD = ("NAME", "STATE", "DEVICE", "EST/MEAS MiB", "ACTIVE", "QUEUE", "LOAD", "
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""To a router, and not to a proxy that the environment names for the rest of the world."""
+"""An HTTP client for a router, which ignores proxies of the environment."""
 
 
 class Unreachable(Exception):
-    """No router answered, or not with what was asked for; the message says what to do."""
+    """No router answered, or the answer is not a router's. The message names the remedy."""
 
 
 def models(url: str, key: str = "") -> list[dict[str, Any]]:
-    """The models of a router at `url`. Raises Unreachable."""
+    """The models of the router at `url`. Raises Unreachable."""
     answer = get(url, "/models", key)
     rows = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(rows, list) or not all(map(_is_ours, rows)):
@@ -29,13 +29,13 @@ def models(url: str, key: str = "") -> list[dict[str, Any]]:
 
 
 def _is_ours(row: Any) -> bool:
-    """Whether a row of a list of models tells how our workers are."""
+    """True if a row of the model list has the state of our workers."""
     status = row.get("status") if isinstance(row, dict) else None
     return isinstance(status, dict) and {"value", "in_flight"} <= status.keys()
 
 
 def get(url: str, path: str, key: str = "") -> Any:
-    """The JSON that a router at `url` answers. Raises Unreachable."""
+    """The JSON answer of the router at `url`. Raises Unreachable."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if not url.startswith(("http://", "https://")):
         raise Unreachable(f"{url} is no address such as {URL}; give --url, or set ROUTER_URL")
@@ -52,8 +52,8 @@ def get(url: str, path: str, key: str = "") -> Any:
 
 
 def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bool = False) -> str:
-    """Lines of `router ps`: of the answer to GET /models those that are more than listed, and those that failed; with
-    `everything` all. Below them, why models failed. `now` is in seconds since 1970."""
+    """The lines of `router ps`: models that are loaded or failed, and with `everything` all models. The reasons of
+    failed models follow. `now` is in seconds since 1970."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for model in models:
         status = model["status"]
@@ -66,7 +66,7 @@ def processes(models: Sequence[Mapping[str, Any]], *, now: float, everything: bo
 
 
 def _why_not(id: str, status: Mapping[str, Any], now: float) -> str:
-    """Why a model failed, and when it is begun again."""
+    """The reason why a model failed, and the time of its next attempt."""
     left, why = status["retry_at"] - now, " ".join(status["error"].split()).removeprefix(f"{id}: ")
     return f"{id}: {why} (next attempt {f'in {left:.0f} s' if left > 0 else 'with its next request'})"
 
@@ -89,7 +89,7 @@ def _row(id: str, status: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _with(shares: Sequence[str]) -> str:
-    """Whose worker it has, and whose memory."""
+    """The model whose worker, and so whose memory, it shares."""
     return f"with {shares[0]}" if shares else ""
 
 

@@ -1,7 +1,7 @@
-"""What the hub knows of a repository that is not here, without fetching it.
+"""Facts about a repository on the hub, without downloading it.
 
-A skeleton of the snapshot is written: its small files whole, its weight files with their true size but nothing behind
-their headers (holes, which take no room on a disk). Whatever reads a snapshot for its size can read this one.
+The module writes a skeleton of the snapshot: small files whole, weight files with their true size but only their
+headers (the rest is a hole, which takes no disk space). Code that reads a snapshot for its size can read the skeleton.
 """
 
 import os
@@ -18,9 +18,9 @@ HUB = "https://huggingface.co"
 TIMEOUT = 30.0
 """Seconds without a byte."""
 FIRST = 1 << 16
-"""Bytes of a weight file that are asked for first: most headers are shorter, and one request does."""
+"""Bytes of a weight file in the first request. Most headers are shorter, so one request is enough."""
 MAX_HEADER = 100 << 20
-"""Bytes; the format's own bound."""
+"""Bytes; the limit of the safetensors format."""
 MAX_SMALL = 64 << 20
 
 _SMALL = frozenset({
@@ -30,13 +30,13 @@ _SMALL = frozenset({
 
 
 class RemoteError(RouterError):
-    """The hub did not tell; the message says why and what to do."""
+    """The hub did not give the facts. The message has the reason and the remedy."""
 
 
 def skeleton(repo: str, revision: str, folder: Path, *, environ: Mapping[str, str], token: str = "") -> None:
     """Write the skeleton of `repo` at `revision` (branch, tag or commit) into `folder`.
 
-    HF_ENDPOINT in `environ` names another hub. Blocks for as long as the hub takes. Raises RemoteError.
+    HF_ENDPOINT in `environ` names another hub. Blocks while the hub answers. Raises RemoteError.
     """
     base = environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -48,7 +48,7 @@ def skeleton(repo: str, revision: str, folder: Path, *, environ: Mapping[str, st
             hub = _Hub(client, base, repo, commit or revision)
             _check_model(names, repo)
             for name in names:
-                if name in _SMALL and not (name == INDEX and WEIGHTS in names):  # as a download takes them
+                if name in _SMALL and not (name == INDEX and WEIGHTS in names):  # The same order as a download.
                     _write(folder / name, hub.whole(name))
             for name in _weights(folder, names, repo):
                 head, size = hub.header(name)
@@ -63,7 +63,7 @@ def skeleton(repo: str, revision: str, folder: Path, *, environ: Mapping[str, st
 
 
 class _Hub:
-    """One state of one repository."""
+    """One commit of one repository."""
 
     def __init__(self, client: httpx.Client, base: str, repo: str, revision: str):
         self._client, self._base, self._repo, self._revision = client, base, repo, revision
@@ -73,9 +73,9 @@ class _Hub:
         return content
 
     def header(self, name: str) -> tuple[bytes, int]:
-        """The first bytes of a safetensors file, up to the end of its header, and the size of all of it.
+        """The first bytes of a safetensors file up to the end of its header, and the size of the file.
 
-        Raises RemoteError if what comes is none.
+        Raises RemoteError if the content is not safetensors.
         """
         head, size = self._read(name, 0, FIRST)
         end = 8 + int.from_bytes(head[:8], "little")
@@ -89,7 +89,8 @@ class _Hub:
         return head[:end], size
 
     def _read(self, name: str, start: int, most: int) -> tuple[bytes, int]:
-        """Up to `most` bytes from `start`, and the size of the file. No more is read, even if the whole is sent."""
+        """Up to `most` bytes from `start`, and the size of the file. No more is read, even if the hub sends the whole
+        file."""
         wanted = {"Range": f"bytes={start}-{start + most - 1}"}
         url = f"/{self._repo}/resolve/{self._revision}/{name}"
         with self._client.stream("GET", url, headers=wanted) as answer:
@@ -106,7 +107,7 @@ class _Hub:
 
 
 def _check(answer: httpx.Response, repo: str, base: str) -> None:
-    """Raises RemoteError for anything but success."""
+    """Raises RemoteError unless the request succeeded."""
     status = answer.status_code
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         gated = answer.headers.get("X-Error-Code") == "GatedRepo"
@@ -119,7 +120,7 @@ def _check(answer: httpx.Response, repo: str, base: str) -> None:
 
 
 def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
-    """Commit and file names."""
+    """The commit and the file names."""
     try:
         body: Any = answer.json()
         names = [str(each["rfilename"]) for each in body["siblings"]]
@@ -129,7 +130,7 @@ def _listing(answer: httpx.Response) -> tuple[str, list[str]]:
 
 
 def _check_model(names: Collection[str], repo: str) -> None:
-    """Raises RemoteError for a repository without what a model is made of here."""
+    """Raises RemoteError for a repository that is not a model."""
     ends = {name.rpartition(".")[2] for name in names}
     if "config.json" not in names:
         if "adapter_config.json" in names:
@@ -144,9 +145,9 @@ def _check_model(names: Collection[str], repo: str) -> None:
 
 
 def _weights(folder: Path, names: Iterable[str], repo: str) -> list[str]:
-    """The weight files that make up the model, and those of the layers behind it (one in each folder).
+    """The weight files of the model, and those of the modules after it (one in each folder).
 
-    Raises RemoteError if one of them is not there.
+    Raises RemoteError if one of them is missing.
     """
     known = set(names)
     index = folder / INDEX

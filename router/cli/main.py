@@ -54,6 +54,8 @@ READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets
 CHECKED = READ | {"default-model"}
 WEIGHED = READ | {"offline", "hf-token", "state-dir", "nursery", "prepare", "models-memory-margin", "device-limit"}
 """Those that decide what a model takes, and what it finds."""
+PREPARED = READ | {"offline", "hf-token", "state-dir"}
+"""Options that decide which snapshot is converted, and where the converted copy is stored."""
 NARROW = 70
 """Columns from which on names and texts of options stand side by side in full."""
 
@@ -298,6 +300,47 @@ def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **pa
     else:
         click.echo(forecast.text(found))
     return OK if found.fits else TOO_LARGE
+
+
+@cli.command(
+    cls=_Command,
+    params=[click.Argument(["model"]), *_params(only=PREPARED)],
+    help="Convert a model once, so that its loads need not, with no server running. MODEL is a name from the presets,"
+    " a folder, or a repository in the hub cache. Exits with 0 if there is nothing to convert, with 1 if the conversion"
+    " fails.",
+    short_help="Convert a model once, so that its loads need not.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_common
+@click.pass_context
+def prepare(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> int:
+    from router.cli import prepare as preparing  # late: no other command but `estimate` reads checkpoints
+
+    options, models = _split(_given(ctx, params))
+    parsed, problems = settings.parse(options, os.environ)
+    if problems:
+        return _refuse(problems, as_json=as_json)
+    loaded = load_catalogue(parsed, models, os.environ)
+    if loaded.problems:
+        return _refuse(loaded.problems, as_json=as_json)
+
+    def report(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\rconverting: {done} of {total}", nl=done == total, err=True)
+
+    try:
+        state = xdg.state(parsed.state_dir)
+        found = preparing.prepare(model, parsed, loaded, models, os.environ, state=state, report=report)
+    except ConfigError as error:
+        return _refuse(error.problems, as_json=as_json)
+    except RouterError as error:
+        return _fail("prepare_failed", str(error), as_json=as_json)
+    if as_json:
+        document = {"schema": SCHEMA, **asdict(found), "converted": found.is_converted}
+        click.echo(json.dumps(document, ensure_ascii=False, indent=1))
+    else:
+        click.echo(preparing.text(found))
+    return OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Settings, wiring, signals: one router from its start to its end."""
+"""One router from start to end: settings, wiring, signals."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,6 @@ from router.errors import ApiError, ConfigError, RouterError
 from router.events import EventLog
 from router.fleet.fleet import Fleet
 from router.fleet.limits import Limits
-from router.fleet.preparation import Preparation
 from router.http import listen
 from router.http.app import App
 from router.http.metrics import Metrics
@@ -50,22 +49,23 @@ from router.store.snapshots import Snapshots
 
 log = logging.getLogger("router.cli.serve")
 GARBAGE = 10_000
-"""Objects made and not yet freed until the youngest are searched for cycles; Python's own 700 is for small programs."""
+"""New objects between two collections of the youngest generation. Python's default of 700 suits small programs."""
 
 READERS, MOST_READERS = "disk", 32
-"""Threads that read files: their names begin so, and there are so many at most."""
+"""Threads that read files: prefix of their names, and their number."""
 LAST_READ = 2.0
-"""Seconds that they get once everything else has ended."""
+"""Seconds that they get after everything else has ended."""
 LAST_MOMENT = 2.0
-"""Seconds that answers get to leave once all workers are gone."""
+"""Seconds to send the last answers after all workers have exited."""
 ESSENTIAL = frozenset({"devices"})
-"""Tasks, by name, that must not end before the router does: without readings every plan is a guess."""
+"""Tasks, by name, without which the router must not go on: without readings every plan is a guess."""
 GIB = 1 << 30
 MIB = 1 << 20
 
 
 def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[], tuple[Key, ...]]) -> int:
-    """Serve until told to stop; the exit code. `load` reads presets and folders, `keys` the keys and key files."""
+    """Serve until stopped. Return the exit code. `load` reads presets and folders, `keys` reads API keys and key
+    files."""
     log_lines.set_up(settings.log_level, settings.log_format)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if aiohttp.http.HttpRequestParser.__module__ != "aiohttp._http_parser":
@@ -90,16 +90,16 @@ def run(settings: Settings, load: Callable[[Further], Loaded], keys: Callable[[]
 
 
 def _spare_the_collector() -> None:
-    """What is there by now stays: it need not be searched for garbage again and again, nor once: of what was made so
-    far 3 % is garbage, and looking for it takes a tenth of a start."""
+    """Exempt all present objects from garbage collection. They stay for the whole run. 3 % of them are garbage at this
+    point, and a search would take a tenth of the start."""
     gc.freeze()
     gc.set_threshold(GARBAGE, 20, 20)
     gc.enable()
 
 
 def _ended(code: int) -> int:
-    """`code`, once nobody reads a disk for us any more. One that does not answer, of a server that is gone for example,
-    holds up no end: then this process is left as it is."""
+    """Return `code` once no thread reads a disk. If a disk does not answer, leave the process at once: its threads
+    cannot be joined."""
     until = time.monotonic() + LAST_READ
     for thread in threading.enumerate():
         if thread.name.startswith(READERS):
@@ -130,8 +130,8 @@ async def _main(settings: Settings, load: Callable[[Further], Loaded], keys: Cal
 
 @contextmanager
 def _readers() -> Iterator[None]:
-    """Threads that read files for the loop, so many that folders on a disk which does not answer leave some for others.
-    Whoever ends the loop waits for none of them."""
+    """The thread pool for file reads of the event loop. It has so many threads that folders on a disk that does not
+    answer leave some free. The end of the loop does not wait for them."""
     readers, loop = ThreadPoolExecutor(MOST_READERS, thread_name_prefix=READERS), asyncio.get_running_loop()
     loop.set_default_executor(readers)
     try:
@@ -142,7 +142,7 @@ def _readers() -> Iterator[None]:
 
 
 async def _first(events: set[asyncio.Event]) -> None:
-    """Returns once one of them is set."""
+    """Return once one of the events is set."""
     waiting = {asyncio.ensure_future(event.wait()) for event in events}
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for each in waiting:
@@ -150,22 +150,22 @@ async def _first(events: set[asyncio.Event]) -> None:
 
 
 class Reloads(Protocol):
-    """A site, as far as it reads presets again."""
+    """The part of the registry that a reload uses."""
 
     async def reload(self) -> object:
         """Raises ApiError."""
 
 
 class _Stop:
-    """Why the router ends. Signals: the first ends it in good order, the second at once."""
+    """The reason to stop. The first signal stops in order, the second at once."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.hurry = asyncio.Event()
         self.failed = asyncio.Event()
-        """A task without which there is no router has ended."""
+        """A required task has ended."""
         self.on_hangup: Callable[[], object] = lambda: None
-        """Until there is something to reload, everything is about to be read anyway."""
+        """Until a reload is possible, a signal has no effect: the first read follows."""
         self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -177,7 +177,7 @@ class _Stop:
         self.on_hangup()
 
     def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What failed and could tell nobody else."""
+        """Log an exception that no caller could receive."""
         loop.default_exception_handler(context)
         task = context.get("task")
         if isinstance(task, asyncio.Task) and task.get_name() in ESSENTIAL:
@@ -187,7 +187,7 @@ class _Stop:
         (self.hurry if self.wanted.is_set() else self.wanted).set()
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it beside everything else."""
+        """Run it next to the server."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -201,7 +201,7 @@ async def _router(
     keys: Callable[[], tuple[Key, ...]],
     stop: _Stop,
 ) -> AsyncIterator[Site]:
-    """One router, listening for the length of the block."""
+    """One router, which serves for the length of the block."""
     _raise_file_limit()
     state = _state_folder(settings)
     _check_locking(settings.sleep_memory, lockable())
@@ -209,7 +209,7 @@ async def _router(
     runtime = xdg.runtime(settings.runtime_dir, os.environ, listen.name(bound[0]))
     logs = log_lines.Ring(first=time.time_ns() // 1_000_000)
     logging.getLogger().addHandler(logs)
-    events = EventLog(first=time.time_ns() // 1_000_000)  # in a millisecond there is no second event on average
+    events = EventLog(first=time.time_ns() // 1_000_000)  # On average there is less than one event per millisecond.
     log_lines.follow(events)
     devices = Devices(os.environ)
     for note in devices.notes:
@@ -264,18 +264,17 @@ async def _router(
         )
         metrics = Metrics(fleet, events)
         app = App(site, Proxy(site.members, pace), metrics)
-        preparation = Preparation(fleet, files.conversions) if settings.prepare else None
         async with (
             _listening(app, bound),
             _closing(site, launcher, stop),
-            _beside(site, metrics, preparation, stop),
+            _beside(site, metrics, stop),
             _watch(settings, stop),
         ):
             yield site
 
 
 def _ledger(settings: Settings, devices: Devices, here: Set[DeviceId]) -> Ledger:
-    """Raises ConfigError if a setting names a device that is not here."""
+    """Raises ConfigError if a setting names a device that does not exist."""
     margins = devices.by_device(settings.models_memory_margin, "--models-memory-margin")
     limits = devices.by_device(settings.device_limit, "--device-limit")
     for name, limit in settings.device_limit.items():
@@ -304,7 +303,7 @@ def _limits(settings: Settings) -> Limits:
 
 @asynccontextmanager
 async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None]:
-    """Clients are let in, and get their last answers at the end."""
+    """Accept clients for the length of the block, and send the last answers at its end."""
     runner = web.AppRunner(app.build(), handler_cancellation=True, shutdown_timeout=LAST_MOMENT)
     await runner.setup()
     paths = [sock.getsockname() for sock in bound if sock.family == socket.AF_UNIX]
@@ -324,7 +323,7 @@ async def _listening(app: App, bound: list[socket.socket]) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _closing(site: Site, launcher: LocalLauncher, stop: _Stop) -> AsyncIterator[None]:
-    """At the end no worker is left."""
+    """All workers have exited when the block ends."""
     try:
         yield
     finally:
@@ -334,19 +333,19 @@ async def _closing(site: Site, launcher: LocalLauncher, stop: _Stop) -> AsyncIte
 
 
 @asynccontextmanager
-async def _beside(site: Site, metrics: Metrics, preparation: Preparation | None, stop: _Stop) -> AsyncIterator[None]:
-    """What is done while requests are answered: reloads, dumps, the look at the loop, preparation."""
+async def _beside(site: Site, metrics: Metrics, stop: _Stop) -> AsyncIterator[None]:
+    """Run reloads, dumps, the event-loop check and the first sweep of converted snapshots while requests are
+    answered."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     stop.on_hangup = told.set
     loop.add_signal_handler(signal.SIGQUIT, lambda: _dump(site))
-    tasks = {
+    tasks: set[asyncio.Task[Any]] = {
         loop.create_task(reload_when_told(site, told), name="reload"),
         loop.create_task(metrics.watch_the_loop(), name="lag"),
     }
-    if preparation is not None:
-        site.events.fold(preparation.hear)
-        tasks.add(loop.create_task(preparation.run(), name="preparation"))
+    if site.settings.prepare:
+        tasks.add(loop.create_task(asyncio.to_thread(site.files.sweep), name="sweep"))
     try:
         yield
     finally:
@@ -356,7 +355,7 @@ async def _beside(site: Site, metrics: Metrics, preparation: Preparation | None,
 
 
 async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
-    """Returns once all workers are reaped; the second signal cuts their requests and kills them."""
+    """Return once all workers are reaped. The second signal cuts their requests and kills them."""
     closing = asyncio.create_task(fleet.close())
     hurry = asyncio.create_task(stop.hurry.wait())
     await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -364,14 +363,14 @@ async def _close(fleet: Fleet, launcher: LocalLauncher, stop: _Stop) -> None:
     if not closing.done():
         log.warning("stopping at once")
         forced = asyncio.create_task(fleet.close(force=True))
-        await asyncio.sleep(0)  # its first step tells the requests why they end
+        await asyncio.sleep(0)  # Its first step rejects the waiting requests with the reason.
         launcher.kill_all()
         await forced
     await closing
 
 
 async def _load_at_start(site: Site, preset: Preset) -> None:
-    """A failure is told and does not end the router."""
+    """A failure is logged and does not end the router."""
     try:
         await site.members.wanted(preset.id)
     except ApiError as error:
@@ -381,14 +380,16 @@ async def _load_at_start(site: Site, preset: Preset) -> None:
 
 @asynccontextmanager
 async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
-    """Reload after each change of the file or the folder of models, with --models-watch. Raises ConfigError."""
+    """With --models-watch: reload after each change of the file or folder of models. Raises ConfigError."""
     named = [Path(name) for name in (settings.models_preset, settings.models_dir) if name]
     if not settings.models_watch or not named:
         if settings.models_watch:
             log.warning("--models-watch: no --models-preset and no --models-dir is given, so there is nothing to watch")
         yield
         return
-    from router.config.file_watcher import watching  # late: only this option needs it, and its import takes 40 ms
+    from router.config.file_watcher import (
+        watching,
+    )  # Imported late: only this option needs it, and the import takes 40 ms.
 
     async with AsyncExitStack() as stack:
         try:
@@ -399,7 +400,7 @@ async def _watch(settings: Settings, stop: _Stop) -> AsyncIterator[None]:
 
 
 async def reload_when_told(site: Reloads, told: asyncio.Event) -> None:
-    """Never returns. However often it is told while presets are read, once more is enough: it begins after all that."""
+    """Runs forever. Several triggers during one reload cause one further reload, which starts after all of them."""
     while True:
         await told.wait()
         told.clear()
@@ -419,8 +420,8 @@ def _dump(site: Site) -> None:
 
 
 def _state_folder(settings: Settings) -> Path:
-    """Made if it is not there; what is kept there can be done without, so it need not be writable. Raises OSError, and
-    ConfigError if no folder can be told."""
+    """Create the folder if it does not exist. It need not be writable, since its content is optional. Raises OSError,
+    and ConfigError if no folder is known."""
     state = xdg.state(settings.state_dir)
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -431,7 +432,7 @@ def _state_folder(settings: Settings) -> Path:
 
 
 def _raise_file_limit() -> None:
-    """A connection and its worker's take two descriptors: use all that the hard limit allows."""
+    """Raise the descriptor limit to the hard limit: a client connection and its worker connection take two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
     if soft < wanted:
@@ -440,7 +441,7 @@ def _raise_file_limit() -> None:
 
 
 def _check_locking(wanted: int, allowed: int | None) -> None:
-    """Raises ConfigError if so many bytes could not be held in memory by this user."""
+    """Raises ConfigError if this user may not lock that many bytes in memory."""
     if allowed is not None and wanted > allowed:
         raise ConfigError(
             [
@@ -451,7 +452,7 @@ def _check_locking(wanted: int, allowed: int | None) -> None:
 
 
 def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
-    """What a person who starts a router wants to see first."""
+    """The first lines for a person who starts the router."""
     host = settings.host.split(",")[0].strip()
     shown = f"[{host}]" if ":" in host else host
     page = f"http://{shown}:{site.port}{settings.api_prefix}/"
@@ -477,7 +478,7 @@ def _banner(settings: Settings, site: Site, loaded: Loaded) -> None:
 
 
 def _say(text: str) -> None:
-    """To whoever reads stderr, as far as that can be written: a full disk of logs is no reason not to serve."""
+    """Write to stderr if that is possible: a full disk of logs must not prevent serving."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

@@ -121,7 +121,7 @@ class Settings:
     nursery: bool = option(True, Flag(), MODELS,
             "fork workers from a process with its imports done; off: each imports for itself, 3 s")
     prepare: bool = option(True, Flag(), MODELS,
-            "convert what each load would convert, once, when idle; takes the disk space of mixtures of experts")
+            "convert after download, and load converted copies; takes the disk space of mixtures of experts")
 
     models_memory_margin: Mapping[str, int] = option({"": 1024 * MIB}, MemoryByDevice(hint="MiB"), MEMORY,
             "kept free on every device, or cuda:0=2048,cpu=4096; 0: no eviction by memory, only by count")

@@ -1,0 +1,124 @@
+"""`router prepare MODEL`: convert a model's snapshot once, so that its loads need not, with no server running.
+
+The router itself converts a snapshot only after it has downloaded it. This command is for local folders and for
+snapshots that were in the hub cache before.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from router.cli import estimate
+from router.config.presets import Preset
+from router.config.resolve import Loaded
+from router.config.settings import Settings
+from router.errors import RouterError
+from router.fleet import worker_argv
+from router.launch import environment
+from router.memory import checkpoint
+from router.store.catalogue import find_snapshot
+from router.store.converted import can_be_converted
+from router.store.snapshots import Snapshots
+from worker.protocol.argv import Convert, to_argv
+from worker.protocol.events import Converted, Failed, Progress, decode
+
+
+class PrepareError(RouterError):
+    """The snapshot cannot be converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The result of one conversion."""
+
+    snapshot: str
+    target: str  # "" if there was nothing to do
+    weights: int = 0  # bytes written
+    tokenizer: bool = False
+
+    @property
+    def is_converted(self) -> bool:
+        return self.weights > 0 or self.tokenizer
+
+
+def prepare(
+    name: str,
+    settings: Settings,
+    loaded: Loaded,
+    model_flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    state: Path,
+    report: Callable[[int, int], object],
+) -> Prepared:
+    """Convert the snapshot of a preset, a folder or a cached repository. Blocks until the worker program has exited.
+
+    `report` is called with the steps done and their total. Raises ConfigError for an unknown name, PrepareError and
+    other RouterErrors for a snapshot that is missing, cannot be read or cannot be converted.
+    """
+    preset = estimate.find(name, loaded, model_flags, environ)
+    if not can_be_converted(preset):
+        raise PrepareError(
+            f"{preset.id}: models with `python`, `trust-remote-code` or `load-format = dummy` and built-in models are"
+            " not converted"
+        )
+    snapshot = preset.path or find_snapshot(preset.repo, preset.revision, settings.hub_cache)
+    if snapshot is None:
+        raise PrepareError(
+            f"{preset.id}: {preset.repo} at {preset.revision} is not in the hub cache; `router` downloads and converts"
+            " it at its first load"
+        )
+    facts = checkpoint.read(
+        Path(snapshot), override=preset.config_override, needs_weights=preset.load_format != "dummy"
+    )
+    conversions = Snapshots(cache=settings.hub_cache, state=state, offline=True).conversions
+    command = conversions.command(snapshot, facts)
+    if command is None:
+        return Prepared(snapshot, conversions.find(snapshot) or "")
+    threads = worker_argv.threads(preset, on_host=True)
+    done = _run(preset, replace(command, threads=threads), environ, report)
+    return Prepared(snapshot, command.target, done.weights, done.tokenizer)
+
+
+def _run(
+    preset: Preset, command: Convert, environ: Mapping[str, str], report: Callable[[int, int], object]
+) -> Converted:
+    argv = [sys.executable, "-P", "-m", "worker", *to_argv(command)]
+    env = environment.environment(
+        environ, "convert", tag="convert", visible="", threads=command.threads, extra=preset.env, offline=True,
+        hf_token="",
+    )  # fmt: skip
+    failure = ""
+    # stderr of the worker goes to the terminal: its log has the details of a failure
+    with subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                match decode(line):
+                    case Progress(done=done, total=total):
+                        report(done, total)
+                    case Failed(message=message):
+                        failure = message
+                    case Converted() as converted:
+                        return converted
+        except BaseException:
+            process.kill()  # an incomplete target is deleted by the next conversion
+            raise
+    why = failure or "it ended without a result"
+    raise PrepareError(f"{preset.id}: `worker convert` failed (exit {process.returncode}): {why}")
+
+
+def text(prepared: Prepared) -> str:
+    """Return the result for a terminal."""
+    if prepared.is_converted:
+        parts = [f"weights ({prepared.weights / 2**20:.1f} MiB)"] if prepared.weights else []
+        parts += ["tokenizer"] * prepared.tokenizer
+        return f"{prepared.snapshot}: converted {' and '.join(parts)} to {prepared.target}"
+    if prepared.target and Path(prepared.target).is_dir():
+        return f"{prepared.snapshot}: is already converted, in {prepared.target}"
+    return f"{prepared.snapshot}: needs no conversion"
+
+
+__all__ = ["PrepareError", "Prepared", "prepare", "text"]
