@@ -1,7 +1,7 @@
-"""The command line: `router` serves, `router check` reads what serving would read, `router estimate` weighs a model.
+"""The command line: `router` serves, `router check` reads presets, `router estimate` estimates a model's memory.
 
-Options come from the tables of `settings` and `keys`, so that none is written here a second time. Nothing heavy is
-imported before it is needed: `--help` stays quick.
+Options are generated from the tables of `settings` and `presets`. Heavy modules are imported late, so that `--help` is
+quick.
 """
 
 import gc
@@ -33,31 +33,32 @@ from router.store.catalogue import Further, load_catalogue, read_keys
 
 OK, FAULTS, USAGE, UNREACHABLE, TOO_LARGE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 SCHEMA = 1
-"""Of JSON documents on stdout."""
+"""Version of JSON documents on stdout."""
 _ABOUT = """\
-Serve many language models from one address, each in a process of its own, and swap them by memory.
+Serve many language models from one address, one worker process per model, and evict models by memory.
 
-Every option has a variable, ROUTER_ and its name in capitals (--models-max: ROUTER_MODELS_MAX). Where llama-server has
-the same option, the variable named below is read next. A flag wins over both.
+Every option is also an environment variable: ROUTER_ and its name in capitals (--models-max: ROUTER_MODELS_MAX). Where
+llama-server has the same option, its variable (shown below) is read next. A flag takes precedence over both.
 """
 _MODEL_KEYS = """\
-Any key of a preset is a flag as well and wins for every model, as in --ctx-size 4096. --help-model-keys lists them.
+Every preset key is also a flag and takes precedence for every model, as in --ctx-size 4096. --help-model-keys lists
+the keys.
 """
 _KEYS_ABOUT = """\
 Keys of a model: in a section [id] of a preset file, in [*] for all models, as a flag (--ctx-size 4096) or as a variable
-(ROUTER_CTX_SIZE). Flags win over [id], that over [*], that over variables. In brackets: other spellings; default.
+(ROUTER_CTX_SIZE). Precedence: flag, [id], [*], variable. In brackets: other spellings; default.
 """
 
 
 READ = frozenset({"models-preset", "models-dir", "models-cache", "strict-presets", "swap-patience"})
-"""Options that decide which presets there are, or whether they can stand."""
+"""Options that decide which presets exist and whether they are valid."""
 CHECKED = READ | {"default-model"}
 WEIGHED = READ | {"offline", "hf-token", "state-dir", "nursery", "prepare", "models-memory-margin", "device-limit"}
-"""Those that decide what a model takes, and what it finds."""
+"""Options that decide an estimate."""
 PREPARED = READ | {"offline", "hf-token", "state-dir"}
 """Options that decide which snapshot is converted, and where the converted copy is stored."""
 NARROW = 70
-"""Columns from which on names and texts of options stand side by side in full."""
+"""Columns from which names and texts of options stand side by side."""
 
 
 def _as_option(option: Option, *, hidden: bool = False) -> click.Option:
@@ -67,7 +68,7 @@ def _as_option(option: Option, *, hidden: bool = False) -> click.Option:
 
 
 def _model_options() -> Iterable[tuple[str, str, click.Option]]:
-    """(parameter, spelling, option) of every word that a preset knows; hidden, as there are hundreds."""
+    """(parameter, spelling, option) of every preset key and its other spellings. Hidden, since there are hundreds."""
     for number, (name, word) in enumerate(preset_keys.WORDS.items()):
         if name in settings.BY_FLAG:
             continue
@@ -91,7 +92,7 @@ _MODELS: Mapping[str, tuple[str, click.Option]] = {
 
 
 class _Command(click.Command):
-    """A command whose help shows the router's options by group."""
+    """A command whose help groups the router's options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
@@ -110,7 +111,7 @@ class _Command(click.Command):
 
 
 class _Router(_Command, click.Group):
-    """The group itself: serves unless a command is named."""
+    """The command group: it serves unless a command is named."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -150,13 +151,14 @@ def _params(*, only: Container[str] = settings.BY_FLAG) -> list[click.Parameter]
 
 
 def _params_of_check() -> list[click.Parameter]:
-    """All that serving takes, so that its very command line can be checked; help shows what decides on presets."""
+    """All options of the server, so that its exact command line can be checked. Help shows those that decide on
+    presets."""
     others = (_as_option(option, hidden=True) for option in settings.OPTIONS if option.flag not in CHECKED)
     return [*_params(only=CHECKED), *others]
 
 
 def _given(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said on the command line, before the command's name or after it."""
+    """The options of the command line, before the command's name or after it."""
     said = {name: value for name, value in params.items() if value is not None and value != ()}
     before: dict[str, Any] = ctx.obj or {}
     unknown = [name for name in before if name not in {param.name for param in ctx.command.params}]
@@ -171,7 +173,7 @@ def _misplaced(option: str, ctx: click.Context) -> click.UsageError:
 
 
 def _split(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Texts of router options by flag, and of model keys by spelling."""
+    """Texts of router options by flag, and of preset keys by spelling."""
     options = {_SETTINGS[name][0].flag: _text(value) for name, value in given.items() if name in _SETTINGS}
     models: dict[str, str] = {}
     for parameter, value in given.items():
@@ -279,7 +281,7 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
 @_common
 @click.pass_context
 def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **params: Any) -> int:
-    from router.cli import estimate as forecast  # late: it reads devices, which no other command needs
+    from router.cli import estimate as forecast  # Imported late: it reads devices, which no other command needs.
 
     options, models = _split(_given(ctx, params))
     parsed, problems = settings.parse(options, os.environ)
@@ -314,7 +316,7 @@ def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **pa
 @_common
 @click.pass_context
 def prepare(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> int:
-    from router.cli import prepare as preparing  # late: no other command but `estimate` reads checkpoints
+    from router.cli import prepare as preparing  # Imported late: only `estimate` reads checkpoints as well.
 
     options, models = _split(_given(ctx, params))
     parsed, problems = settings.parse(options, os.environ)
@@ -344,8 +346,8 @@ def prepare(ctx: click.Context, /, model: str, as_json: bool, **params: Any) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 faults or failure, 2 usage or configuration, 4 the model does not
-    fit, 130 interrupted."""
+    """Run one command. Return its exit code: 0, 1 faults or failure, 2 usage or configuration, 3 no router answers, 4
+    the model does not fit, 130 interrupted."""
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="router", standalone_mode=False)
     except click.ClickException as error:
@@ -354,15 +356,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("router: interrupted", err=True)
         return INTERRUPTED
-    except OSError as failed:  # of what it was told to write or read, a full disk for example
+    except OSError as failed:  # For example a full disk.
         click.echo(f"router: {failed.strerror or failed}{f': {failed.filename}' if failed.filename else ''}", err=True)
-        sys.stdout = io.StringIO()  # what could not be written is not tried once more at the end
+        sys.stdout = io.StringIO()  # The interpreter must not try again to write at its end.
         return FAULTS
     return code if isinstance(code, int) else OK
 
 
 def _better(error: click.NoSuchOption) -> click.UsageError:
-    """The same complaint with the reason, or with the one spelling that was probably meant."""
+    """The same error with its reason, or with the most similar option."""
     name = error.option_name
     if name.lstrip("-") in settings.LATER:
         return click.NoSuchOption(name, f"{name} is not offered by this version; remove it.", ctx=error.ctx)
@@ -373,7 +375,7 @@ def _better(error: click.NoSuchOption) -> click.UsageError:
 
 
 def _serve(given: Mapping[str, Any]) -> int:
-    gc.disable()  # until it serves: what is made for that is nearly all there to stay, and searched for nothing
+    gc.disable()  # Nearly all objects made before serving stay for the whole run, so a search for garbage finds nothing.
     try:
         return _load_and_serve(given)
     finally:
@@ -396,10 +398,10 @@ def _load_and_serve(given: Mapping[str, Any]) -> int:
         return _refuse(first[0].problems)
 
     def load(further: Further) -> Loaded:
-        """What was just read, once; from then on what there is now."""
+        """The presets just read, at the first call; after that the current ones."""
         return first.pop() if first else load_catalogue(parsed, models, os.environ, further)
 
-    from router.cli.serve import run  # late: it brings the HTTP server, which no other command needs
+    from router.cli.serve import run  # Imported late: it brings the HTTP server, which no other command needs.
 
     return run(parsed, load, lambda: read_keys(parsed))
 
@@ -457,7 +459,7 @@ def _document(loaded: Loaded, *, effective: bool) -> dict[str, Any]:
 
 
 def model_keys() -> str:
-    """The reference of model keys, for a terminal."""
+    """The reference of preset keys, for a terminal."""
     lines = [_KEYS_ABOUT]
     group = ""
     for key in KEYS:
