@@ -205,8 +205,8 @@ def cli(ctx: click.Context, /, **params: Any) -> int | None:
 
 
 @cli.command(
-    cls=_Command, params=_params(), help="Serve: what `router` alone does as well.",
-    short_help="Serve: what `router` alone does as well.",
+    cls=_Command, params=_params(), help="Start the server; the same as `router` without a command.",
+    short_help="Start the server; the same as `router` without a command.",
 )  # fmt: skip
 @_common
 @click.pass_context
@@ -215,19 +215,19 @@ def serve(ctx: click.Context, /, **params: Any) -> int:
 
 
 @cli.command(
-    help="Show what a running router has loaded, what it needs, and where the time of each load went. Exits with 3 if"
+    help="Show the loaded models of a running router, their memory and the stages of each load. Exits with 3 if"
     " none answers.",
-    short_help="Show what a running router has loaded.",
+    short_help="Show the loaded models of a running router.",
 )
 @click.option(
     "--url", default=client.URL, envvar="ROUTER_URL", show_default=True, metavar="URL",
-    help="Where the router listens; or ROUTER_URL.",
+    help="Address of the router; or ROUTER_URL.",
 )  # fmt: skip
 @click.option(
-    "--api-key", default="", envvar="ROUTER_API_KEY", metavar="KEY", help="A key that it knows; or ROUTER_API_KEY."
+    "--api-key", default="", envvar="ROUTER_API_KEY", metavar="KEY", help="API key of the router; or ROUTER_API_KEY."
 )
-@click.option("--all", "everything", is_flag=True, help="Show models that are not loaded, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the router answered.")
+@click.option("--all", "everything", is_flag=True, help="Also show models that are not loaded.")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON answer of the router.")
 def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
     try:
         models = client.models(url, api_key.partition(",")[0])
@@ -242,11 +242,11 @@ def ps(url: str, api_key: str, everything: bool, as_json: bool) -> int:
 @cli.command(
     cls=_Command,
     params=[click.Argument(["file"], required=False), *_params_of_check()],
-    help="Read presets as serving would, start nothing, and report every fault with file and line. Exits with 1 if"
+    help="Read presets as the server does, start nothing, and report every fault with file and line. Exits with 1 if"
     " there is one. FILE stands for --models-preset. All options of `router serve` may be given, and are checked.",
-    short_help="Read presets as serving would, and report every fault.",
+    short_help="Read presets as the server does and report every fault.",
 )
-@click.option("--effective", is_flag=True, help="Show every setting of every model, and where it comes from.")
+@click.option("--effective", is_flag=True, help="Show every setting of every model and its source.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
 @click.pass_context
@@ -268,14 +268,14 @@ def check(ctx: click.Context, /, file: str | None, effective: bool, as_json: boo
 @cli.command(
     cls=_Command,
     params=[click.Argument(["model"]), *_params(only=WEIGHED)],
-    help="Say what a model would take, by segment and device, with no server running. MODEL is a name from the presets,"
+    help="Estimate the memory of a model by segment and device, without a server. MODEL is a name from the presets,"
     " a folder, or a repository of the hub, of which only headers are read. Keys of models are what-ifs, as in"
     " --ctx-size 32768. Exits with 4 if not even an empty device holds it.",
-    short_help="Say what a model would take, with no server running.",
+    short_help="Estimate the memory of a model, without a server.",
 )
 @click.option(
     "--exact", is_flag=True,
-    help="Have the worker trace it, whatever was learned: some seconds, exact. The files must be here.",
+    help="Compute the exact estimate in a worker process (some seconds), whatever was learned. Needs the files.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
@@ -307,10 +307,10 @@ def estimate(ctx: click.Context, /, model: str, exact: bool, as_json: bool, **pa
 @cli.command(
     cls=_Command,
     params=[click.Argument(["model"]), *_params(only=PREPARED)],
-    help="Convert a model once, so that its loads need not, with no server running. MODEL is a name from the presets,"
+    help="Convert a model once for faster loads, without a server. MODEL is a name from the presets,"
     " a folder, or a repository in the hub cache. Exits with 0 if there is nothing to convert, with 1 if the conversion"
     " fails.",
-    short_help="Convert a model once, so that its loads need not.",
+    short_help="Convert a model once for faster loads.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @_common
@@ -375,7 +375,7 @@ def _better(error: click.NoSuchOption) -> click.UsageError:
 
 
 def _serve(given: Mapping[str, Any]) -> int:
-    gc.disable()  # Nearly all objects made before serving stay for the whole run, so a search for garbage finds nothing.
+    gc.disable()  # Objects made before serving stay for the whole run: a search for garbage finds nothing.
     try:
         return _load_and_serve(given)
     finally:
