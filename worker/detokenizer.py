@@ -1,7 +1,8 @@
-"""Tokens to text, piece by piece: never half a character, none taken back; stop strings never leak.
+"""Incremental detokenization: tokens to text without split characters, and stop strings.
 
-A tokenizer turns token ids into text as a whole; this turns a growing list of them into pieces whose concatenation is
-that whole. Law: PURE; the tokenizer comes in as a function, `decode(ids) -> text`, which must not tidy up spaces.
+A tokenizer decodes a whole list of token ids. This module decodes a growing list piece by piece, so that the
+concatenated pieces equal the whole. The tokenizer is passed as a function `decode(ids) -> text`, which must not clean
+up spaces.
 """
 
 import json
@@ -11,59 +12,60 @@ from dataclasses import dataclass
 
 Decode = Callable[[Sequence[int]], str]
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no character, or not yet."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # output of a decoder for bytes that are not (yet) a character
+# Maximum tokens that wait for a character to be completed before the oldest ones are released unchanged. A character
+# has at most four bytes, so a longer run is never going to be one.
 _LONGEST_WAIT = 32
-"""Tokens that may wait for a character to be complete before the oldest are let go as they are. A character has four
-bytes at most; what waits longer will never be one."""
-_CONTEXT = 8
-"""Tokens of the prompt that tell how the first token of the answer joins on."""
+_CONTEXT = 8  # number of prompt tokens that determine how the first token of the answer is spelled
 
 
 class Detokenizer:
-    """The text of a growing list of tokens.
+    """Incremental text of a growing list of tokens.
 
-    Decoders look at neighbours: sentencepiece drops the space before the first word, bytes of one character may lie in
-    several tokens. So pending tokens are decoded together with those of the last complete piece before them, and only
-    what goes beyond that piece is new. Text that ends in an incomplete character waits for the rest of it.
+    Decoders look at neighbouring tokens: sentencepiece drops the space before the first word, and the bytes of one
+    character may be spread over several tokens. Pending tokens are therefore decoded together with the tokens of the
+    last complete piece, and only the text beyond that piece is new. Text that ends in an incomplete character is held
+    back.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()):
-        """`context`: tokens before the first one; their text is not part of the answer."""
+        """`context`: tokens before the first one. Their text is not part of the answer."""
         self._decode = decode
         self._forget_context()
-        for size in range(_CONTEXT, _CONTEXT + 4):  # one of these does not begin within a character of four bytes
+        for size in range(_CONTEXT, _CONTEXT + 4):  # one of these sizes does not start inside a character of four bytes
             begin = list(context[-size:])
             base = decode(begin) if begin else ""
-            if not base.endswith(UNKNOWN):
+            if not base.endswith(REPLACEMENT):
                 self._context, self._base = begin, base
                 break
         self._pending: list[int] = []
-        self._sent = 0  # characters of the pending tokens' text that are out already
+        self._sent = 0  # length of the pending tokens' text that was already returned
 
     def push(self, token: int) -> str:
-        """Text that is complete now and was not before; often empty."""
+        """Return the text that this token completes; often empty."""
         self._pending.append(token)
         text = self._pending_text()
-        if text and not text.endswith(UNKNOWN):
+        if text and not text.endswith(REPLACEMENT):
             new = text[self._sent :]
             self._context, self._base = self._pending, self._decode(self._pending)
             self._pending, self._sent = [], 0
             return new
         if len(self._pending) > _LONGEST_WAIT:
-            return self._let_go()
-        return self._send(text, len(text.rstrip(UNKNOWN)))
+            return self._release()
+        return self._send(text, len(text.rstrip(REPLACEMENT)))
 
     def finish(self) -> str:
-        """What is left at the end, incomplete characters included."""
+        """Return the rest of the text, including incomplete characters."""
         text = self._pending_text()
         return self._send(text, len(text))
 
     def _pending_text(self) -> str:
-        """Text of the pending tokens in their context; the context is forgotten if they change how it reads.
+        """Return the text of the pending tokens in their context. Drop the context if the pending tokens change its
+        text.
 
-        They do where bytes are tokens: such a decoder calls a whole run of them unknown while one of them is. What
-        was said of the run stays said, and its rest, which begins with a byte, needs nothing before it.
+        This happens where bytes are tokens: such a decoder replaces a whole run of bytes while one of them is
+        invalid. Text that was returned is not taken back, and the rest of the run starts with a byte, which needs no
+        context.
         """
         whole = self._decode([*self._context, *self._pending])
         if not whole.startswith(self._base):
@@ -76,9 +78,12 @@ class Detokenizer:
         self._sent = max(self._sent, end)
         return new
 
-    def _let_go(self) -> str:
-        """Part with the oldest pending tokens, cut where no character crosses; four bytes behind the cut prove that.
-        Where no cut keeps the whole as it is, in a run of bytes that is unknown as one, any will do."""
+    def _release(self) -> str:
+        """Release the oldest pending tokens, cut at a position that splits no character.
+
+        Four characters of text behind the cut prove that. If no cut preserves the whole text (a run of bytes that is
+        invalid as a whole), any cut is acceptable.
+        """
         whole = self._decode([*self._context, *self._pending])
         for cut in range(len(self._pending) - 1, 0, -1):
             head = self._decode([*self._context, *self._pending[:cut]])
@@ -98,39 +103,38 @@ class Detokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What an answer may show next."""
+class TextPiece:
+    """Text that may be shown next."""
 
     text: str = ""
-    tokens: int = 0
-    """How many of the tokens pushed and not shown yet belong to the text shown so far."""
-    stop: str | None = None
-    """The stop string that was found; nothing follows."""
+    tokens: int = 0  # number of pushed tokens that belong to the text shown so far and were not counted before
+    stop: str | None = None  # the stop string that was found; no text follows
 
 
-class Answer:
-    """The visible text of one answer. Text that may turn out to be the beginning of a stop string is held back."""
+class AnswerText:
+    """Text of one answer up to a stop string. Text that may be the beginning of a stop string is held back."""
 
     def __init__(
         self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = (), *, shows_stop: bool = False
     ):
-        """`shows_stop`: the stop string that ends the text is its end, and not left out."""
+        """`include_stop`: keep the stop string at the end of the text."""
         self._detokenizer = Detokenizer(decode, context)
         self._stops = tuple(stops)
         self._shows_stop = shows_stop
         self._held = ""
         self._shown = 0
-        self._tokens: deque[tuple[int, int]] = deque()  # first and last offset in the text of each token not shown yet
+        # start and end offset in the text of each token that is not shown yet
+        self._tokens: deque[tuple[int, int]] = deque()
 
-    def push(self, token: int) -> Piece:
-        """Take the next token; returns what may be shown because of it."""
+    def push(self, token: int) -> TextPiece:
+        """Add the next token and return the text that may be shown now."""
         start = self._shown + len(self._held)
         self._held += self._detokenizer.push(token)
         self._tokens.append((start, self._shown + len(self._held)))
-        return self._cut() or self._show(len(self._held) - self._suspicious())
+        return self._cut() or self._show(len(self._held) - self._possible_stop_length())
 
-    def finish(self) -> Piece:
-        """The answer is over; returns all that was held back, up to a stop string."""
+    def finish(self) -> TextPiece:
+        """End the answer and return all text that was held back, up to a stop string."""
         self._held += self._detokenizer.finish()
         piece = self._cut()
         if piece is not None:
@@ -138,29 +142,29 @@ class Answer:
         shown = self._show(len(self._held))
         rest = len(self._tokens)
         self._tokens.clear()
-        return Piece(shown.text, shown.tokens + rest)
+        return TextPiece(shown.text, shown.tokens + rest)
 
-    def _show(self, length: int) -> Piece:
+    def _show(self, length: int) -> TextPiece:
         text, self._held = self._held[:length], self._held[length:]
         self._shown += length
         tokens = 0
         while self._tokens and self._tokens[0][1] <= self._shown:
             self._tokens.popleft()
             tokens += 1
-        return Piece(text, tokens)
+        return TextPiece(text, tokens)
 
-    def _cut(self) -> Piece | None:
-        """The text up to the first stop string in what is held; tokens that begin behind it belong to nothing."""
+    def _cut(self) -> TextPiece | None:
+        """Return the text up to the first stop string, or None. Tokens that start behind it are not counted."""
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if not found:
             return None
         at, stop = min(found, key=lambda pair: pair[0])
         end = at + len(stop) if self._shows_stop else at
         tokens = sum(start < self._shown + end for start, _ in self._tokens)
-        return Piece(self._held[:end], tokens, stop)
+        return TextPiece(self._held[:end], tokens, stop)
 
-    def _suspicious(self) -> int:
-        """Length of the longest end of what is held that begins a stop string."""
+    def _possible_stop_length(self) -> int:
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -171,11 +175,12 @@ class Answer:
 
 
 class TokenBytes:
-    """The bytes of one token alone, which may be part of a character only."""
+    """Maps a token to its bytes, which may be part of a character."""
 
     def __init__(self, decoder: str, spell: Callable[[int], str | None], added: Mapping[int, str]):
-        """`decoder`: the tokenizer's decoder as JSON; `spell`: the token as the vocabulary writes it; `added`: text
-        of tokens that stand for themselves."""
+        """`decoder`: the tokenizer's decoder as JSON. `spell`: maps an id to its vocabulary entry. `added`: text of
+        added tokens, which are not encoded.
+        """
         kinds = _decoder_kinds(decoder)
         self._is_byte_level = "ByteLevel" in kinds
         self._has_marked_spaces = bool({"Metaspace", "Replace"} & kinds)
@@ -184,7 +189,7 @@ class TokenBytes:
         self._added = added
 
     def __call__(self, token: int) -> bytes:
-        """Empty for ids that the tokenizer does not know."""
+        """Return empty bytes for an unknown id."""
         if (text := self._added.get(token)) is not None:
             return text.encode()
         text = self._spell(token) or ""
@@ -203,7 +208,9 @@ def _decoder_kinds(decoder: str) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """Byte by the character that byte-level BPE writes for it: printable Latin-1 as is, the others from U+0100 on."""
+    """Return the byte for each character of byte-level BPE: printable Latin-1 bytes are themselves, the others start at
+    U+0100.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

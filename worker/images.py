@@ -1,7 +1,7 @@
-"""Images of a request: where they stand, how they are sent, and what may be opened.
+"""Images of a request: location, encoding and safe decoding.
 
-They come within the body, as data URLs or as base64; nothing is fetched for anybody. What opens one treats it as what
-it is, bytes from a stranger: a few formats, a bound on its pixels, one frame.
+Images are part of the request body, as data URLs or as base64; URLs are never fetched. Decoding treats the bytes as
+untrusted: few formats, a limit on the pixels, one frame.
 """
 
 import base64
@@ -15,65 +15,65 @@ from worker.errors import InvalidValue, UnsupportedField
 if TYPE_CHECKING:
     import PIL.Image
 
-TEXT_ONLY = "this model takes text, not images; ask one whose input_modalities name image"
-"""What is said of images to a model without vision."""
+# error message for images sent to a model without vision
+TEXT_ONLY = "this model takes text, not images; use a model whose input_modalities include image"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_PIXELS = 1 << 24
-"""Of one image: 4096 x 4096. Each takes 4 bytes while it is opened, and 3 more as plain colours."""
+MAX_PIXELS = 1 << 24  # Pixels of one image: 4096 x 4096. Decoding takes 4 bytes per pixel, and 3 more for the RGB copy.
+# Longer side to shorter side. Image processors scale the shorter side up to hundreds of pixels, so a thin image would
+# become huge.
 MAX_RATIO = 50
-"""Of the longer side to the shorter one: processors bring the shorter one to hundreds of pixels."""
 _DATA_URL = re.compile(r"data:(?P<media>[a-zA-Z0-9.+/-]{0,127})(?:;[a-zA-Z0-9=._-]{1,64}){0,4};base64\Z")
 _LONGEST_HEAD = 512
 _KINDS = "PNG, JPEG, WebP and GIF"
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """One image as a request states it, not looked at yet."""
+class EncodedImage:
+    """One image of a request, not decoded yet."""
 
-    where: str
-    """The field that holds it, for errors."""
-    data: str
-    """Base64."""
+    where: str  # request field that holds it, for errors
+    data: str  # base64
 
 
-def from_url(where: str, url: Any) -> Image:
-    """The image in a data URL. Raises InvalidValue, and UnsupportedField for any other URL."""
+def from_url(where: str, url: Any) -> EncodedImage:
+    """Return the image of a data URL. Raise InvalidValue, or UnsupportedField for any other URL."""
     if not isinstance(url, str):
         raise InvalidValue(f"{where} must be a data URL: data:image/png;base64,...", param=where)
     if not url[:5].lower() == "data:":
         raise UnsupportedField(
-            f"{where}: no URL is fetched here; send the image itself, as data:image/png;base64,...", param=where
+            f"{where}: URLs are not fetched; send the image itself, as data:image/png;base64,...", param=where
         )
     head, comma, data = url.partition(",")
-    stated = _DATA_URL.fullmatch("data:" + head[5:]) if comma and len(head) <= _LONGEST_HEAD else None
-    if stated is None:
+    given = _DATA_URL.fullmatch("data:" + head[5:]) if comma and len(head) <= _LONGEST_HEAD else None
+    if given is None:
         raise InvalidValue(f"{where} must be a data URL in base64: data:image/png;base64,...", param=where)
-    return of_base64(where, data, stated["media"])
+    return from_base64(where, data, given["media"])
 
 
-def of_base64(where: str, data: Any, media: Any = "image/") -> Image:
-    """The image that `data` spells; `media` is what its type is said to be. Raises InvalidValue."""
+def from_base64(where: str, data: Any, media: Any = "image/") -> EncodedImage:
+    """Return the image with base64 content `data` and media type `media`. Raise InvalidValue for a type that is not an
+    image.
+    """
     if not isinstance(media, str) or not media.lower().startswith("image/"):
-        raise InvalidValue(f"{where} is said to be no image; {_KINDS} can be read", param=where)
+        raise InvalidValue(f"{where} does not have an image type; supported: {_KINDS}", param=where)
     if not isinstance(data, str) or not data:
         raise InvalidValue(f"{where} must be an image in base64", param=where)
-    return Image(where, data)
+    return EncodedImage(where, data)
 
 
-def opened(image: Image) -> "PIL.Image.Image":
-    """The image in plain colours, upright. Takes time and MAX_PIXELS' memory: to be called from a thread.
+def open_image(image: EncodedImage) -> "PIL.Image.Image":
+    """Decode the image to upright RGB. Needs time and memory in proportion to MAX_PIXELS, so call it from a thread.
 
-    Raises InvalidValue naming the field for whatever is no whole, single image of a bearable size.
+    Raise InvalidValue naming the field for anything but one complete still image of a supported size.
     """
-    import PIL.Image  # late: only for models that see
+    import PIL.Image  # imported late: only vision models need it
     import PIL.ImageOps
 
     where = image.where
     try:
         content = base64.b64decode(image.data if _is_plain(image.data) else "".join(image.data.split()), validate=True)
     except ValueError:
-        raise InvalidValue(f"{where} is no valid base64", param=where) from None
+        raise InvalidValue(f"{where} is not valid base64", param=where) from None
     try:
         with PIL.Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             _check(where, picture)
@@ -83,28 +83,28 @@ def opened(image: Image) -> "PIL.Image.Image":
     except InvalidValue:
         raise
     except PIL.UnidentifiedImageError:
-        raise InvalidValue(f"{where} is no image that can be read; {_KINDS} can", param=where) from None
+        raise InvalidValue(f"{where} is not a supported image; supported: {_KINDS}", param=where) from None
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         raise InvalidValue(f"{where} has more than {MAX_PIXELS} pixels; scale it down", param=where) from None
-    except Exception as error:  # noqa: BLE001 - bytes of a stranger, and whatever a decoder makes of them
-        raise InvalidValue(f"{where} is damaged or cut short ({type(error).__name__})", param=where) from None
+    except Exception as error:  # noqa: BLE001 - untrusted bytes; decoders raise various errors
+        raise InvalidValue(f"{where} is damaged or truncated ({type(error).__name__})", param=where) from None
 
 
 def _is_plain(data: str) -> bool:
-    """No lines: the usual case, and one that needs no copy."""
+    """Check for base64 without line breaks, the usual case, which needs no copy."""
     return not any(blank in data for blank in "\n\r\t ")
 
 
 def _check(where: str, picture: "PIL.Image.Image") -> None:
-    """Raises InvalidValue by what the file's head says, before anything of its size is made."""
+    """Raise InvalidValue from the file header alone, before memory for the pixels is allocated."""
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise InvalidValue(
-            f"{where} has {width} x {height} pixels; at most {MAX_PIXELS} can be read: scale it down", param=where
+            f"{where} has {width} x {height} pixels, the maximum is {MAX_PIXELS}; scale it down", param=where
         )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise InvalidValue(
-            f"{where} has {width} x {height} pixels; one side may be {MAX_RATIO} times the other at most", param=where
+            f"{where} has {width} x {height} pixels; the aspect ratio must be at most {MAX_RATIO} to 1", param=where
         )
     if getattr(picture, "is_animated", False):
         raise InvalidValue(f"{where} is animated; send one frame of it", param=where)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests import tiny
 from tests.worker.loaded import generation, load, serving, tell
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 
 async def measure(folder: Path, asked: argparse.Namespace, **changes: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ async def measure(folder: Path, asked: argparse.Namespace, **changes: Any) -> di
     speeds = []
     async with serving(engine):
         for _ in range(3):
-            sampling = Sampling(temperature=0.0, ignore_eos=True)
+            sampling = SamplingParams(temperature=0.0, ignore_eos=True)
             wanted = [
                 generation(range(5, 5 + 16 + each % 32), sampling=sampling, max_tokens=asked.tokens)
                 for each in range(asked.requests)

@@ -25,7 +25,7 @@ from worker.engines.transformers.run.warmup import record
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,9 +148,11 @@ async def test_a_step_waits_for_the_device_where_its_numbers_come_back_and_nowhe
     fixed = record(runner, capacity, Pace(), ctx_size=200, progress=lambda _: None)
     for each in (runner, fixed):
         drive = Drive(each, capacity)
-        drive.ask(0, most=30, sampling=Sampling(temperature=0.0, logprobs=2))
-        drive.ask(1, most=24, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01))
-        drive.ask(2, tuple(range(5, 80)), most=9, sampling=Sampling(temperature=0.7, logit_bias={7: 2.0}, min_tokens=3))
+        drive.ask(0, most=30, sampling=SamplingParams(temperature=0.0, logprobs=2))
+        drive.ask(1, most=24, sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01))
+        drive.ask(
+            2, tuple(range(5, 80)), most=9, sampling=SamplingParams(temperature=0.7, logit_bias={7: 2.0}, min_tokens=3)
+        )
         drive.work.step()  # libraries may wait when they are first called
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -171,7 +173,7 @@ async def test_ahead_or_not_a_seed_gives_one_text(family: str, tmp_path: Path) -
                     engine,
                     tuple(range(5, 8 + 20 * each)),
                     max_tokens=NEW,
-                    sampling=Sampling(temperature=1.0, seed=each),
+                    sampling=SamplingParams(temperature=1.0, seed=each),
                 )
                 for each in range(6)
             )

@@ -12,7 +12,7 @@ import pytest
 from router.api.llama_server import NEUTRAL
 from tests.processes.listening import Events, events_of
 from tests.processes.routers import chat, error_of, presets, router
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ async def test_everything_is_below_the_prefix_and_nothing_beside_it(tmp_path: Pa
 
 
 async def test_props_give_the_default_sampling(tmp_path: Path) -> None:
-    neutral = Sampling()
+    neutral = SamplingParams()
     renamed = {"repeat_penalty": "repetition_penalty"}
     assert {name: getattr(neutral, renamed.get(name, name)) for name in NEUTRAL} == NEUTRAL
     file = presets(tmp_path, {"a": {"temp": "0.3", "seed": 7}, "b": {}})

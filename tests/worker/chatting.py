@@ -1,4 +1,4 @@
-"""OpenAI's calls in this process: what a body means to a fake engine, and what is answered."""
+"""OpenAI's calls in this process: parsed requests and answers over a fake engine."""
 
 import json
 from collections.abc import Sequence
@@ -7,35 +7,38 @@ from typing import Any
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
 from worker.api import openai
-from worker.api.call import Call, Model
-from worker.interface import Generation
+from worker.api.call import GenerationCall
+from worker.api.served_model import ServedModel
+from worker.interface import GenerationRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def model(capabilities: Sequence[str] = ("completion", "embedding"), *, bare: bool = False, **settings: Any) -> Model:
+def model(
+    capabilities: Sequence[str] = ("completion", "embedding"), *, bare: bool = False, **settings: Any
+) -> ServedModel:
     tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
-    return Model(FakeEngine(tokenizer, capabilities=capabilities), tokenizer, serving.options(**settings))
+    return ServedModel(FakeEngine(tokenizer, capabilities=capabilities), tokenizer, serving.options(**settings))
 
 
-async def only(body: dict[str, Any], made: Model | None = None) -> Generation:
+async def only(body: dict[str, Any], made: ServedModel | None = None) -> GenerationRequest:
     [generation] = (await openai.chat({**CHAT, **body}, made or model())).generations
     return generation
 
 
-async def whole(call: Call, engine: Any) -> Any:
+async def whole(call: GenerationCall, engine: Any) -> Any:
     deltas = [
         (number, delta)
         for number, generation in enumerate(call.generations)
         async for delta in engine.generate(generation)
     ]
-    return json.loads(json.dumps(call.reply.whole(deltas)))
+    return json.loads(json.dumps(call.reply.full_body(deltas)))
 
 
-async def streamed(call: Call, engine: Any) -> list[Any]:
+async def streamed(call: GenerationCall, engine: Any) -> list[Any]:
     frames = b""
     for number, generation in enumerate(call.generations):
         async for delta in engine.generate(generation):
             frames += call.reply.frames(number, delta)
-    frames += call.reply.closing()
+    frames += call.reply.closing_frames()
     return serving.chunks(frames.decode().split("\n\n"))

@@ -25,16 +25,16 @@ from worker import detokenizer
 from worker.errors import ContextExceeded, Draining, InvalidValue, QueueFull, SequenceFailed
 from worker.images import TEXT_ONLY
 from worker.interface import (
+    ChoiceTimings,
     Delta,
-    Encoding,
-    Finish,
-    Generation,
-    Occupancy,
-    Prefill,
-    Text,
-    Timings,
+    EncoderInput,
+    EncodingConfig,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    ImageProcessor,
+    PrefillProgress,
     TokenLogprob,
-    Vision,
 )
 from worker.protocol.argv import AdapterSource
 
@@ -43,11 +43,11 @@ CACHED, PREFILL, DECODE = 2, 0.5, 0.25
 DEADLINE = 60.0
 
 
-ENCODING = Encoding(dimensions=4, prompts={"query": "? ", "document": "", "title": "# "}, skips_prompt=True)
+ENCODING = EncodingConfig(dimensions=4, prompts={"query": "? ", "document": "", "title": "# "}, skips_prompt=True)
 
 
 class FakeEngine:
-    """Implements `generation.Engine`. Choice i of a prompt of p tokens is `<i> SCRIPT <p>`."""
+    """Implements `worker.interface.Engine`. Choice i of a prompt of p tokens is `<i> SCRIPT <p>`."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class FakeEngine:
         capabilities: Sequence[str] = ("completion", "embedding"),
         ctx_size: int = 256,
         waiting: int = 0,
-        encoding: Encoding | None = ENCODING,
-        vision: Vision | None = None,
+        encoding: EncodingConfig | None = ENCODING,
+        vision: ImageProcessor | None = None,
     ):
         self.tokenizer = tokenizer
         self.capabilities = frozenset(capabilities)
         self.ctx_size = ctx_size
         self.encoding = encoding
-        self.vision, self.blind = vision, "" if vision is not None else TEXT_ONLY
+        self.vision, self.no_vision = vision, "" if vision is not None else TEXT_ONLY
         self.gate = asyncio.Event()
-        self.requests: list[Generation] = []
-        self.texts: list[Text] = []
+        self.requests: list[GenerationRequest] = []
+        self.texts: list[EncoderInput] = []
         self.journal: list[str] = []
         self.adapters: list[AdapterSource] = []
         self.default_adapter = ""
@@ -80,15 +80,15 @@ class FakeEngine:
         self._bytes = detokenizer.TokenBytes(decoder, spell, added)
 
     @property
-    def occupancy(self) -> Occupancy:
-        return Occupancy(steps=self._steps, running=0, waiting=self._waiting)
+    def occupancy(self) -> EngineLoad:
+        return EngineLoad(steps=self._steps, running=0, waiting=self._waiting)
 
     @property
     def measured(self) -> dict[str, int]:
         return {"cpu": 1 << 20}
 
-    async def adapt(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
-        """Those whose path ends in `broken` are."""
+    async def set_adapters(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
+        """Report an error for adapters whose path ends in `broken`."""
         self.adapters, self.default_adapter = list(sources), default
         return {each.name: f"{each.path} is no adapter" for each in sources if each.path.endswith("broken")}
 
@@ -96,17 +96,17 @@ class FakeEngine:
         self._is_closed = True
 
     async def until(self, entry: str) -> None:
-        """Returns once the journal has `entry`."""
+        """Wait until the journal has `entry`."""
         async with asyncio.timeout(DEADLINE), self._changed:
             await self._changed.wait_for(lambda: entry in self.journal)
 
-    def script(self, request: Generation, index: int) -> str:
-        """What choice `index` will say, were it not for max_tokens and stop strings."""
+    def script(self, request: GenerationRequest, index: int) -> str:
+        """Return the text of choice `index`, before max_tokens and stop strings apply."""
         text = f"{index} {SCRIPT} {len(request.prompt)}"
         words = self._words(request)
         return "" if "silent" in words else text * (1 + (request.max_tokens or 0) // 40) if "long" in words else text
 
-    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         self._admit(request)
         await self._note("begin")
@@ -116,10 +116,10 @@ class FakeEngine:
                 await self.gate.wait()
             if "prefill" in words and request.progress:
                 total = len(request.prompt)
-                yield Delta(progress=Prefill(done=total // 2, total=total, cached=CACHED, seconds=0.125))
+                yield Delta(progress=PrefillProgress(done=total // 2, total=total, cached=CACHED, seconds=0.125))
                 await self._note("halfway")
                 await self.gate.wait()
-                yield Delta(progress=Prefill(done=total, total=total, cached=CACHED, seconds=PREFILL))
+                yield Delta(progress=PrefillProgress(done=total, total=total, cached=CACHED, seconds=PREFILL))
             if "fail" in words:
                 raise SequenceFailed("the logits of this sequence are not numbers")
             choices = [_Choice(self, request, index) for index in range(request.n)]
@@ -144,22 +144,22 @@ class FakeEngine:
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._note("")))
             raise
 
-    async def embed(self, texts: Sequence[Text], *, normalize: int | None = None) -> list[list[float]]:
-        """Not normalised, whatever is asked: component i is (length of the text) x (i + 1)."""
+    async def embed(self, texts: Sequence[EncoderInput], *, normalize: int | None = None) -> list[list[float]]:
+        """Return unnormalized vectors: component i is (length of the text) * (i + 1)."""
         await self._encode(texts)
         return [[float(len(text.tokens) * (index + 1)) for index in range(4)] for text in texts]
 
-    async def embed_tokens(self, texts: Sequence[Text]) -> list[list[list[float]]]:
-        """Each token's own number, twice."""
+    async def embed_tokens(self, texts: Sequence[EncoderInput]) -> list[list[list[float]]]:
+        """Return each token's id twice as its vector."""
         await self._encode(texts)
         return [[[float(token)] * 2 for token in text.tokens] for text in texts]
 
-    async def score(self, pairs: Sequence[Text]) -> list[float]:
-        """A pair's score is its number of tokens."""
+    async def score(self, pairs: Sequence[EncoderInput]) -> list[float]:
+        """Return the number of tokens of each pair as its score."""
         await self._encode(pairs)
         return [float(len(pair.tokens)) for pair in pairs]
 
-    async def _encode(self, texts: Sequence[Text]) -> None:
+    async def _encode(self, texts: Sequence[EncoderInput]) -> None:
         self.texts.extend(texts)
         await self._note("embed")
         if any("hold" in self.tokenizer.decode(list(text.tokens)) for text in texts):
@@ -176,7 +176,7 @@ class FakeEngine:
         )
         return TokenLogprob(token, self._bytes(token), logprob, alternatives)
 
-    def _admit(self, request: Generation) -> None:
+    def _admit(self, request: GenerationRequest) -> None:
         if self._is_closed:
             raise Draining("the engine is stopping")
         if "full" in self._words(request):
@@ -188,7 +188,7 @@ class FakeEngine:
         if max(request.prompt) >= len(self.tokenizer):
             raise InvalidValue("a token id outside the vocabulary")
 
-    def _words(self, request: Generation) -> list[str]:
+    def _words(self, request: GenerationRequest) -> list[str]:
         return str(self.tokenizer.decode(list(request.prompt), skip_special_tokens=True)).split()
 
     async def _note(self, entry: str) -> None:
@@ -199,22 +199,22 @@ class FakeEngine:
 
 
 class _Choice:
-    """One choice on its way through the script."""
+    """One choice and its position in the script."""
 
-    def __init__(self, engine: FakeEngine, request: Generation, index: int):
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, index: int):
         self._engine = engine
         self._request = request
         self._index = index
         self._script = engine.tokenizer.encode(engine.script(request, index), add_special_tokens=False)
         room = engine.ctx_size - len(request.prompt)
         self._limit = min(room, request.max_tokens or room)
-        self._answer = detokenizer.Answer(
+        self._answer = detokenizer.AnswerText(
             lambda ids: str(engine.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
             request.stop,
-            shows_stop=request.shows_end,
+            shows_stop=request.include_stop,
         )
         self.said = 0
-        self.finish: Finish | None = None
+        self.finish: FinishReason | None = None
 
     def step(self) -> Delta:
         token = self._script[self.said] if self.said < len(self._script) else None
@@ -222,28 +222,28 @@ class _Choice:
             return self._end("stop", self._answer.finish().text)
         self.said += 1
         if token in self._request.ends:
-            return self._end("stop", self._answer.finish().text, unshown=(token,))
+            return self._end("stop", self._answer.finish().text, hidden_tokens=(token,))
         piece = self._answer.push(token)
         if piece.stop is not None:
-            return self._end("stop", piece.text, None, piece.stop, unshown=(token,))
+            return self._end("stop", piece.text, None, piece.stop, hidden_tokens=(token,))
         if self.said == self._limit:
             return self._end("length", piece.text + self._answer.finish().text, token)
         return self._delta(piece.text, token, timings=self._timings() if self._request.timings else None)
 
     def _end(
         self,
-        finish: Finish,
+        finish: FinishReason,
         text: str,
         token: int | None = None,
         stop: str | None = None,
         *,
-        unshown: tuple[int, ...] = (),
+        hidden_tokens: tuple[int, ...] = (),
     ) -> Delta:
         self.finish = finish
-        return self._delta(text, token, finish=finish, stop=stop, unshown=unshown, timings=self._timings())
+        return self._delta(text, token, finish=finish, stop=stop, hidden_tokens=hidden_tokens, timings=self._timings())
 
-    def _timings(self) -> Timings:
-        return Timings(
+    def _timings(self) -> ChoiceTimings:
+        return ChoiceTimings(
             prompt_tokens=len(self._request.prompt),
             cached_tokens=CACHED if self._index == 0 else len(self._request.prompt) - 1,
             completion_tokens=self.said,

@@ -19,11 +19,11 @@ from worker.engines.transformers.run.backends import make_blocks, make_pool
 from worker.engines.transformers.run.runner import PackedRunner, Runner
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.start import Prepared
-from worker.interface import Delta, Finish, Generation, Sampling, Timings, TokenLogprob
+from worker.interface import ChoiceTimings, Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from worker.protocol.argv import Serve
 
 DEADLINE = 60.0
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def options(folder: Path, **changes: Any) -> Serve:
@@ -83,9 +83,9 @@ class Told:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stop: str | None = None
-    timings: Timings | None = None
+    timings: ChoiceTimings | None = None
 
     def add(self, delta: Delta) -> None:
         assert self.finish is None, "nothing comes after the end"
@@ -97,11 +97,11 @@ class Told:
         self.finish, self.stop, self.timings = delta.finish, delta.stop, delta.timings
 
 
-def generation(prompt: Sequence[int], *, sampling: Sampling = GREEDY, **changes: Any) -> Generation:
-    return Generation(id="test", prompt=tuple(prompt), sampling=sampling, **changes)
+def generation(prompt: Sequence[int], *, sampling: SamplingParams = GREEDY, **changes: Any) -> GenerationRequest:
+    return GenerationRequest(id="test", prompt=tuple(prompt), sampling=sampling, **changes)
 
 
-async def tell(engine: TransformersEngine, request: Generation) -> list[Told]:
+async def tell(engine: TransformersEngine, request: GenerationRequest) -> list[Told]:
     """All choices, by index, once they have ended."""
     told = [Told() for _ in range(request.n)]
     async with asyncio.timeout(DEADLINE):

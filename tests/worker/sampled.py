@@ -1,15 +1,15 @@
-"""What the fields of a body say of sampling."""
+"""Sampling parameters read from a body."""
 
 from typing import Any
 
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 from worker.prompt import sampling_options
-from worker.prompt.body_reader import Fields
-from worker.prompt.sampling_options import Defaults
+from worker.prompt.body_reader import BodyFields
+from worker.prompt.sampling_options import SamplingDefaults
 from worker.protocol.dialects.generation_fields import SAMPLING
 
 
-def read(body: dict[str, Any], defaults: Defaults | None = None, seed: int | None = None) -> Sampling:
+def read(body: dict[str, Any], defaults: SamplingDefaults | None = None, seed: int | None = None) -> SamplingParams:
     return sampling_options.read(
-        Fields(body, SAMPLING), defaults or Defaults(), vocab_size=100, logprobs=None, seed=seed
+        BodyFields(body, SAMPLING), defaults or SamplingDefaults(), vocab_size=100, logprobs=None, seed=seed
     )[0]

@@ -1,8 +1,8 @@
-"""A fake engine that says what a test writes for it, in the manner of a model that thinks and calls tools."""
+"""A fake engine with a fixed answer that contains reasoning and tool calls."""
 
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import tokenizer
-from worker.interface import Generation
+from worker.interface import GenerationRequest
 
 TOOLS = (
     "{% if tools %}{{ tools | tojson }} <tool_call>name, arguments</tool_call>{% endif %}"
@@ -26,7 +26,7 @@ class Speaking(FakeEngine):
         super().__init__(tokenizer(), ctx_size=ctx_size)
         self._text = text
 
-    def script(self, request: Generation, index: int) -> str:
+    def script(self, request: GenerationRequest, index: int) -> str:
         return self._text
 
     def prompt(self) -> str:

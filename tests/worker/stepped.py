@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.worker.loaded import generation
-from worker.detokenizer import Answer
+from worker.detokenizer import AnswerText
 from worker.engines.transformers.generation_loop import Backend, Generating
 from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
@@ -37,7 +37,7 @@ class Drive:
         stream = Stream(asyncio.get_running_loop())
         request = generation(prompt, **changes)
         sequence = TokenSequence.of(request, id=id, limit=most, ends={1}, seed=request.sampling.seed or 0)
-        answer = Answer(lambda tokens: "x" * len(tokens), request.stop)
+        answer = AnswerText(lambda tokens: "x" * len(tokens), request.stop)
         stream.choices.append(Choice(0, sequence, stream, answer))
         self.streams[id] = stream
         assert self.work.admit(stream, 99)

@@ -1,4 +1,4 @@
-"""Promises of `worker.detokenizer`: whole characters, in order, none taken back; stop strings never leak."""
+"""Incremental detokenization: whole characters, in order, never taken back; stop strings are never shown."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from worker.detokenizer import UNKNOWN, Answer, Decode, Detokenizer, TokenBytes
+from worker.detokenizer import REPLACEMENT, AnswerText, Decode, Detokenizer, TokenBytes
 
 TEXTS = (
     "The quick brown fox — jumps “over” the lazy dog.\n\n\tTwice.",
@@ -29,7 +29,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def sentencepiece(tokens: Sequence[int]) -> str:
-    """Decodes like Llama 2: ids below 256 are bytes, the others words; one leading space is dropped."""
+    """Decode like Llama 2: ids below 256 are bytes, the others words; one leading space is dropped."""
     text, run = "", b""
     for token in [*tokens, -1]:
         if 0 <= token < 256:
@@ -38,7 +38,7 @@ def sentencepiece(tokens: Sequence[int]) -> str:
         try:
             text += run.decode()
         except UnicodeDecodeError:
-            text += UNKNOWN * len(run)
+            text += REPLACEMENT * len(run)
         run = b""
         text += WORDS[token - 256] if token >= 256 else ""
     return text.removeprefix(" ")
@@ -57,7 +57,7 @@ def test_pieces_add_up_to_the_text_and_no_piece_cuts_a_character(text: str) -> N
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     said = pieces(tokens)
     assert "".join(said) == text
-    assert UNKNOWN not in "".join(said).replace(UNKNOWN, "", text.count(UNKNOWN))
+    assert REPLACEMENT not in "".join(said).replace(REPLACEMENT, "", text.count(REPLACEMENT))
     assert max(map(len, said)) < 20, "text is said as it comes, not at the end"
 
 
@@ -72,7 +72,7 @@ def test_any_tokens_of_a_byte_level_vocabulary_add_up_to_the_decoded_whole(
     tokens: list[int], prompt: list[int]
 ) -> None:
     said = "".join(pieces(tokens, prompt))
-    if decode(prompt).endswith(UNKNOWN):
+    if decode(prompt).endswith(REPLACEMENT):
         prompt = []  # a prompt that ends within a character is no context
     assert said == decode([*prompt, *tokens])[len(decode(prompt)) :]
 
@@ -89,7 +89,7 @@ def test_ten_thousand_random_byte_level_sequences_add_up() -> None:
 def test_a_long_run_of_invalid_bytes_is_let_go_and_still_adds_up() -> None:
     lone = IDS["Ģ"]  # byte 0x80, which continues a character that never began
     said = pieces([lone] * 500)
-    assert "".join(said) == UNKNOWN * 500
+    assert "".join(said) == REPLACEMENT * 500
     assert any(said[:100]), "it does not wait for the end"
 
 
@@ -106,9 +106,9 @@ def test_sentencepiece_with_byte_fallback_adds_up(parts: list[int | str]) -> Non
 
 
 def shown(text: str, stops: Sequence[str], size: int = 1) -> tuple[str, str | None, int]:
-    """What an answer shows of `text` said in tokens of `size` characters: text, stop string, tokens."""
+    """Return text, stop string and token count for `text` in tokens of `size` characters."""
     words = [text[start : start + size] for start in range(0, len(text), size)]
-    answer = Answer(lambda tokens: "".join(words[token] for token in tokens), stops)
+    answer = AnswerText(lambda tokens: "".join(words[token] for token in tokens), stops)
     said, tokens = "", 0
     for token in range(len(words)):
         piece = answer.push(token)

@@ -1,4 +1,4 @@
-"""Promises of `worker.detokenizer` for every way in which real tokenizers spell: built here, decoded by `tokenizers`."""
+"""Incremental detokenization for the decoders of real tokenizers, built here and decoded by `tokenizers`."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests import tiny
-from worker.detokenizer import UNKNOWN, Answer, Detokenizer
+from worker.detokenizer import REPLACEMENT, AnswerText, Detokenizer
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 TEXT = """
@@ -22,13 +22,12 @@ TEXT = """
 WORDS = re.findall(r"\S+", TEXT)
 CHARACTERS = "aeßéяλשم狐の여नส🦊👧🇩\u200d\u0301\ufffd \n\t…“"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-SEQUENCES = 1700
-"""Of each family, more than 10,000 in all."""
+SEQUENCES = 1700  # examples per family
 
 
 @dataclass(frozen=True)
 class Family:
-    """One way of spelling. `bytes_at`: the id of byte 0, where bytes are tokens of their own."""
+    """One family of decoders. `bytes_at`: the id of byte 0 if bytes are tokens of their own."""
 
     tokenizer: Tokenizer
     bytes_at: int | None = None
@@ -41,7 +40,7 @@ class Family:
 
 
 def _pieces() -> list[str]:
-    """Words with and without the mark of a space, their parts, single characters, and the mark alone."""
+    """Return words with and without the space marker, their parts, single characters, and the marker alone."""
     halves = [word[: len(word) // 2 + 1] for word in WORDS] + [word[len(word) // 2 :] for word in WORDS]
     found = [*(SPACE + word for word in WORDS), *WORDS, *halves, *CHARACTERS.replace(" ", ""), SPACE, SPACE * 2]
     return list(dict.fromkeys(found))
@@ -81,7 +80,7 @@ WITH_BYTES = ("unigram", "bpe", "bpe-strip")
 
 
 def drawn(of: Family, source: random.Random) -> list[int]:
-    """A sequence of words, pieces and whole characters in bytes: what a model says that keeps to the rules."""
+    """Generate words, pieces and whole characters in bytes, as a well-behaved model does."""
     tokens: list[int] = []
     size = of.tokenizer.get_vocab_size()
     if of.bytes_at is None:
@@ -106,20 +105,20 @@ def test_deltas_add_up_to_the_whole_and_say_all_that_is_complete(name: str) -> N
     for _ in range(SEQUENCES):
         tokens = drawn(of, source)
         prompt = drawn(of, source)[: source.choice([0, 1, 3, 20])]
-        if of.decode(prompt).endswith(UNKNOWN):
+        if of.decode(prompt).endswith(REPLACEMENT):
             continue  # a prompt that ends within a character is no context
         begin = len(of.decode(prompt))
         pieces = said(of, tokens, prompt)
         assert "".join(pieces) == of.decode([*prompt, *tokens])[begin:]
         for count, so_far in enumerate(itertools.accumulate(pieces[:-1]), 1):
             complete = of.decode([*prompt, *tokens[:count]])
-            if not complete.endswith(UNKNOWN):
+            if not complete.endswith(REPLACEMENT):
                 assert so_far == complete[begin:], "what is complete is not held back"
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
 def test_bytes_that_are_no_character_spoil_nothing_behind_them(name: str) -> None:
-    """A decoder calls a whole run of byte tokens unknown if one of them is; what was said of it before stays said."""
+    """A decoder replaces a whole run of byte tokens if one of them is invalid; text returned before is kept."""
     of, source = family(name), random.Random(13)
     assert of.bytes_at is not None
     size = of.tokenizer.get_vocab_size()
@@ -133,14 +132,14 @@ def test_bytes_that_are_no_character_spoil_nothing_behind_them(name: str) -> Non
             tokens += [*(of.bytes_at + byte for byte in run), word]
             text = of.decode([*(of.bytes_at + byte for byte in run), word])
             after = of.decode([of.bytes_at + 0x41, word])[1:]
-            is_valid = UNKNOWN not in text.removesuffix(after)
+            is_valid = REPLACEMENT not in text.removesuffix(after)
             expected += re.escape(text) if is_valid else f".{{1,{len(run)}}}" + re.escape(after)
         detokenizer = Detokenizer(of.decode)
         so_far = ""
         for count, token in enumerate(tokens):
             so_far += detokenizer.push(token)
             after = of.decode([of.bytes_at + 0x41, token])[1:]
-            if not of.is_byte(token) and after and UNKNOWN not in after:
+            if not of.is_byte(token) and after and REPLACEMENT not in after:
                 assert so_far.endswith(after), f"a word behind the bytes is said at once ({count})"
         whole = so_far + detokenizer.finish()
         assert re.fullmatch(expected, whole, re.DOTALL), (tokens, whole)
@@ -157,7 +156,7 @@ def test_stop_strings_across_token_borders_are_never_leaked(name: str) -> None:
         if len(whole) > 3:
             at = source.randrange(len(whole) - 2)
             stops.append(whole[at : at + source.randint(1, 5)])
-        answer = Answer(of.decode, stops)
+        answer = AnswerText(of.decode, stops)
         shown, stop, count = "", None, 0
         for token in tokens:
             piece = answer.push(token)

@@ -1,54 +1,63 @@
-"""llama-server's own calls: completions, gaps to fill in, and a chat as the prompt that its template makes."""
+"""llama-server's own calls: completion, infill and apply-template."""
 
+import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from worker.api.call import Call, Model, Result, read_ping_interval, read_texts
-from worker.api.llama_server_replies import NativeReply
+import orjson
+
+from worker.api.call import GenerationCall, JsonAnswer, read_ping_interval, read_texts
+from worker.api.openai_replies import finite_or_none
+from worker.api.served_model import ServedModel
+from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedByModel
-from worker.interface import Generation, Sampling
+from worker.interface import Delta, GenerationRequest, SamplingParams, TokenLogprob
 from worker.prompt import (
     adapter_choice,
     chat_template,
     guided_decoding,
-    llama_server_samplers,
     logprob_options,
     sampling_options,
 )
-from worker.prompt.body_reader import Fields, Json
-from worker.prompt.fill_in_the_middle import Filling
+from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.chat_formats import FillInTheMiddle
 from worker.protocol.dialects.generation_fields import MAX_SHOWN, MAX_TEXTS
 from worker.protocol.dialects.llama_server import COMPLETION, INFILL
 from worker.protocol.dialects.openai import TEMPLATE
 
+_MISSING = object()
+_STOPS = {"stop": "eos", "length": "limit", None: "none"}
 
-async def completion(body: Json, model: Model) -> Call:
-    """Text that goes on from a prompt, or from each of several; raises RequestError."""
+
+async def completion(body: Json, model: ServedModel) -> GenerationCall:
+    """Parse a completion of one or more prompts. Raise RequestError."""
     model.require("completion")
-    fields = Fields(body, COMPLETION)
+    fields = BodyFields(body, COMPLETION)
     prompts, texts = await read_texts(fields, "prompt", model)
-    told = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
-    return _completion(fields, model, prompts, told)
+    prompt_texts = [model.decode(prompt) if text is None else text for prompt, text in zip(prompts, texts, strict=True)]
+    return _completion(fields, model, prompts, prompt_texts)
 
 
-async def infill(body: Json, model: Model) -> Call:
-    """What stands between two texts; raises RequestError, UnsupportedByModel for a model without tokens for that."""
+async def infill(body: Json, model: ServedModel) -> GenerationCall:
+    """Parse a fill-in-the-middle request. Raise RequestError; UnsupportedByModel for a model without fill-in-the-middle
+    tokens.
+    """
     model.require("completion")
-    fields = Fields(body, INFILL)
-    prompt = await _gap(fields, model)
+    fields = BodyFields(body, INFILL)
+    prompt = await _infill_prompt(fields, model)
     return _completion(fields, model, [prompt], [model.decode(prompt)])
 
 
-def _completion(fields: Fields, model: Model, prompts: list[list[int]], texts: list[str]) -> Call:
-    """All but the prompts."""
+def _completion(fields: BodyFields, model: ServedModel, prompts: list[list[int]], texts: list[str]) -> GenerationCall:
+    """Read everything but the prompts."""
     alternatives = logprob_options.alternatives(fields, "n_probs", model.options.max_logprobs)
-    tells_odds = fields.flag("post_sampling_probs") or False
+    post_sampling_logprobs = fields.flag("post_sampling_probs") or False
     fields.refuse("n_indent", "n_indent is not supported; leave it out")
     fields.refuse("return_tokens_only", "return_tokens_only is not supported; leave it out")
     options = model.options
-    picked, stop = sampling_options.read(
+    sampling, stop = sampling_options.read(
         fields,
         model.defaults,
         vocab_size=model.vocab_size,
@@ -56,37 +65,37 @@ def _completion(fields: Fields, model: Model, prompts: list[list[int]], texts: l
         seed=options.seed if options.seed >= 0 else None,
         encode=model.encode_piece,
     )
-    shown = _names(fields, "response_fields")
+    shown = _field_names(fields, "response_fields")
     grammar = guided_decoding.read(fields)
     stream = fields.flag("stream") or False
     name = fields.text("model") or options.name
     returns_tokens = fields.flag("return_tokens") or False
-    has_progress = _of_stream(fields, "return_progress", stream)
+    has_progress = _stream_flag(fields, "return_progress", stream)
     max_tokens = _n_predict(fields, options.n_predict)
-    has_timings = _of_stream(fields, "timings_per_token", stream)
+    has_timings = _stream_flag(fields, "timings_per_token", stream)
     n = _choices(fields)
     ping_interval = read_ping_interval(fields)
     adapters = adapter_choice.read(fields, "lora", "adapters", prompts=len(prompts))
-    ignored = fields.settle(strict=options.strict_fields)
+    ignored = fields.check_unknown(strict=options.strict_fields)
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
     id = f"cmpl-{uuid.uuid4().hex}"
     generations = tuple(
-        Generation(
+        GenerationRequest(
             id=f"{id}.{number}",
             prompt=tuple(prompt),
             adapter=adapters[number],
             max_tokens=max_tokens,
             stop=stop,
             n=n,
-            sampling=replace(picked, tells_odds=tells_odds),
+            sampling=replace(sampling, post_sampling_logprobs=post_sampling_logprobs),
             grammar=grammar,
             timings=has_timings,
-            progress=stream,  # comments tell it, where chunks do not
+            progress=stream,  # also needed without progress chunks: it is sent in comments
         )
         for number, prompt in enumerate(prompts)
     )
-    reply = NativeReply(
+    reply = LlamaServerWriter(
         generations,
         prompts=texts,
         settings=_settings(generations[0].sampling, max_tokens, stop, stream=stream),
@@ -95,101 +104,276 @@ def _completion(fields: Fields, model: Model, prompts: list[list[int]], texts: l
         has_progress=has_progress,
         shown=shown,
     )
-    return Call(generations=generations, reply=reply, stream=stream, ping_interval=ping_interval, ignored=ignored)
+    return GenerationCall(
+        generations=generations, reply=reply, stream=stream, ping_interval=ping_interval, ignored=ignored
+    )
 
 
-def _n_predict(fields: Fields, default: int) -> int | None:
-    """New tokens at most; -1 is all that fits, 0 only reads the prompt."""
-    stated, same = fields.integer("n_predict"), fields.integer("max_tokens")
-    if stated is not None and same is not None and stated != same:
-        raise InvalidValue("n_predict and max_tokens mean the same but differ; state one", param="max_tokens")
-    tokens = same if stated is None else stated
+def _n_predict(fields: BodyFields, default: int) -> int | None:
+    """Return the maximum number of new tokens; -1 is no limit, 0 only evaluates the prompt."""
+    given, same = fields.integer("n_predict"), fields.integer("max_tokens")
+    if given is not None and same is not None and given != same:
+        raise InvalidValue("n_predict and max_tokens mean the same but differ; send one of them", param="max_tokens")
+    tokens = same if given is None else given
     tokens = default if tokens is None else tokens
     return None if tokens < 0 else tokens
 
 
-def _choices(fields: Fields) -> int:
-    stated, same = fields.integer("n"), fields.integer("n_cmpl")
-    if stated is not None and same is not None and stated != same:
-        raise InvalidValue("n and n_cmpl mean the same but differ; state one", param="n_cmpl")
-    return stated or same or 1
+def _choices(fields: BodyFields) -> int:
+    given, same = fields.integer("n"), fields.integer("n_cmpl")
+    if given is not None and same is not None and given != same:
+        raise InvalidValue("n and n_cmpl mean the same but differ; send one of them", param="n_cmpl")
+    return given or same or 1
 
 
-async def _gap(fields: Fields, model: Model) -> list[int]:
-    """The prompt of a gap: further files, what goes before and what follows, and what the answer begins with."""
-    filling = model.filling
-    if filling is None:
+async def _infill_prompt(fields: BodyFields, model: ServedModel) -> list[int]:
+    """Return the prompt of an infill request: extra files, prefix and suffix, and the beginning of the answer."""
+    layout = model.fill_in_the_middle
+    if layout is None:
         raise UnsupportedByModel(
-            "this model has no tokens to fill in the middle; ask one that was trained to, most coders were"
+            "this model has no fill-in-the-middle tokens; use one that was trained for it, as most coding models are"
         )
-    before, behind, begun = (fields.text(name) for name in ("input_prefix", "input_suffix", "prompt"))
-    for name, stated in (("input_prefix", before), ("input_suffix", behind)):
-        if stated is None:
+    prefix_text, suffix_text, start_text = (fields.text(name) for name in ("input_prefix", "input_suffix", "prompt"))
+    for name, given in (("input_prefix", prefix_text), ("input_suffix", suffix_text)):
+        if given is None:
             raise InvalidValue(f"{name} must be a string", param=name)
     files = fields.sequence("input_extra") or []
     if len(files) > MAX_TEXTS or not all(map(_is_file, files)):
         raise InvalidValue(
-            f"input_extra must be an array of at most {MAX_TEXTS} objects with a text and perhaps a filename, strings",
+            f"input_extra must be an array of at most {MAX_TEXTS} objects with text and an optional filename",
             param="input_extra",
         )
-    prefix, suffix, start = await model.encode([text or "" for text in (before, behind, begun)], add_special=False)
-    return [*model.start, *await _files(files, filling, model), *filling.around(prefix, suffix), *start]
+    prefix, suffix, start = await model.encode(
+        [text or "" for text in (prefix_text, suffix_text, start_text)], add_special=False
+    )
+    return [*model.start, *await _extra_file_tokens(files, layout, model), *layout.around(prefix, suffix), *start]
 
 
-async def _files(files: Sequence[Json], filling: Filling, model: Model) -> list[int]:
-    """Further files, as models see those of a repository in training, or one behind another."""
+async def _extra_file_tokens(files: Sequence[Json], layout: FillInTheMiddle, model: ServedModel) -> list[int]:
+    """Return the tokens of extra files in the model's repository layout, or one after another."""
     if not files:
         return []
     pieces: list[tuple[int | None, str]] = []
-    if filling.file is None:
+    if layout.file is None:
         pieces += [(None, f"\n\n--- snippet ---\n\n{each['text']}") for each in files]
     else:
-        pieces += [(filling.repository, "myproject\n")] if filling.repository is not None else []
-        pieces += [(filling.file, f"{each.get('filename') or 'tmp'}\n{each['text']}") for each in files]
-        pieces += [(filling.file, "filename\n")]
+        pieces += [(layout.repository, "myproject\n")] if layout.repository is not None else []
+        pieces += [(layout.file, f"{each.get('filename') or 'tmp'}\n{each['text']}") for each in files]
+        pieces += [(layout.file, "filename\n")]
     encoded = await model.encode([text for _, text in pieces], add_special=False)
     marked = zip([mark for mark, _ in pieces], encoded, strict=True)
     return [id for mark, tokens in marked for id in ([] if mark is None else [mark]) + tokens]
 
 
-def _is_file(stated: Any) -> bool:
+def _is_file(given: Any) -> bool:
     return (
-        isinstance(stated, dict)
-        and isinstance(stated.get("text"), str)
-        and isinstance(stated.get("filename", ""), str | None)
+        isinstance(given, dict)
+        and isinstance(given.get("text"), str)
+        and isinstance(given.get("filename", ""), str | None)
     )
 
 
-def _names(fields: Fields, name: str) -> list[str]:
+def _field_names(fields: BodyFields, name: str) -> list[str]:
     listed = fields.sequence(name) or []
     if not all(isinstance(each, str) for each in listed) or len(listed) > MAX_SHOWN:
-        raise InvalidValue(f"{name} must be an array of at most {MAX_SHOWN} names of fields", param=name)
+        raise InvalidValue(f"{name} must be an array of at most {MAX_SHOWN} field names", param=name)
     return listed
 
 
-def _of_stream(fields: Fields, name: str, stream: bool) -> bool:
+def _stream_flag(fields: BodyFields, name: str, stream: bool) -> bool:
     is_set = fields.flag(name) or False
     if is_set and not stream:
         fields.mark_unused(name)
     return is_set and stream
 
 
-def _settings(picked: Sampling, max_tokens: int | None, stop: tuple[str, ...], *, stream: bool) -> Json:
-    """What was understood, in llama-server's words."""
-    known = asdict(picked)
+def _settings(sampling: SamplingParams, max_tokens: int | None, stop: tuple[str, ...], *, stream: bool) -> Json:
+    """Return the effective settings by llama-server's names."""
+    known = asdict(sampling)
     known["repeat_penalty"] = known.pop("repetition_penalty")
-    known["samplers"] = llama_server_samplers.told(known)
-    known["post_sampling_probs"] = known.pop("tells_odds")
-    del known["tempers_last"]
+    known["samplers"] = sampling_options.sampler_names(known)
+    known["post_sampling_probs"] = known.pop("post_sampling_logprobs")
+    del known["temperature_last"]
     known["n_probs"] = known.pop("logprobs") or 0
-    known["logit_bias"] = [{"token": token, "bias": bias} for token, bias in picked.logit_bias.items()]
+    known["logit_bias"] = [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()]
     return {**known, "n_predict": -1 if max_tokens is None else max_tokens, "stop": list(stop), "stream": stream}
 
 
-async def apply_template(body: Json, model: Model) -> Result:
-    """The prompt that a chat with this body would start from; raises RequestError."""
-    fields = Fields(body, TEMPLATE)
+async def apply_template(body: Json, model: ServedModel) -> JsonAnswer:
+    """Render a chat to its prompt. Raise RequestError."""
+    fields = BodyFields(body, TEMPLATE)
     conversation = chat_template.read(fields, model.template)
     fields.skip(TEMPLATE)
-    ignored = fields.settle(strict=model.options.strict_fields)
-    return Result(body={"prompt": await model.render(conversation)}, ignored=ignored)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
+    return JsonAnswer(body={"prompt": await model.render(conversation)}, ignored=ignored)
+
+
+class LlamaServerWriter:
+    """Writer of one body per choice of each prompt; a list if there are several."""
+
+    def __init__(
+        self,
+        generations: Sequence[GenerationRequest],
+        *,
+        model: str,
+        prompts: Sequence[str],
+        settings: Json,
+        returns_tokens: bool,
+        has_progress: bool,
+        shown: Sequence[str] = (),
+    ):
+        """`prompts`: the prompts as texts. `settings`: the effective settings. `shown`: return only these fields of a
+        whole body, with `a/b` for a nested field; empty for all.
+        """
+        self._shown = shown
+        self._generations = generations
+        self._n = generations[0].n
+        self._has_progress = has_progress
+        self._choices = [
+            _CompletionChoice(
+                number * self._n + index,
+                generation,
+                {"model": model, "prompt": prompts[number], "generation_settings": settings},
+                returns_tokens=returns_tokens,
+            )
+            for number, generation in enumerate(generations)
+            for index in range(generation.n)
+        ]
+
+    def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Any:
+        for number, delta in deltas:
+            self._choice(number, delta).add(delta)
+        bodies = [self._select_fields(answer.body()) for answer in self._choices]
+        return bodies[0] if len(bodies) == 1 else bodies
+
+    def frames(self, number: int, delta: Delta) -> bytes:
+        answer = self._choice(number, delta)
+        answer.add(delta)
+        if delta.progress is not None:
+            if not self._has_progress:
+                return b""
+            progress = progress_field(delta.progress, has_timings=self._generations[number].timings)
+            return _frame(answer.chunk(Delta()) | progress)
+        frames = []
+        if delta.text or delta.tokens:
+            further = answer.timings() if self._generations[number].timings else {}
+            frames.append(_frame(answer.chunk(delta) | further))
+        if delta.finish is not None:
+            excluded = {"content", "tokens", "completion_probabilities"}
+            last = {name: value for name, value in answer.body().items() if name not in excluded}
+            frames.append(_frame(self._select_fields(last | {"content": "", "tokens": []})))
+        return b"".join(frames)
+
+    def closing_frames(self) -> bytes:
+        return b""  # the last chunk has `stop`
+
+    def _select_fields(self, body: Json) -> Json:
+        if not self._shown:
+            return body
+        found = ((path, _field_at(body, path.split("/"))) for path in self._shown)
+        return {path: value for path, value in found if value is not _MISSING}
+
+    def _choice(self, number: int, delta: Delta) -> "_CompletionChoice":
+        return self._choices[number * self._n + delta.index]
+
+
+class _CompletionChoice:
+    """One choice so far."""
+
+    def __init__(self, index: int, generation: GenerationRequest, about: Json, *, returns_tokens: bool):
+        self._index = index
+        self._generation = generation
+        self._head = about
+        self._returns_tokens = returns_tokens
+        self._totals = UsageTotals([replace(generation, n=1)])
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._last = Delta()
+        self._max_tokens = math.inf if generation.max_tokens is None else generation.max_tokens
+
+    def add(self, delta: Delta) -> None:
+        self._totals.add(0, replace(delta, index=0))
+        self._text.append(delta.text)
+        self._tokens.extend(delta.tokens)
+        self._logprobs.extend(delta.logprobs)
+        self._last = delta
+
+    def timings(self) -> Json:
+        return self._totals.so_far()
+
+    def chunk(self, delta: Delta) -> Json:
+        """Return the chunk for `delta`."""
+        return {
+            "index": self._index,
+            "content": delta.text,
+            "tokens": list(delta.tokens),  # always sent, as in llama-server
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": len(self._tokens),
+            "tokens_evaluated": len(self._generation.prompt),
+            **self._probabilities(delta.logprobs),
+        }
+
+    def body(self) -> Json:
+        """Return the whole body."""
+        timings = self._totals.timings()
+        text = "".join(self._text)
+        predicted = timings["predicted_n"]
+        return {
+            "index": self._index,
+            "content": text,
+            "tokens": self._tokens if self._returns_tokens else [],
+            "id_slot": -1,
+            "stop": True,
+            **self._head,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": len(self._generation.prompt),
+            "has_new_line": "\n" in text,
+            "truncated": self._last.finish == "length" and predicted < self._max_tokens,
+            "stop_type": _STOPS[self._last.finish] if self._last.stop is None else "word",
+            "stopping_word": self._last.stop or "",
+            "tokens_cached": len(self._generation.prompt) + predicted,
+            "timings": timings,
+            **self._probabilities(self._logprobs),
+        }
+
+    def _probabilities(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        sampling = self._generation.sampling
+        if sampling.logprobs is None or not logprobs:
+            return {}
+        if sampling.post_sampling_logprobs:
+            entries = [
+                {
+                    **_probability_entry(each),
+                    "top_probs": [_probability_entry(top) for top in each.top if top.logprob is not None],
+                }
+                for each in logprobs
+            ]
+        else:
+            entries = [
+                {**_logprob_entry(each), "top_logprobs": [_logprob_entry(top) for top in each.top]} for each in logprobs
+            ]
+        return {"completion_probabilities": entries}
+
+
+def _field_at(value: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+    return value
+
+
+def _logprob_entry(entry: TokenLogprob) -> Json:
+    return {**_token_fields(entry), "logprob": finite_or_none(entry.logprob)}
+
+
+def _probability_entry(entry: TokenLogprob) -> Json:
+    return {**_token_fields(entry), "prob": 0.0 if entry.logprob is None else math.exp(entry.logprob)}
+
+
+def _token_fields(entry: TokenLogprob) -> Json:
+    return {"id": entry.token, "token": entry.piece.decode(errors="replace"), "bytes": list(entry.piece)}
+
+
+def _frame(body: Json) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"

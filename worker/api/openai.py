@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions: bodies to Generations."""
+"""OpenAI's chat and text completions: parsing of bodies to GenerationRequests."""
 
 import time
 import uuid
@@ -7,34 +7,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from worker.api.call import Call, Model, Result, read_ping_interval, read_texts
-from worker.api.openai_replies import ChatReply, Chunks, TextReply
+from worker.api.call import GenerationCall, JsonAnswer, read_texts
+from worker.api.openai_options import CommonOptions, read_common_options
+from worker.api.openai_replies import ChatWriter, TextWriter
+from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue, RequestError, UnsupportedField
-from worker.interface import Generation, Grammar, Pictures, Sampling
-from worker.prompt import adapter_choice, guided_decoding, logprob_options, sampling_options, tools
+from worker.interface import GenerationRequest, Grammar, PromptImages
+from worker.prompt import adapter_choice, logprob_options, tools
 from worker.prompt import chat_template as chats
-from worker.prompt.body_reader import Fields, Json, to_integer
-from worker.prompt.chat_formats import Family
-from worker.prompt.response_parser import Manner, Reading, shown, written
-from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, MAX_ENDS, STREAM_OPTIONS, TEXT_PROMPT
+from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.chat_formats import ChatFormat
+from worker.prompt.response_parser import AnswerParser, ParseOptions, call_syntax, marker_tokens
+from worker.protocol.dialects.openai import CHAT, CHAT_TOKENS, COMPLETIONS, TEXT_PROMPT
 
 _OWN_NAMES: Mapping[str, str] = {}
 
 
-async def chat(body: Json, model: Model) -> Call:
-    """A chat completion; raises RequestError."""
+async def chat(body: Json, model: ServedModel) -> GenerationCall:
+    """Parse a chat completion. Raise RequestError."""
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    read = await understand(body, model, id=id)
+    read = await parse_chat(body, model, id=id)
     common = read.common
-    return Call(
+    return GenerationCall(
         generations=read.generations,
-        reply=ChatReply(
-            common.head(id, model),
+        reply=ChatWriter(
+            _head(id, common, model),
             read.generations,
-            shape=common.shape,
-            telling=common.telling,
-            manner=read.manner,
-            shows_thoughts=read.shows_thoughts,
+            chunk_options=common.chunk_options,
+            logprob_settings=common.logprob_settings,
+            parse_options=read.parse_options,
+            include_reasoning=read.include_reasoning,
         ),
         stream=common.stream,
         ping_interval=common.ping_interval,
@@ -43,63 +45,62 @@ async def chat(body: Json, model: Model) -> Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
-    """A chat's body, understood."""
+class ParsedCompletion:
+    """A parsed completion. Other dialects translate their bodies to it."""
 
-    common: "_Common"
-    generations: tuple[Generation, ...]
-    """One; of a text completion, one for each prompt."""
-    manner: Manner
+    common: CommonOptions
+    generations: tuple[GenerationRequest, ...]  # one; for a text completion, one per prompt
+    parse_options: ParseOptions
     ignored: tuple[str, ...]
-    shows_thoughts: bool = True
-    """What the model thinks is part of the answer."""
+    include_reasoning: bool = True  # the answer includes the reasoning
 
 
-async def understand(
-    body: Json, model: Model, *, id: str, names: Mapping[str, str] = _OWN_NAMES, before: Sequence[int] = ()
-) -> Chat:
-    """The body of a chat completion, of OpenAI's clients or as another face has translated it; raises RequestError.
+async def parse_chat(
+    body: Json, model: ServedModel, *, id: str, names: Mapping[str, str] = _OWN_NAMES, before: Sequence[int] = ()
+) -> ParsedCompletion:
+    """Parse the body of a chat completion, sent by an OpenAI client or translated from another dialect. Raise
+    RequestError.
 
-    `names`: what its fields are called in the body that the client wrote, the longer before the shorter; `before`:
-    tokens of a prompt and its answer, from which the messages go on.
+    `names`: names of its fields in the client's own body, for errors; longer keys before shorter ones.
+    `prior_tokens`: tokens of an earlier prompt and its answer that the messages continue.
     """
-    theirs = partial(renamed, names)
-    with in_their_words(theirs):
-        read = await _understand(body, model, id=id, theirs=theirs, before=before)
-    return replace(read, ignored=tuple(map(theirs, read.ignored))) if names else read
+    to_client_name = partial(client_name, names)
+    with client_field_names(to_client_name):
+        read = await _parse_chat(body, model, id=id, to_client_name=to_client_name, before=before)
+    return replace(read, ignored=tuple(map(to_client_name, read.ignored))) if names else read
 
 
-def renamed(names: Mapping[str, str], field: str) -> str:
-    """What a field of a chat completion, or something inside of it, is called by the client."""
+def client_name(names: Mapping[str, str], field: str) -> str:
+    """Return the client's name for a field of a chat completion or for something inside of it."""
     within = next((ours for ours in names if field == ours or field.startswith(f"{ours}.")), "")
     return names[within] + field.removeprefix(within) if within else field
 
 
 @contextmanager
-def in_their_words(theirs: Callable[[str], str]) -> Iterator[None]:
-    """A RequestError from within names the field as the client does."""
+def client_field_names(to_client_name: Callable[[str], str]) -> Iterator[None]:
+    """Rename the field that a RequestError names to the client's name."""
     try:
         yield
     except RequestError as error:
         if error.param is not None:
             if error.message.startswith(error.param):
-                error.message = theirs(error.param) + error.message.removeprefix(error.param)
-            error.param = theirs(error.param)
+                error.message = to_client_name(error.param) + error.message.removeprefix(error.param)
+            error.param = to_client_name(error.param)
         raise
 
 
-async def _understand(
-    body: Json, model: Model, *, id: str, theirs: Callable[[str], str], before: Sequence[int]
-) -> Chat:
+async def _parse_chat(
+    body: Json, model: ServedModel, *, id: str, to_client_name: Callable[[str], str], before: Sequence[int]
+) -> ParsedCompletion:
     model.require("completion")
-    fields = Fields(body, CHAT)
-    conversation = replace(chats.read(fields, model.template, blind=model.engine.blind), before=before)
+    fields = BodyFields(body, CHAT)
+    conversation = replace(chats.read(fields, model.template, no_vision=model.engine.no_vision), before=before)
     tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
-    separates = _separates(fields, model)
-    shows_thoughts = fields.flag("include_reasoning") is not False
-    if not (shows_thoughts or separates):
+    separate_reasoning = _reads_reasoning(fields, model)
+    include_reasoning = fields.flag("include_reasoning") is not False
+    if not (include_reasoning or separate_reasoning):
         raise InvalidValue(
-            "include_reasoning: false leaves out what reasoning_format: none makes part of the content; state one",
+            "include_reasoning: false and reasoning_format: none exclude each other; send one of them",
             param="include_reasoning",
         )
     adapters = adapter_choice.read(fields, "adapters", "lora")
@@ -108,113 +109,134 @@ async def _understand(
     if top and not has_logprobs:
         raise InvalidValue("top_logprobs needs logprobs: true", param="top_logprobs")
     fields.refuse("add_special_tokens", "add_special_tokens must be false: the chat template writes special tokens")
-    common = _read_common(fields, model, logprobs=(top or 0) if has_logprobs else None)
+    common = read_common_options(fields, model, logprobs=(top or 0) if has_logprobs else None)
     common.check_max_tokens()
-    ignored = fields.settle(strict=model.options.strict_fields)
-    prompt, tokens, pictures = await _tokens(conversation, tooling, model)
-    if common.truncates is not None and pictures is not None:
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
+    prompt, tokens, prompt_images = await _prompt_tokens(conversation, tooling, model)
+    if common.max_prompt_tokens is not None and prompt_images is not None:
         raise UnsupportedField(
             "truncate_prompt_tokens is not supported for prompts with images; leave it out",
             param="truncate_prompt_tokens",
         )
     tokens = common.cut(tokens)
     model.check_prompt(tokens, param="messages")
-    manner = Manner(
-        family=model.family,
-        begun=_begun(model.family, prompt, conversation),
+    parse_options = ParseOptions(
+        chat_format=model.chat_format,
+        prefix=_answer_prefix(model.chat_format, prompt, conversation),
         tools=tooling.callable,
-        is_held=tooling.is_required,
-        most_calls=tooling.most,
-        separates=separates,
+        is_constrained=tooling.is_required,
+        max_calls=tooling.max_calls,
+        separate_reasoning=separate_reasoning,
     )
     if common.grammar is not None:
-        common = replace(common, grammar=replace(common.grammar, field=theirs(common.grammar.field)))
+        common = replace(common, grammar=replace(common.grammar, field=to_client_name(common.grammar.field)))
     if common.grammar is not None and tooling.is_required:
-        ignored = (*ignored, common.grammar.field)  # there is no answer but calls
-    common = replace(common, grammar=_held(common.grammar, tooling, manner, model))
+        ignored = (*ignored, common.grammar.field)  # every answer is a tool call, so the grammar has no effect
+    common = replace(common, grammar=_answer_grammar(common.grammar, tooling, parse_options, model))
     if common.grammar is None and any(tool["function"].get("strict") is True for tool in tooling.callable):
-        ignored = (*ignored, "tools[].function.strict")  # a call that may be made is read as it comes
+        ignored = (*ignored, "tools[].function.strict")  # an optional call is parsed without a grammar
     generations = common.generations(
-        id, [tokens], shown=shown(model.family, model.special), pictures=pictures, adapters=adapters
+        id,
+        [tokens],
+        visible_special_tokens=marker_tokens(model.chat_format, model.special),
+        prompt_images=prompt_images,
+        adapters=adapters,
     )
-    return Chat(common=common, generations=generations, manner=manner, ignored=ignored, shows_thoughts=shows_thoughts)
+    return ParsedCompletion(
+        common=common,
+        generations=generations,
+        parse_options=parse_options,
+        ignored=ignored,
+        include_reasoning=include_reasoning,
+    )
 
 
-async def understand_text(body: Json, model: Model, *, id: str, suffix: str = "") -> Chat:
-    """The body of a text completion, as another face has translated it: nothing in the answer is told apart. `suffix`:
-    what follows the gap that it fills in. Raises RequestError."""
+async def parse_text(body: Json, model: ServedModel, *, id: str, suffix: str = "") -> ParsedCompletion:
+    """Parse the body of a text completion, translated from another dialect. The answer is not searched for reasoning or
+    tool calls.
+
+    `suffix`: text behind the gap that the model fills in. Raise RequestError.
+    """
     model.require("completion")
-    fields = Fields(body, TEXT_PROMPT)
+    fields = BodyFields(body, TEXT_PROMPT)
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
-    common = _read_common(fields, model, logprobs=logprobs)
+    common = read_common_options(fields, model, logprobs=logprobs)
     common.check_max_tokens()
     prompts, texts = await read_texts(fields, "prompt", model)
     if suffix:
         prompts = await model.encode_around(prompts, texts, suffix)
-    ignored = fields.settle(strict=model.options.strict_fields)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     prompts = [common.cut(prompt) for prompt in prompts]
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
     generations = common.generations(id, prompts)
-    return Chat(common=common, generations=generations, manner=Manner(family=None), ignored=ignored)
+    return ParsedCompletion(
+        common=common, generations=generations, parse_options=ParseOptions(chat_format=None), ignored=ignored
+    )
 
 
-async def input_tokens(body: Json, model: Model) -> Result:
-    """Tokens of the prompt that a chat with this body starts from; raises RequestError."""
-    tokens, ignored = await count(body, model)
-    told = {"object": "response.input_tokens", "input_tokens": tokens}
-    return Result(body=told, ignored=ignored, prompt_tokens=tokens)
+async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
+    """Count the tokens of the prompt of a chat with this body. Raise RequestError."""
+    tokens, ignored = await count_chat_tokens(body, model)
+    logprob_settings = {"object": "response.input_tokens", "input_tokens": tokens}
+    return JsonAnswer(body=logprob_settings, ignored=ignored, prompt_tokens=tokens)
 
 
-async def count(body: Json, model: Model, *, names: Mapping[str, str] = _OWN_NAMES) -> tuple[int, tuple[str, ...]]:
-    """Tokens of the prompt that a chat with this body starts from, and what of it made no difference to them although
-    it is meant to; raises RequestError. `names`: as of `understand`."""
-    tokens, ignored = await prompt_of(body, model, names=names)
+async def count_chat_tokens(
+    body: Json, model: ServedModel, *, names: Mapping[str, str] = _OWN_NAMES
+) -> tuple[int, tuple[str, ...]]:
+    """Return the number of prompt tokens of a chat with this body, and the names of ignored fields.
+
+    `names`: as for `parse_chat`. Raise RequestError.
+    """
+    tokens, ignored = await chat_prompt_tokens(body, model, names=names)
     return len(tokens), ignored
 
 
-async def prompt_of(
-    body: Json, model: Model, *, names: Mapping[str, str] = _OWN_NAMES, add_special: bool = False
+async def chat_prompt_tokens(
+    body: Json, model: ServedModel, *, names: Mapping[str, str] = _OWN_NAMES, add_special: bool = False
 ) -> tuple[list[int], tuple[str, ...]]:
-    """As `count`, the tokens themselves; `add_special`: with what the tokenizer puts around texts."""
+    """Like `count_chat_tokens`, but return the tokens. `add_special`: add the tokenizer's special
+    tokens around texts.
+    """
     model.require("completion")
-    theirs = partial(renamed, names)
-    fields = Fields(body, CHAT_TOKENS)
-    with in_their_words(theirs):
-        conversation = chats.read(fields, model.template, blind=model.engine.blind)
+    to_client_name = partial(client_name, names)
+    fields = BodyFields(body, CHAT_TOKENS)
+    with client_field_names(to_client_name):
+        conversation = chats.read(fields, model.template, no_vision=model.engine.no_vision)
         tooling = tools.read(fields, conversation.tools, has_place=model.template.mentions("tools"))
         if add_special and conversation.images:
             raise UnsupportedField(
                 "add_special_tokens is not supported for prompts with images; leave it out", param="add_special_tokens"
             )
         fields.skip(CHAT_TOKENS)
-        ignored = fields.settle(strict=model.options.strict_fields)
-        prompt, tokens, _ = await _tokens(conversation, tooling, model)
+        ignored = fields.check_unknown(strict=model.options.strict_fields)
+        prompt, tokens, _ = await _prompt_tokens(conversation, tooling, model)
     if add_special:
         [tokens] = await model.encode([prompt])
-    return tokens, tuple(map(theirs, ignored))
+    return tokens, tuple(map(to_client_name, ignored))
 
 
-async def _tokens(
-    conversation: chats.Conversation, tooling: tools.Tooling, model: Model
-) -> tuple[str, list[int], Pictures | None]:
-    """The prompt, as text and as tokens, with its images."""
-    prompt, tokens, pictures = await model.read(replace(conversation, tools=tooling.shown))
+async def _prompt_tokens(
+    conversation: chats.Conversation, tooling: tools.ToolOptions, model: ServedModel
+) -> tuple[str, list[int], PromptImages | None]:
+    """Return the prompt as text, its tokens and its images."""
+    prompt, tokens, prompt_images = await model.read(replace(conversation, tools=tooling.shown))
     if not tokens:
-        raise InvalidValue("messages render to an empty prompt with this model's chat template", param="messages")
-    return prompt, tokens, pictures
+        raise InvalidValue("this model's chat template renders the messages to an empty prompt", param="messages")
+    return prompt, tokens, prompt_images
 
 
-async def completions(body: Json, model: Model) -> Call:
-    """A text completion of one or more prompts; raises RequestError."""
+async def completions(body: Json, model: ServedModel) -> GenerationCall:
+    """Parse a text completion of one or more prompts. Raise RequestError."""
     model.require("completion")
-    fields = Fields(body, COMPLETIONS)
+    fields = BodyFields(body, COMPLETIONS)
     suffix = fields.text("suffix")
     echo = fields.flag("echo") or False
     if suffix and echo:
-        raise InvalidValue("suffix and echo exclude each other; state one", param="echo")
+        raise InvalidValue("suffix and echo exclude each other; send one of them", param="echo")
     logprobs = logprob_options.alternatives(fields, "logprobs", model.options.max_logprobs)
-    common = _read_common(fields, model, logprobs=logprobs)
+    common = read_common_options(fields, model, logprobs=logprobs)
     is_only_echo = echo and common.max_tokens == 0
     if not is_only_echo:
         common.check_max_tokens()
@@ -224,36 +246,36 @@ async def completions(body: Json, model: Model) -> Call:
     adapters = adapter_choice.read(fields, "adapters", "lora", prompts=len(prompts))
     if suffix:
         prompts = await model.encode_around(prompts, texts, suffix)
-    ignored = fields.settle(strict=model.options.strict_fields)
-    whole, prompts = prompts, [common.cut(prompt) for prompt in prompts]
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
+    untruncated, prompts = prompts, [common.cut(prompt) for prompt in prompts]
     for prompt in prompts:
         model.check_prompt(prompt, param="prompt")
     id = f"cmpl-{uuid.uuid4().hex}"
-    wanted = replace(
+    adjusted = replace(
         common,
         n=best_of,
         max_tokens=1 if is_only_echo else common.max_tokens,
-        # the best is the likeliest, so the choice among them needs to know
-        sampling=replace(common.sampling, logprobs=common.telling.wanted or 0)
+        # the best choice is the one with the highest mean logprob, so logprobs are needed
+        sampling=replace(common.sampling, logprobs=common.logprob_settings.engine_logprobs or 0)
         if best_of > common.n
         else common.sampling,
     )
-    generations = wanted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None, adapters=adapters)
+    generations = adjusted.generations(id, prompts, prompt_logprobs=echo and logprobs is not None, adapters=adapters)
     echoes = [
-        model.decode(prompt) if text is None or len(prompt) < len(all_of_it) else text
-        for prompt, text, all_of_it in zip(prompts, texts, whole, strict=True)
+        model.decode(prompt) if text is None or len(prompt) < len(full_prompt) else text
+        for prompt, text, full_prompt in zip(prompts, texts, untruncated, strict=True)
     ]
-    reply = TextReply(
-        common.head(id, model),
+    reply = TextWriter(
+        _head(id, common, model),
         generations,
         n=common.n,
-        shape=common.shape,
-        telling=common.telling,
+        chunk_options=common.chunk_options,
+        logprob_settings=common.logprob_settings,
         echoes=echoes if echo else None,
         is_only_echo=is_only_echo,
         special_ids=model.special_ids,
     )
-    return Call(
+    return GenerationCall(
         generations=generations,
         reply=reply,
         stream=common.stream,
@@ -262,229 +284,69 @@ async def completions(body: Json, model: Model) -> Call:
     )
 
 
-# Bodies
+def _head(id: str, common: CommonOptions, model: ServedModel) -> Json:
+    """Return the fields that every object of the answer has."""
+    return {
+        "id": id,
+        "object": "",
+        "created": int(time.time()),
+        "model": common.model,
+        "system_fingerprint": model.fingerprint,
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Common:
-    """What both endpoints read alike."""
-
-    model: str
-    max_tokens: int | None
-    sampling: Sampling
-    grammar: Grammar | None
-    stop: tuple[str, ...]
-    n: int
-    stream: bool
-    shape: Chunks
-    telling: logprob_options.Telling
-    ends: frozenset[int]
-    shows_end: bool
-    shown: frozenset[int]
-    """Special tokens that the answer's text has, whatever its model."""
-    truncates: int | None
-    """Of a longer prompt so many tokens; None: a longer one is refused."""
-    keeps_first: bool
-    """They are the first, not the last."""
-    salt: str
-    ping_interval: float | None
-
-    def check_max_tokens(self) -> None:
-        if self.max_tokens == 0:
-            raise InvalidValue("max_tokens must be at least 1, or -1 for all that fits", param="max_tokens")
-        if self.max_tokens is not None and self.sampling.min_tokens > self.max_tokens:
-            raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
-
-    def cut(self, prompt: list[int]) -> list[int]:
-        """What of `prompt` is to be computed."""
-        if self.truncates is None:
-            return prompt
-        return prompt[: self.truncates] if self.keeps_first else prompt[-self.truncates :]
-
-    def generations(
-        self,
-        id: str,
-        prompts: Sequence[Sequence[int]],
-        *,
-        prompt_logprobs: bool = False,
-        shown: frozenset[int] = frozenset(),
-        pictures: Pictures | None = None,
-        adapters: adapter_choice.Choices = (),
-    ) -> tuple[Generation, ...]:
-        """One for each prompt, with its adapter if there are any; `pictures` are those of the only one."""
-        return tuple(
-            Generation(
-                id=f"{id}.{number}",
-                prompt=tuple(prompt),
-                pictures=pictures,
-                adapter=adapters[number] if adapters else None,
-                max_tokens=self.max_tokens,
-                stop=self.stop,
-                n=self.n,
-                sampling=self.sampling,
-                grammar=self.grammar,
-                ends=self.ends,
-                shows_end=self.shows_end,
-                shown=shown | self.shown,
-                salt=self.salt,
-                prompt_logprobs=prompt_logprobs or self.telling.prompt_logprobs is not None,
-                progress=self.stream,  # comments tell it, where chunks do not
-                timings=self.shape.has_timings or self.shape.counts,
-            )
-            for number, prompt in enumerate(prompts)
-        )
-
-    def head(self, id: str, model: Model) -> Json:
-        """What every object of the answer repeats."""
-        return {
-            "id": id,
-            "object": "",
-            "created": int(time.time()),
-            "model": self.model,
-            "system_fingerprint": model.fingerprint,
-        }
-
-
-def _read_common(fields: Fields, model: Model, *, logprobs: int | None) -> _Common:
-    options = model.options
-    stream = fields.flag("stream") or False
-    told = logprob_options.read(fields, logprobs=logprobs, most=options.max_logprobs, stream=stream)
-    picked, stop = sampling_options.read(
-        fields,
-        model.defaults,
-        vocab_size=model.vocab_size,
-        logprobs=told.wanted,
-        seed=options.seed if options.seed >= 0 else None,
-        encode=model.encode_piece,
-    )
-    shows_special = fields.flag("skip_special_tokens") is False
-    truncates = _truncates(fields, model)
-    return _Common(
-        model=fields.text("model") or options.name,
-        max_tokens=_max_tokens(fields, options.n_predict),
-        sampling=picked,
-        grammar=guided_decoding.read(fields),
-        stop=stop,
-        n=fields.integer("n") or 1,
-        stream=stream,
-        shape=_chunks(fields, stream),
-        telling=told,
-        ends=_stop_token_ids(fields, model),
-        shows_end=fields.flag("include_stop_str_in_output") or False,
-        shown=model.special_ids | frozenset(model.special.values()) if shows_special else frozenset(),
-        truncates=truncates,
-        keeps_first=_keeps_first(fields, truncates),
-        salt=fields.text("cache_salt") or "",
-        ping_interval=read_ping_interval(fields),
-    )
-
-
-def _chunks(fields: Fields, stream: bool) -> Chunks:
-    if fields.mapping("stream_options") and not stream:
-        raise InvalidValue("stream_options may be stated with stream: true only", param="stream_options")
-    options = fields.within("stream_options", STREAM_OPTIONS)
-    if options.flag("include_obfuscation"):
-        fields.mark_unused(f"{options.path}include_obfuscation")
-    has_usage, counts = options.flag("include_usage") or False, options.flag("continuous_usage_stats") or False
-    if counts and not has_usage:
-        fields.mark_unused(f"{options.path}continuous_usage_stats")
-    return Chunks(
-        has_usage=has_usage,
-        counts=counts and has_usage,
-        has_progress=_only_streamed(fields, "return_progress", stream),
-        has_timings=_only_streamed(fields, "timings_per_token", stream),
-    )
-
-
-def _stop_token_ids(fields: Fields, model: Model) -> frozenset[int]:
-    stated = fields.sequence("stop_token_ids") or []
-    tokens = [to_integer(each) for each in stated]
-    if len(tokens) > MAX_ENDS or not all(token is not None and 0 <= token < model.vocab_size for token in tokens):
-        raise InvalidValue(
-            f"stop_token_ids must be at most {MAX_ENDS} token ids between 0 and {model.vocab_size - 1}",
-            param="stop_token_ids",
-        )
-    return frozenset(token for token in tokens if token is not None)
-
-
-def _truncates(fields: Fields, model: Model) -> int | None:
-    tokens = fields.integer("truncate_prompt_tokens")
-    if tokens == 0:
-        raise InvalidValue("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
-    return model.max_prompt if tokens == -1 else tokens
-
-
-def _keeps_first(fields: Fields, truncates: int | None) -> bool:
-    side = fields.choice("truncation_side")
-    if side is not None and truncates is None:
-        fields.mark_unused("truncation_side")
-    return side == "right"
-
-
-def _only_streamed(fields: Fields, name: str, stream: bool) -> bool:
-    """A flag about chunks; reported as ignored where an answer in one piece has none."""
-    is_set = fields.flag(name) or False
-    if is_set and not stream:
-        fields.mark_unused(name)
-    return is_set and stream
-
-
-def _best_of(fields: Fields, common: _Common) -> int:
+def _best_of(fields: BodyFields, common: CommonOptions) -> int:
     best_of = fields.integer("best_of") or common.n
     if best_of < common.n:
         raise InvalidValue("best_of must be at least n", param="best_of")
     if best_of > common.n and common.stream:
-        raise InvalidValue("best_of above n cannot be streamed: the best is known at the end", param="best_of")
+        raise InvalidValue(
+            "best_of above n cannot be streamed: the best choice is known only at the end", param="best_of"
+        )
     return best_of
 
 
-def _max_tokens(fields: Fields, default: int) -> int | None:
-    """New tokens at most; None for -1, llama-server's word for all that fits."""
-    names = ("max_tokens", "max_completion_tokens", "n_predict")
-    stated = {name: tokens for name in names if (tokens := fields.integer(name)) is not None}
-    if len(set(stated.values())) > 1:
-        raise InvalidValue(f"{' and '.join(stated)} mean the same but differ; state one", param=list(stated)[-1])
-    if not stated:
-        return default if default > 0 else None
-    tokens = next(iter(stated.values()))
-    return None if tokens == -1 else tokens
-
-
-def _separates(fields: Fields, model: Model) -> bool:
-    """Whether thoughts are told apart from content: `reasoning_format`, in llama-server's words."""
-    stated = fields.choice("reasoning_format")
-    if stated == "deepseek" and (model.family is None or not model.family.thinks):
+def _reads_reasoning(fields: BodyFields, model: ServedModel) -> bool:
+    """Read `reasoning_format`: whether reasoning is separated from the content. The values are llama-server's."""
+    given = fields.choice("reasoning_format")
+    if given == "deepseek" and (model.chat_format is None or not model.chat_format.has_reasoning):
         fields.mark_unused("reasoning_format")
-    return stated != "none"
+    return given != "none"
 
 
-def _begun(family: Family | None, prompt: str, conversation: chats.Conversation) -> str:
-    """What of the answer the prompt has already, as `Manner.begun` wants it."""
-    if family is None:
+def _answer_prefix(chat_format: ChatFormat | None, prompt: str, conversation: chats.Conversation) -> str:
+    """Return the part of the answer that the prompt already contains, see `ParseOptions.prefix`."""
+    if chat_format is None:
         return ""
-    if family.is_anchored:
+    if chat_format.is_anchored:
         return prompt
     if conversation.continue_final_message:
         return str(conversation.messages[-1]["content"])
-    is_thinking = family.think is not None and prompt.rstrip().endswith(family.think[0])
-    return family.think[0] if is_thinking and family.think else ""
+    is_thinking = chat_format.reasoning_markers is not None and prompt.rstrip().endswith(
+        chat_format.reasoning_markers[0]
+    )
+    return chat_format.reasoning_markers[0] if is_thinking and chat_format.reasoning_markers else ""
 
 
-def _held(grammar: Grammar | None, tooling: tools.Tooling, manner: Manner, model: Model) -> Grammar | None:
-    """What the answer is held to, after the thoughts of a model that thinks. Calls that must be made are all of it;
-    where they may be made, the answer is either calls or JSON."""
-    calls = written(model.family)
+def _answer_grammar(
+    grammar: Grammar | None, tooling: tools.ToolOptions, parse_options: ParseOptions, model: ServedModel
+) -> Grammar | None:
+    """Return the grammar of the whole answer, which applies after the reasoning.
+
+    Required tool calls replace the request's grammar. With optional tool calls the answer is either calls or JSON.
+    """
+    calls = call_syntax(model.chat_format)
     if tooling.is_required:
         grammar = tools.grammar(tooling, calls, model.special)
     elif grammar is not None and tooling.shown:
-        if grammar.kind != "json_schema" or not tools.can_tell(calls, model.special):
+        if grammar.kind != "json_schema" or not tools.is_distinguishable(calls, model.special):
             raise InvalidValue(
-                f'{grammar.field} would keep the model from calling tools; send tool_choice "none" or "required" with'
-                " it, or leave one of them out",
+                f'{grammar.field} cannot be combined with optional tool calls; send tool_choice "none" or "required"'
+                " with it, or leave one of them out",
                 param=grammar.field,
             )
         grammar = tools.grammar(tooling, calls, model.special, otherwise=grammar)
     if grammar is None:
         return None
-    is_thinking = Reading(replace(manner, separates=True)).is_thinking
-    return replace(grammar, preamble=tools.preamble(model.family, is_begun=is_thinking, special=model.special))
+    is_thinking = AnswerParser(replace(parse_options, separate_reasoning=True)).is_thinking
+    return replace(grammar, preamble=tools.preamble(model.chat_format, is_open=is_thinking, special=model.special))

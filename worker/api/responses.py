@@ -1,4 +1,4 @@
-"""OpenAI's responses, without memory: items in, items out. A body becomes that of a chat completion."""
+"""OpenAI's Responses API without stored state, translated to and from chat completions."""
 
 import time
 import uuid
@@ -7,51 +7,52 @@ from typing import Any
 
 import orjson
 
-from worker.api.call import Call, Model, Result
-from worker.api.openai import Chat, count, understand
-from worker.api.openai_replies import Totals, logprobs_of, progress_of
+from worker.api.call import GenerationCall, JsonAnswer
+from worker.api.openai import ParsedCompletion, count_chat_tokens, parse_chat
+from worker.api.openai_replies import logprob_entries
+from worker.api.served_model import ServedModel
+from worker.api.usage import UsageTotals, progress_field
 from worker.errors import InvalidValue, UnsupportedField
-from worker.images import Image
+from worker.images import EncodedImage
 from worker.interface import Delta, TokenLogprob
-from worker.prompt.body_reader import Fields, Json
-from worker.prompt.chat_template import detailed
-from worker.prompt.response_parser import Part, Reading, ToolCall
+from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.chat_template import read_image_url
+from worker.prompt.response_parser import AnswerParser, AnswerPart, ToolCall
 from worker.protocol.dialects.responses import FURTHER, INCLUDED, REASONING, RESPONSE_TEXT, RESPONSES, STREAM_OPTIONS
 
-_STATELESS = "nothing is kept between requests here; send the whole conversation in input"
+_STATELESS = "requests are stateless; send the whole conversation in input"
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 
 
-async def responses(body: Json, model: Model) -> Call:
-    """One response; raises RequestError."""
-    fields = Fields(body, RESPONSES)
-    asked, echoed = _read(fields, model)
-    ignored = fields.settle(strict=model.options.strict_fields)
+async def responses(body: Json, model: ServedModel) -> GenerationCall:
+    """Parse a response request. Raise RequestError."""
+    fields = BodyFields(body, RESPONSES)
+    chat_body, repeated_fields = _read(fields, model)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     id = f"resp_{uuid.uuid4().hex}"
-    chat = await understand(asked, model, id=id, names=_names(fields))
-    return Call(
+    chat = await parse_chat(chat_body, model, id=id, names=_client_names(fields))
+    return GenerationCall(
         generations=chat.generations,
-        reply=ResponseReply(id, chat, echoed),
+        reply=ResponsesWriter(id, chat, repeated_fields),
         stream=chat.common.stream,
         ping_interval=chat.common.ping_interval,
         ignored=(*ignored, *chat.ignored),
     )
 
 
-async def input_tokens(body: Json, model: Model) -> Result:
-    """Tokens of the prompt that this input makes; raises RequestError."""
-    fields = Fields(body, RESPONSES)
-    asked, _ = _read(fields, model)
-    ignored = fields.settle(strict=model.options.strict_fields)
-    tokens, further = await count(asked, model, names=_names(fields))
-    told = {"object": "response.input_tokens", "input_tokens": tokens}
-    return Result(body=told, ignored=(*ignored, *further), prompt_tokens=tokens)
+async def input_tokens(body: Json, model: ServedModel) -> JsonAnswer:
+    """Count the prompt tokens of this input. Raise RequestError."""
+    fields = BodyFields(body, RESPONSES)
+    chat_body, _ = _read(fields, model)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
+    tokens, further = await count_chat_tokens(chat_body, model, names=_client_names(fields))
+    answer = {"object": "response.input_tokens", "input_tokens": tokens}
+    return JsonAnswer(body=answer, ignored=(*ignored, *further), prompt_tokens=tokens)
 
 
-# Bodies
-
+# this API's names for fields of a chat completion
 _NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -59,37 +60,36 @@ _NAMES: Mapping[str, str] = {
     "verbosity": "text.verbosity",
     "tools[].function": "tools[]",
 }
-"""What fields of a chat completion are called here."""
 
 
-def _names(fields: Fields) -> Mapping[str, str]:
-    """The same for one request: what its answer is held to may stand in either of two places."""
+def _client_names(fields: BodyFields) -> Mapping[str, str]:
+    """Return the names for one request: its output format has two possible places."""
     if fields.take("response_format") is not None:
         return _NAMES
     return {"response_format.json_schema": "text.format", "response_format": "text.format", **_NAMES}
 
 
-def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
-    """The fields of a chat completion, and what a response says again of its request."""
+def _read(fields: BodyFields, model: ServedModel) -> tuple[Json, Json]:
+    """Return the fields of a chat completion, and the request fields that a response repeats."""
     fields.refuse("previous_response_id", f"previous_response_id is not supported: {_STATELESS}")
     fields.refuse("conversation", f"conversation is not supported: {_STATELESS}")
     fields.refuse("store", f"store is not supported: {_STATELESS}; leave store out or send false")
-    fields.refuse("background", "background is not supported: an answer ends with its connection; use stream")
-    fields.refuse("truncation", 'truncation must be "disabled": no input is cut')
-    fields.refuse("prompt", "prompt is not supported: no prompts are kept here; use instructions and input")
+    fields.refuse("background", "background is not supported: an answer ends when its connection closes; use stream")
+    fields.refuse("truncation", 'truncation must be "disabled": input is never truncated')
+    fields.refuse("prompt", "prompt is not supported: prompts are not stored; use instructions and input")
     included = fields.sequence("include") or []
     for name in included:
         if name not in INCLUDED:
-            raise UnsupportedField(f"include: only {' and '.join(INCLUDED)} may stand there", param="include")
+            raise UnsupportedField(f"include supports only {' and '.join(INCLUDED)}", param="include")
         if name == _ENCRYPTED:
-            fields.mark_unused(f"include[{name}]")  # thoughts come as they are
+            fields.mark_unused(f"include[{name}]")  # no effect: reasoning is not encrypted
     top = fields.integer("top_logprobs", high=model.options.max_logprobs) or 0
     instructions = fields.text("instructions")
     before = [{"role": "system", "content": instructions}] if instructions else []
     tools, choice = _tools(fields), _tool_choice(fields)
-    asked: Json = {
+    chat_body: Json = {
         "model": fields.text("model"),
-        "messages": [*before, *_input(fields, model.engine.blind)],
+        "messages": [*before, *_input(fields, model.engine.no_vision)],
         "max_tokens": fields.integer("max_output_tokens"),
         "tools": tools,
         "tool_choice": choice,
@@ -97,84 +97,92 @@ def _read(fields: Fields, model: Model) -> tuple[Json, Json]:
         "top_logprobs": top or None,
     }
     for name in ("temperature", "top_p", "parallel_tool_calls", "stream", "sse_ping_interval"):
-        asked[name] = fields.handed(name)
+        chat_body[name] = fields.checked(name)
     reasoning = fields.within("reasoning", REASONING)
-    asked["reasoning_effort"] = reasoning.choice("effort")
+    chat_body["reasoning_effort"] = reasoning.choice("effort")
     for name in ("summary", "generate_summary"):
         if reasoning.take(name) is not None:
-            fields.mark_unused(reasoning.path + name)  # thoughts come as they are
+            fields.mark_unused(reasoning.path + name)  # no effect: reasoning is not summarized
     options = fields.within("stream_options", STREAM_OPTIONS)
     if options.flag("include_obfuscation"):
         fields.mark_unused(f"{options.path}include_obfuscation")
     text = fields.within("text", RESPONSE_TEXT)
-    asked["verbosity"] = text.choice("verbosity")
-    form = text.mapping("format")
-    asked |= {name: fields.take(name) for name in FURTHER}  # by the same names, so that refusals name them
-    if form is not None:
-        if asked["response_format"] is not None:
-            raise InvalidValue("text.format and response_format mean the same; state one", param="response_format")
-        asked["response_format"] = _format(form)
-        if form.get("description") is not None:
+    chat_body["verbosity"] = text.choice("verbosity")
+    format_ = text.mapping("format")
+    chat_body |= {
+        name: fields.take(name) for name in FURTHER
+    }  # same names in both APIs, so errors name the right field
+    if format_ is not None:
+        if chat_body["response_format"] is not None:
+            raise InvalidValue(
+                "text.format and response_format mean the same; send one of them", param="response_format"
+            )
+        chat_body["response_format"] = _format(format_)
+        if format_.get("description") is not None:
             fields.mark_unused(f"{text.path}format.description")
-    echoed = {
+    repeated_fields = {
         "instructions": instructions,
-        "max_output_tokens": asked["max_tokens"],
+        "max_output_tokens": chat_body["max_tokens"],
         "metadata": fields.mapping("metadata") or {},
-        "parallel_tool_calls": asked["parallel_tool_calls"] is not False,
-        "reasoning": {"effort": asked["reasoning_effort"], "summary": None},
-        "text": {"format": form or {"type": "text"}},
+        "parallel_tool_calls": chat_body["parallel_tool_calls"] is not False,
+        "reasoning": {"effort": chat_body["reasoning_effort"], "summary": None},
+        "text": {"format": format_ or {"type": "text"}},
         "tool_choice": fields.take("tool_choice") or "auto",
         "tools": [{"type": "function", **tool["function"]} for tool in tools],
         "top_logprobs": top,
     }
-    return asked, echoed
+    return chat_body, repeated_fields
 
 
-def _input(fields: Fields, blind: str) -> list[Json]:
-    """Messages; the calls and thoughts of one turn of the assistant are one message. `blind`: why images cannot be."""
-    stated = fields.take("input")
-    if isinstance(stated, str):
-        return [{"role": "user", "content": stated}]
-    if not isinstance(stated, list) or not stated:
+def _input(fields: BodyFields, no_vision: str) -> list[Json]:
+    """Return the messages. Calls and reasoning of one assistant turn become one message. `no_vision`: reason why images
+    are not supported.
+    """
+    given = fields.take("input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
         raise InvalidValue("input must be a string or an array of items", param="input")
     messages: list[Json] = []
-    thoughts = ""
-    seen: list[Image] = []
-    for index, item in enumerate(stated):
+    reasoning_text = ""
+    result_images: list[EncodedImage] = []
+    for index, item in enumerate(given):
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidValue(f"{where} must be an object", param=where)
         kind = item.get("type") or "message"
-        if seen and kind != "function_call_output":
-            messages.append({"role": "user", "content": seen})  # templates show images of results nowhere else
-            seen = []
+        if result_images and kind != "function_call_output":
+            messages.append(
+                {"role": "user", "content": result_images}
+            )  # templates do not render images in tool results
+            result_images = []
         if kind == "reasoning":
-            thoughts = _text(f"{where}.content", item.get("content") or item.get("summary") or [])
+            reasoning_text = _text(f"{where}.content", item.get("content") or item.get("summary") or [])
         elif kind == "function_call_output":
-            output = _content(f"{where}.output", item.get("output"), fields, blind)
+            output = _content(f"{where}.output", item.get("output"), fields, no_vision)
             text = output if isinstance(output, str) else _joined(output)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-            seen += [part for part in output if isinstance(part, Image)]
+            result_images += [part for part in output if isinstance(part, EncodedImage)]
         elif kind == "function_call":
             last = messages[-1] if messages else {}
-            if last.get("role") != "assistant" or thoughts:
+            if last.get("role") != "assistant" or reasoning_text:
                 messages.append({"role": "assistant", "content": None, "tool_calls": []})
             call = _function_call(where, item)
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
-            thoughts = _think(messages[-1], thoughts)
+            reasoning_text = _set_reasoning(messages[-1], reasoning_text)
         elif kind == "message":
-            content = _content(f"{where}.content", item.get("content"), fields, blind)
+            content = _content(f"{where}.content", item.get("content"), fields, no_vision)
             messages.append({"role": item.get("role"), "content": content})
             if item.get("role") == "assistant":
-                thoughts = _think(messages[-1], thoughts)
+                reasoning_text = _set_reasoning(messages[-1], reasoning_text)
         else:
             raise UnsupportedField(f"{where}: items of this type are not supported; leave it out", param=where)
-    return [*messages, {"role": "user", "content": seen}] if seen else messages
+    return [*messages, {"role": "user", "content": result_images}] if result_images else messages
 
 
-def _think(message: Json, thoughts: str) -> str:
-    if thoughts:
-        message["reasoning_content"] = thoughts
+def _set_reasoning(message: Json, reasoning_text: str) -> str:
+    if reasoning_text:
+        message["reasoning_content"] = reasoning_text
     return ""
 
 
@@ -185,8 +193,8 @@ def _function_call(where: str, item: Json) -> Json:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _content(where: str, content: Any, fields: Fields, blind: str) -> str | list[Any]:
-    """A text; of what has images, parts as a chat completion has them."""
+def _content(where: str, content: Any, fields: BodyFields, no_vision: str) -> str | list[Any]:
+    """Return content as text; with images, as parts of a chat completion."""
     if not isinstance(content, list) or not any(_is_image(part) for part in content):
         return _text(where, content)
     parts: list[Any] = []
@@ -194,18 +202,18 @@ def _content(where: str, content: Any, fields: Fields, blind: str) -> str | list
         place = f"{where}[{index}]"
         if not _is_image(part):
             parts.append({"type": "text", "text": _part(place, part)})
-        elif blind:
-            raise UnsupportedField(f"{place}: {blind}", param=place)
+        elif no_vision:
+            raise UnsupportedField(f"{place}: {no_vision}", param=place)
         elif part.get("file_id") is not None:
-            raise UnsupportedField(f"{place}: no files are kept here; send image_url, a data URL", param=place)
+            raise UnsupportedField(f"{place}: files are not stored; send image_url with a data URL", param=place)
         else:
-            parts.append(detailed(place, part.get("image_url"), part.get("detail"), fields))
+            parts.append(read_image_url(place, part.get("image_url"), part.get("detail"), fields))
     return parts
 
 
 def _joined(parts: Sequence[Any]) -> str:
-    """The texts among the parts, on lines of their own."""
-    return "\n".join(part["text"] for part in parts if not isinstance(part, Image))
+    """Join the texts among the parts by newlines."""
+    return "\n".join(part["text"] for part in parts if not isinstance(part, EncodedImage))
 
 
 def _is_image(part: Any) -> bool:
@@ -213,7 +221,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(where: str, content: Any) -> str:
-    """The text of a string or of text parts; parts are put on lines of their own."""
+    """Return content as text. Text parts are joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -227,13 +235,13 @@ def _part(where: str, part: Any) -> str:
     if kind in _TEXTS and isinstance(text, str):
         return text
     if kind == "input_image":
-        raise UnsupportedField(f"{where}: images may stand in messages of the user only", param=where)
+        raise UnsupportedField(f"{where}: images are supported in user messages only", param=where)
     if kind in ("input_file", "input_audio"):
         raise UnsupportedField(f"{where}: this model takes text, not parts of type {kind}", param=where)
-    raise InvalidValue(f"{where} must be a text part, of type input_text say", param=where)
+    raise InvalidValue(f"{where} must be a text part, for example of type input_text", param=where)
 
 
-def _tools(fields: Fields) -> list[Json]:
+def _tools(fields: BodyFields) -> list[Json]:
     tools = []
     for index, tool in enumerate(fields.sequence("tools") or ()):
         where = f"tools[{index}]"
@@ -248,46 +256,43 @@ def _tools(fields: Fields) -> list[Json]:
     return tools
 
 
-def _tool_choice(fields: Fields) -> Any:
+def _tool_choice(fields: BodyFields) -> Any:
     choice = fields.take("tool_choice")
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
-        named = [_of_chats(tool) for tool in tools] if isinstance(tools, list) else tools
+        named = [_to_chat_name(tool) for tool in tools] if isinstance(tools, list) else tools
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise UnsupportedField(
             'tool_choice must be none, auto, required, {"type": "function", "name": ...} or of type allowed_tools',
             param="tool_choice",
         )
-    return _of_chats(choice)
+    return _to_chat_name(choice)
 
 
-def _of_chats(named: Any) -> Any:
-    """A function's name as chats have it; what names none stays what it is."""
+def _to_chat_name(named: Any) -> Any:
+    """Translate the name of a function to the chat format. Return anything else unchanged."""
     if not isinstance(named, dict) or named.get("type") != "function":
         return named
     return {"type": "function", "function": {"name": named.get("name")}}
 
 
-def _format(form: Json) -> Json:
-    if form.get("type") != "json_schema":
-        return form
-    described = {name: form.get(name) for name in ("name", "schema", "strict")}
-    return {"type": "json_schema", "json_schema": described}
+def _format(format_: Json) -> Json:
+    if format_.get("type") != "json_schema":
+        return format_
+    schema_format = {name: format_.get(name) for name in ("name", "schema", "strict")}
+    return {"type": "json_schema", "json_schema": schema_format}
 
 
-# Answers
+class ResponsesWriter:
+    """Writer of `response` and of the events that build it."""
 
-
-class ResponseReply:
-    """`response`, whole and as the events that build it."""
-
-    def __init__(self, id: str, chat: Chat, echoed: Mapping[str, Any]):
+    def __init__(self, id: str, chat: ParsedCompletion, repeated_fields: Mapping[str, Any]):
         self._chat = chat
-        self._reading = Reading(chat.manner)
-        self._totals = Totals(chat.generations)
+        self._parser = AnswerParser(chat.parse_options)
+        self._totals = UsageTotals(chat.generations)
         sampling = chat.generations[0].sampling
         self._head: Json = {
             "id": id,
@@ -301,29 +306,28 @@ class ResponseReply:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            **echoed,
+            **repeated_fields,
         }
         self._output: list[Json] = []
-        self._untold: list[TokenLogprob] = []
-        """Tokens of a message, or of what may become one, that no part has told of yet."""
-        self._number = -1
-        self._open = ""
-        """The kind of the last item, if it may still grow."""
-        self._has_begun = False
+        # tokens of a message, or of text that may become one, that no event has reported yet
+        self._pending: list[TokenLogprob] = []
+        self._sequence_number = -1
+        self._open = ""  # type of the last item while it may still grow, otherwise empty
+        self._has_started = False
 
-    def whole(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
-        ended = Delta()
+    def full_body(self, deltas: Iterable[tuple[int, Delta]]) -> Json:
+        last = Delta()
         for number, delta in deltas:
             self._add(number, delta)
-            ended = delta
-        return self._response(ended)
+            last = delta
+        return self._response(last)
 
     def frames(self, number: int, delta: Delta) -> bytes:
-        shape = self._chat.common.shape
-        if delta.progress is not None and not shape.has_progress:
+        chunk_options = self._chat.common.chunk_options
+        if delta.progress is not None and not chunk_options.has_progress:
             return b""
         events, grown = self._opening(delta), self._add(number, delta)
-        timings = self._totals.so_far() if shape.has_timings else {}
+        timings = self._totals.so_far() if chunk_options.has_timings else {}
         events += [{**event, **timings} if "delta" in event else event for event in grown]
         if delta.finish is not None:
             response = self._response(delta)
@@ -331,32 +335,32 @@ class ResponseReply:
         return b"".join(self._frame(event) for event in events)
 
     def _opening(self, delta: Delta) -> list[Json]:
-        """That the response has begun, and, each time it is known, how far its prompt is."""
-        if self._has_begun and delta.progress is None:
+        """Return the first event, and an event for each prefill progress."""
+        if self._has_started and delta.progress is None:
             return []
-        begun = self._response(None)
-        created = [] if self._has_begun else [{"type": "response.created", "response": begun}]
-        self._has_begun = True
-        progress = {} if delta.progress is None else progress_of(delta.progress)
-        return [*created, {"type": "response.in_progress", "response": begun, **progress}]
+        started = self._response(None)
+        created = [] if self._has_started else [{"type": "response.created", "response": started}]
+        self._has_started = True
+        progress = {} if delta.progress is None else progress_field(delta.progress)
+        return [*created, {"type": "response.in_progress", "response": started, **progress}]
 
-    def closing(self) -> bytes:
-        return b""  # the last event says how it ended
+    def closing_frames(self) -> bytes:
+        return b""  # the last event has the final status
 
     def _add(self, number: int, delta: Delta) -> list[Json]:
-        """Take the next delta; returns the events of its items."""
+        """Add the next delta and return the events of its items."""
         self._totals.add(number, delta)
-        parts, thoughts = self._reading.take(delta)
-        self._totals.add_reasoning(thoughts)
-        self._untold += self._chat.common.telling.cut(delta).logprobs
-        if (parts or thoughts) and not any(part.content for part in parts):
-            self._untold = []  # they made thoughts or a call, of which nobody tells probabilities
+        parts, reasoning_text = self._parser.take(delta)
+        self._totals.add_reasoning(reasoning_text)
+        self._pending += self._chat.common.logprob_settings.cut(delta).logprobs
+        if (parts or reasoning_text) and not any(part.content for part in parts):
+            self._pending = []  # logprobs of reasoning and tool calls are not reported
         events = [event for part in parts for event in self._part(part)]
         if delta.finish is not None:
             events += self._close("completed" if delta.finish == "stop" else "incomplete")
         return events
 
-    def _part(self, part: Part) -> list[Json]:
+    def _part(self, part: AnswerPart) -> list[Json]:
         if part.call is not None:
             return [*self._close(), *self._call(part.call)]
         kind, text = ("reasoning", part.reasoning) if part.reasoning else ("message", part.content)
@@ -364,12 +368,12 @@ class ResponseReply:
         if self._open != kind:
             events = [*self._close(), *self._begin(kind)]
         grown = self._event(f"{self._channel}.delta", content_index=0, delta=text)
-        [whole] = self._output[-1]["content"]
-        whole["text"] += text
+        [part_body] = self._output[-1]["content"]
+        part_body["text"] += text
         if kind == "message":
-            grown["logprobs"] = logprobs_of(self._untold, self._chat.common.telling)
-            whole["logprobs"] += grown["logprobs"]
-            self._untold = []
+            grown["logprobs"] = logprob_entries(self._pending, self._chat.common.logprob_settings)
+            part_body["logprobs"] += grown["logprobs"]
+            self._pending = []
         return [*events, grown]
 
     @property
@@ -388,7 +392,7 @@ class ResponseReply:
         return [added, self._event("response.content_part.added", content_index=0, part=_empty(kind))]
 
     def _close(self, status: str = "completed") -> list[Json]:
-        """The events at the end of the item that may still grow."""
+        """Return the events that end the item that may still grow."""
         if not self._open:
             return []
         item = self._output[-1]
@@ -415,19 +419,19 @@ class ResponseReply:
             self._item("response.output_item.done", dict(self._output[-1])),
         ]
 
-    def _event(self, kind: str, **told: Any) -> Json:
-        """About the last item."""
-        return {"type": kind, "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **told}
+    def _event(self, kind: str, **fields: Any) -> Json:
+        """Return an event about the last item."""
+        return {"type": kind, "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **fields}
 
     def _item(self, kind: str, item: Json) -> Json:
         return {"type": kind, "output_index": len(self._output) - 1, "item": item}
 
-    def _response(self, ended: Delta | None) -> Json:
-        """As it is now; `ended`: its last delta."""
+    def _response(self, last: Delta | None) -> Json:
+        """Return the response so far. `last`: its last delta once it has ended."""
         status, details, usage = "in_progress", None, None
-        if ended is not None:
+        if last is not None:
             status, usage = "completed", self._usage()
-            if ended.finish == "length":
+            if last.finish == "length":
                 status, details = "incomplete", {"reason": "max_output_tokens"}
         return {
             **self._head,
@@ -448,13 +452,13 @@ class ResponseReply:
         }
 
     def _frame(self, event: Json) -> bytes:
-        self._number += 1
-        numbered = {**event, "sequence_number": self._number}
+        self._sequence_number += 1
+        numbered = {**event, "sequence_number": self._sequence_number}
         return f"event: {event['type']}\n".encode() + b"data: " + orjson.dumps(numbered) + b"\n\n"
 
 
 def _empty(kind: str) -> Json:
-    """The part that an item of `kind` begins with."""
+    """Return the empty content part of an item of this type."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

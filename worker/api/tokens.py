@@ -1,86 +1,94 @@
-"""Texts and chats to tokens and back. llama-server's clients and vLLM's ask for it at the same paths: what they send
-tells them apart, and where it does not, one answer is for both."""
+"""Tokenize and detokenize, for llama-server's and vLLM's clients at the same paths.
+
+The request's fields distinguish the two; where they do not, one answer serves both.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-from worker.api.call import Model, Result
-from worker.api.openai import prompt_of
+from worker.api.call import JsonAnswer
+from worker.api.openai import chat_prompt_tokens
+from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue
-from worker.prompt.body_reader import Fields, Json, to_integer
+from worker.prompt.body_reader import BodyFields, Json, to_integer
 from worker.protocol.dialects.llama_server import DETOKENIZE, TOKENIZE
 from worker.protocol.dialects.vllm import TOKENIZE_CHAT, TOKENIZE_TEXT
 
 _SOURCES = ("content", "prompt", "messages")
 
 
-async def tokenize(body: Json, model: Model) -> Result:
-    """Token ids: of llama-server's `content`, of vLLM's `prompt`, or of the prompt that `messages` make. Raises
-    RequestError."""
-    stated = [name for name in _SOURCES if body.get(name) is not None]
-    if len(stated) > 1:
-        raise InvalidValue(f"{' and '.join(stated)} exclude each other; state one", param=stated[1])
-    if stated == ["prompt"]:
+async def tokenize(body: Json, model: ServedModel) -> JsonAnswer:
+    """Return the token ids of llama-server's `content`, of vLLM's `prompt`, or of the prompt for `messages`. Raise
+    RequestError.
+    """
+    given = [name for name in _SOURCES if body.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidValue(f"{' and '.join(given)} exclude each other; send one of them", param=given[1])
+    if given == ["prompt"]:
         return await _of_prompt(body, model)
-    return await (_of_chat(body, model) if stated == ["messages"] else _of_content(body, model))
+    return await (_of_chat(body, model) if given == ["messages"] else _of_content(body, model))
 
 
-async def _of_content(body: Json, model: Model) -> Result:
-    fields = Fields(body, TOKENIZE)
+async def _of_content(body: Json, model: ServedModel) -> JsonAnswer:
+    fields = BodyFields(body, TOKENIZE)
     fields.text("model")
     content = fields.take("content")
     if not isinstance(content, str | list):
         raise InvalidValue(
-            "content must be a string, or an array of strings and token ids; vLLM's prompt or messages may stand in its"
-            " place",
+            "content must be a string, or an array of strings and token ids; vLLM's prompt or messages"
+            " are accepted instead",
             param="content",
         )
     add_special = fields.flag("add_special") or False
     parse_special = fields.flag("parse_special")
     with_pieces = fields.flag("with_pieces") or False
-    ignored = fields.settle(strict=model.options.strict_fields)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     pieces = content if isinstance(content, list) else [content]
     tokens = await model.encode_pieces(
         pieces, param="content", add_special=add_special, parse_special=parse_special is not False
     )
     listed: list[Any] = [{"id": token, "piece": _piece(model, token)} for token in tokens] if with_pieces else tokens
-    return Result(body={"tokens": listed}, ignored=ignored)
+    return JsonAnswer(body={"tokens": listed}, ignored=ignored)
 
 
-async def _of_prompt(body: Json, model: Model) -> Result:
-    fields = Fields(body, TOKENIZE_TEXT)
+async def _of_prompt(body: Json, model: ServedModel) -> JsonAnswer:
+    fields = BodyFields(body, TOKENIZE_TEXT)
     fields.text("model")
     prompt = fields.text("prompt") or ""
     add_special = fields.flag("add_special_tokens") is not False
-    spells = fields.flag("return_token_strs") or False
-    ignored = fields.settle(strict=model.options.strict_fields)
+    with_strings = fields.flag("return_token_strs") or False
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     [tokens] = await model.encode([prompt], add_special=add_special)
-    return _counted(tokens, model, ignored, spells=spells)
+    return _tokens_answer(tokens, model, ignored, with_strings=with_strings)
 
 
-async def _of_chat(body: Json, model: Model) -> Result:
-    fields = Fields(body, TOKENIZE_CHAT)
+async def _of_chat(body: Json, model: ServedModel) -> JsonAnswer:
+    fields = BodyFields(body, TOKENIZE_CHAT)
     add_special = fields.flag("add_special_tokens") or False
-    spells = fields.flag("return_token_strs") or False
+    with_strings = fields.flag("return_token_strs") or False
     chat = {name: value for name, value in body.items() if name not in fields.known}
-    tokens, ignored = await prompt_of(chat, model, add_special=add_special)
-    return _counted(tokens, model, ignored, spells=spells)
+    tokens, ignored = await chat_prompt_tokens(chat, model, add_special=add_special)
+    return _tokens_answer(tokens, model, ignored, with_strings=with_strings)
 
 
-def _counted(tokens: Sequence[int], model: Model, ignored: tuple[str, ...], *, spells: bool) -> Result:
-    """vLLM's answer. Long texts are no fault here: `max_model_len` is what the model takes."""
-    told = {
+def _tokens_answer(
+    tokens: Sequence[int], model: ServedModel, ignored: tuple[str, ...], *, with_strings: bool
+) -> JsonAnswer:
+    """Return vLLM's answer. Texts beyond `max_model_len` are accepted."""
+    answer = {
         "count": len(tokens),
         "max_model_len": model.engine.ctx_size,
         "tokens": tokens,
-        "token_strs": model.tokenizer.convert_ids_to_tokens(list(tokens)) if spells else None,
+        "token_strs": model.tokenizer.convert_ids_to_tokens(list(tokens)) if with_strings else None,
     }
-    return Result(body=told, ignored=ignored)
+    return JsonAnswer(body=answer, ignored=ignored)
 
 
-async def detokenize(body: Json, model: Model) -> Result:
-    """The text of `tokens`, special ones included: vLLM's clients look for it in `prompt`. Raises RequestError."""
-    fields = Fields(body, DETOKENIZE)
+async def detokenize(body: Json, model: ServedModel) -> JsonAnswer:
+    """Return the text of `tokens`, including special tokens; vLLM's clients read it from `prompt`.
+    Raise RequestError.
+    """
+    fields = BodyFields(body, DETOKENIZE)
     fields.text("model")
     listed = fields.sequence("tokens")
     if listed is None:
@@ -88,13 +96,13 @@ async def detokenize(body: Json, model: Model) -> Result:
     tokens = [id for token in listed if (id := to_integer(token)) is not None and 0 <= id < model.vocab_size]
     if len(tokens) < len(listed):
         raise InvalidValue(f"tokens must be token ids between 0 and {model.vocab_size - 1}", param="tokens")
-    ignored = fields.settle(strict=model.options.strict_fields)
+    ignored = fields.check_unknown(strict=model.options.strict_fields)
     text = model.decode(tokens)
-    return Result(body={"content": text, "prompt": text}, ignored=ignored)
+    return JsonAnswer(body={"content": text, "prompt": text}, ignored=ignored)
 
 
-def _piece(model: Model, token: int) -> str | list[int]:
-    """The token's text; its bytes where they are no whole characters."""
+def _piece(model: ServedModel, token: int) -> str | list[int]:
+    """Return the token's text, or its bytes if they are not whole characters."""
     piece = model.token_bytes(token)
     try:
         return piece.decode()

@@ -52,7 +52,7 @@ from worker.engines.transformers.schedule.sequence import Sequence
 from worker.errors import StartError
 from worker.estimate import quantized
 from worker.estimate.memory_tracer import LiveBytes, Step, live_bytes, peak_bytes, storage_key
-from worker.interface import Picture, Pictures, Text
+from worker.interface import EncoderInput, PromptImage, PromptImages
 from worker.protocol.architectures import EXPERT
 from worker.protocol.argv import Estimate, ModelOptions
 from worker.protocol.events import Estimated
@@ -177,7 +177,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
         model = build(cls, config, dtype, embeds=embeds)
         weights = _weight_bytes(options, config, model, dtype)
         ctx_size = request_limits.context_size(options, architectures.positions(config))
-        context = graphs = kernels = reordering = pictures = 0
+        context = graphs = kernels = reordering = prompt_images = 0
         if embeds or scores:
             encoder = make_encoder(model, options, embeds=embeds)
             weights += head_bytes(encoder)
@@ -210,7 +210,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
             if seeing is not None:
                 with unset_fake_temporarily():
                     shown = seeing.largest(dtype, ctx_size)
-                pictures = OPENING_BYTES + max(HELD_BYTES, shown[1] if shown else 0)
+                prompt_images = OPENING_BYTES + max(HELD_BYTES, shown[1] if shown else 0)
                 steps = itertools.chain(steps, seeing_steps(runner, capacity, options, ctx_size, shown))
             if isinstance(runner, PackedRunner) and device.type == "cuda" and not options.enforce_eager:
                 graphs = graphs_bytes(runner, options.parallel, ctx_size)
@@ -230,7 +230,7 @@ def trace(options: ModelOptions, config: Any) -> Traced:
         gathered + graphs,
         kernels,
         loading,
-        pictures,
+        prompt_images,
         staged,
         generates=not (embeds or scores),
     )
@@ -540,7 +540,7 @@ def seeing_steps(
     capacity: Capacity,
     options: ModelOptions,
     ctx_size: int,
-    largest: tuple[Picture, int] | None,
+    largest: tuple[PromptImage, int] | None,
 ) -> Iterator[Step]:
     """A chunk that begins the largest image there is, beside rows that decode and the features of their images."""
     if largest is None:
@@ -548,10 +548,10 @@ def seeing_steps(
     picture, _ = largest
     rows, chunk = capacity.rows, min(options.prefill_chunk, ctx_size)
     empty = {name: torch.ones(each.shape, dtype=each.dtype) for name, each in picture.inputs.items()}
-    shown = Pictures((Picture(picture.runs, empty, picture.is_whole),))
+    shown = PromptImages((PromptImage(picture.runs, empty, picture.is_whole),))
     whole = _segment(capacity, rows - 1, 0, min(chunk, picture.end))
     whole.sequence.tokens, whole.sequence.prompt_tokens = [0] * ctx_size, ctx_size
-    whole.sequence.pictures = shown
+    whole.sequence.prompt_images = shown
     assert isinstance(runner, AlignedRunner)
 
     def step() -> None:
@@ -650,7 +650,7 @@ def encoding_steps(model: Any, encoder: Encoder, options: ModelOptions, lengths:
 
 def _encode(model: Any, encoder: Encoder, implementation: str, texts: list[list[int]]) -> None:
     model.set_attn_implementation(implementation)
-    encoder.run([Text(text) for text in texts])
+    encoder.run([EncoderInput(text) for text in texts])
 
 
 # What is counted

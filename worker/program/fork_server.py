@@ -262,12 +262,12 @@ class Trial:
 def _make(shelf: "Shelf", command: Serve) -> None:
     """Build the model's parts, and compile its chat template once for this process and its children."""
     from worker.errors import StartError
-    from worker.prompt.chat_template import Template  # late: it imports jinja2
+    from worker.prompt.chat_template import ChatTemplate  # late: it imports jinja2
 
     shelf.make(command)
     if (made := shelf.find(command)) is not None:
         with suppress(StartError):  # a worker reports a damaged template itself
-            Template(made.tokenizer, text="", variables="")
+            ChatTemplate(made.tokenizer, text="", variables="")
 
 
 def _try(command: Serve, shelf: "Shelf", parent: int, tell: int) -> NoReturn:

@@ -1,6 +1,6 @@
-"""The fields of one JSON body: each read once, strictly, and the rest reported.
+"""Typed, strict reading of the fields of a JSON body, and a report of the fields that were not read.
 
-Law: PURE, values only. Messages name a field and its range, never its value: bodies are not echoed.
+Error messages name a field and its range but never its value, so bodies are not echoed.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,15 +15,15 @@ from worker.protocol.unknown_fields import unknown
 
 Json = dict[str, Any]
 MAX_LEVELS = 200
+# Maximum levels that orjson serializes. The difference is for what answers and grammars put around a client's value.
 _LEVELS_WRITTEN = 254
-"""By orjson; the rest is for what answers and grammars put around."""
 
 
 def parse(body: bytes) -> Json:
-    """The JSON object in `body`; raises InvalidJson.
+    """Parse the JSON object in `body`. Raise InvalidJson.
 
-    orjson is strict: it refuses NaN, infinities, bad UTF-8 and lone surrogates. It reads 1024 levels but writes 254,
-    and what a client sends is written again: in answers that repeat it, and in grammars.
+    orjson is strict: it rejects NaN, infinities, invalid UTF-8 and lone surrogates. It parses 1024 levels but
+    serializes 254, and client input is serialized again in answers that repeat it and in grammars.
     """
     try:
         value = orjson.loads(body)
@@ -32,12 +32,12 @@ def parse(body: bytes) -> Json:
     if not isinstance(value, dict):
         raise InvalidJson("the request body must be a JSON object")
     if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_deep(value):
-        raise InvalidJson(f"the request body is nested too deeply: {MAX_LEVELS} levels are read")
+        raise InvalidJson(f"the request body is nested too deeply: at most {MAX_LEVELS} levels are supported")
     return value
 
 
 def is_deep(value: Any) -> bool:
-    """Whether what JSON was read as has more than MAX_LEVELS levels."""
+    """Check whether a parsed JSON value has more than MAX_LEVELS levels."""
     try:
         for _ in range(_LEVELS_WRITTEN - MAX_LEVELS):
             value = [value]
@@ -48,7 +48,7 @@ def is_deep(value: Any) -> bool:
 
 
 def parse_setting(text: str) -> Json | None:
-    """The JSON object that an option holds, empty where it is; None if it holds none."""
+    """Parse the JSON object in an option's text; an empty text is an empty object. Return None for anything else."""
     try:
         value = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
@@ -56,50 +56,51 @@ def parse_setting(text: str) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-class Fields:
-    """Typed reading of one object. Each reader returns None for a field that is absent or null.
+class BodyFields:
+    """Typed access to the fields of one object. Each reader returns None for an absent or null field.
 
-    A boolean is no number and a numeric string is none either; `40.0` is an integer, as JSON knows only numbers.
+    A boolean is not a number and neither is a numeric string. `40.0` is an integer, because JSON has only one number
+    type.
     """
 
     def __init__(self, body: Mapping[str, Any], table: Body | None = None, *, path: str = ""):
-        """`table`: the fields that may be read, with their types and ranges, and all that must be before `settle`;
-        None: any, and readers are told what they take. `path`: what stands before a field's name in messages,
-        `stream_options.` say."""
+        """`table`: the schema of the supported fields; all of them must be read before `check_unknown`. None: any field
+        may be read, and readers get their ranges as arguments. `path`: prefix of field names in messages, such as
+        `stream_options.`.
+        """
         self._body = body
         self._table = table
         self.path = path
-        self.known: set[str] = set()
-        """Names that somebody has asked for."""
+        self.known: set[str] = set()  # names that were read or skipped
         self._unused: list[str] = []
-        self._settled: set[str] = set()
-        """Objects whose own fields have been settled."""
-        self._above: tuple[Fields, str] | None = None
-        """What this is an object of, and by what name."""
+        self._checked_objects: set[str] = set()  # nested objects whose own fields were checked
+        self._parent: tuple[BodyFields, str] | None = None  # the enclosing object and the name of this object in it
 
-    def within(self, name: str, table: Body) -> "Fields":
-        """The fields of the object that field `name` holds; of an empty one if it holds none."""
-        found = Fields(self.mapping(name) or {}, table, path=f"{self.path}{name}.")
-        found._above = self, name
+    def within(self, name: str, table: Body) -> "BodyFields":
+        """Return the fields of the object in field `name`; an empty object if the field is absent."""
+        found = BodyFields(self.mapping(name) or {}, table, path=f"{self.path}{name}.")
+        found._parent = self, name
         return found
 
     def take(self, *names: str) -> Any:
-        """The value of the first of `names` that is neither absent nor null; all of them count as known."""
-        assert self._table is None or self._table.keys() >= set(names), f"{names} are in no table of this call's fields"
+        """Return the value of the first of `names` that is neither absent nor null. All of them count as known."""
+        assert self._table is None or self._table.keys() >= set(names), (
+            f"{names} are missing in the schema of this call"
+        )
         self.known.update(names)
         return next((value for name in names if (value := self._body.get(name)) is not None), None)
 
-    def _stated(self, name: str, kind: str) -> Schema:
-        """The schema of a field of this kind; where there is no table, one that says nothing."""
+    def _schema_of(self, name: str, kind: str) -> Schema:
+        """Return the schema of a field of this type; without a table a schema without constraints."""
         schema = self._table[name] if self._table is not None else {"type": kind}
-        assert kind in kinds(schema), f"{name} is stated to be one of {kinds(schema)}, and read as {kind}"
+        assert kind in kinds(schema), f"{name} has types {kinds(schema)} in the schema but is read as {kind}"
         return schema
 
     def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
-        """Within the bounds of the table, or where there is none `low` and `high`."""
+        """Read a number within the bounds of the table. `low` and `high` are needed if there is no table."""
         value = self.take(name)
-        stated = self._stated(name, "number")
-        least, most = bounds(stated)
+        schema = self._schema_of(name, "number")
+        least, most = bounds(schema)
         low, high = least if low is None else low, most if high is None else high
         assert low is not None
         assert high is not None
@@ -110,11 +111,12 @@ class Fields:
         return None if value is None else float(value)
 
     def integer(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
-        """Within the bounds of the table, or where there is none `low` and `high`; `high` may be lower than the
-        table's, where only the model knows."""
+        """Read an integer within the bounds of the table. `low` and `high` are needed if there is no table; `high` may
+        also tighten the table's bound to a limit of the model.
+        """
         value = self.take(name)
-        stated = self._stated(name, "integer")
-        least, most = bounds(stated)
+        schema = self._schema_of(name, "integer")
+        least, most = bounds(schema)
         lowest, highest = least if low is None else low, most if high is None else high
         assert lowest is not None
         if value is None:
@@ -127,44 +129,45 @@ class Fields:
 
     def flag(self, name: str) -> bool | None:
         value = self.take(name)
-        self._stated(name, "boolean")
+        self._schema_of(name, "boolean")
         if value is not None and type(value) is not bool:
             raise InvalidValue(f"{self.path}{name} must be true or false", param=self.path + name)
         return value
 
     def text(self, name: str) -> str | None:
         value = self.take(name)
-        self._stated(name, "string")
+        self._schema_of(name, "string")
         if value is not None and not isinstance(value, str):
             raise InvalidValue(f"{self.path}{name} must be a string", param=self.path + name)
         return value
 
     def choice(self, name: str, allowed: Collection[str] = ()) -> str | None:
-        """One of the table's, or where there is none of `allowed`."""
+        """Read one of the values in the table; one of `allowed` if there is no table."""
         value = self.text(name)
-        allowed = allowed or [each for each in self._stated(name, "string")["enum"] if each is not None]
+        allowed = allowed or [each for each in self._schema_of(name, "string")["enum"] if each is not None]
         if value is not None and value not in allowed:
             raise InvalidValue(f"{self.path}{name} must be one of {', '.join(allowed)}", param=self.path + name)
         return value
 
     def mapping(self, name: str) -> Json | None:
         value = self.take(name)
-        self._stated(name, "object")
+        self._schema_of(name, "object")
         if value is not None and not isinstance(value, dict):
             raise InvalidValue(f"{self.path}{name} must be an object", param=self.path + name)
         return value
 
     def sequence(self, name: str) -> list[Any] | None:
         value = self.take(name)
-        self._stated(name, "array")
+        self._schema_of(name, "array")
         if value is not None and not isinstance(value, list):
             raise InvalidValue(f"{self.path}{name} must be an array", param=self.path + name)
         return value
 
-    def handed(self, name: str) -> Any:
-        """The value of a field that goes on as part of another body: checked here, so that it is refused by the name
-        that the client knows."""
-        assert self._table is not None, "only a table says what a field takes"
+    def checked(self, name: str) -> Any:
+        """Return the value of a field that becomes part of another dialect's body. It is validated here, so that errors
+        use the name that the client sent.
+        """
+        assert self._table is not None, "a schema is needed"
         match sorted(kinds(self._table[name]) - {"null"}):
             case ["integer"]:
                 self.integer(name)
@@ -175,53 +178,54 @@ class Fields:
         return self.take(name)
 
     def refuse(self, name: str, message: str, *, extra: Json | None = None) -> None:
-        """Raise UnsupportedField with `message` unless the field is absent, null or of a value that the table takes."""
+        """Raise UnsupportedField with `message` unless the field is absent, null or has a value that
+        the table accepts.
+        """
         value = self.take(name)
-        assert self._table is not None, "only a table says what makes no difference"
+        assert self._table is not None, "a schema is needed"
         if value is not None and not allows(self._table[name], value):
             raise UnsupportedField(message, param=self.path + name, extra=extra)
 
     def skip(self, names: Collection[str]) -> None:
-        """Count `names` as known without looking at them."""
+        """Count `names` as known without reading them."""
         self.known.update(names)
 
     def mark_unused(self, name: str) -> None:
-        """Report a field that was read but makes no difference to this model."""
+        """Report a field that was read but has no effect for this model."""
         self._unused.append(name)
 
-    def settle(self, *, strict: bool) -> tuple[str, ...]:
-        """The names to report as ignored, those inside of objects with their paths; to be called once all has been
-        read.
+    def check_unknown(self, *, strict: bool) -> tuple[str, ...]:
+        """Return the names of ignored fields, with paths for nested ones. Call it after all fields were read.
 
-        Raises UnsupportedField for a field that means something nobody here can do, and, if `strict`, UnknownField for
-        one that nobody knows.
+        Raise UnsupportedField for a known field that is not supported, and, if `strict`, UnknownField for an unknown
+        one.
         """
-        left = () if self._table is None else self._table.keys() - self.known
-        assert not left, f"{sorted(left)} are in the table of this call's fields, and nobody reads them"
-        if self._above is not None:
-            above, name = self._above
-            above._settled.add(name)
-        strange = []
+        unread = () if self._table is None else self._table.keys() - self.known
+        assert not unread, f"{sorted(unread)} are in the schema of this call but are not read"
+        if self._parent is not None:
+            parent, name = self._parent
+            parent._checked_objects.add(name)
+        unknown_names = []
         for name, value in self._body.items():
             if value is None or name in self.known or name in NO_OPS:
                 continue
             neutral = NEUTRAL.get(name)
             if neutral is None:
-                strange.append(name)
+                unknown_names.append(name)
             elif not allows(neutral, value):
                 raise UnsupportedField(f"{name} is not supported; leave it out", param=self.path + name)
         if self._table is not None:
-            strange += unknown(self._table, self._body, but=self._settled)
-        if strict and strange:
+            unknown_names += unknown(self._table, self._body, but=self._checked_objects)
+        if strict and unknown_names:
             raise UnknownField(
-                "this field is unknown; leave it out, or serve without strict-fields to have it ignored",
-                param=strange[0][:128],
+                "this field is unknown; leave it out, or turn strict-fields off to have it ignored",
+                param=unknown_names[0][:128],
             )
-        return (*self._unused, *strange)
+        return (*self._unused, *unknown_names)
 
 
 def to_integer(value: Any) -> int | None:
-    """The integer that a JSON number is; None for all that is none."""
+    """Return a JSON number as an integer; None if it is not one."""
     if type(value) is int:
         return value
     if type(value) is float and value.is_integer() and abs(value) <= 2**53:

@@ -1,87 +1,78 @@
-"""How families of models write tool calls and thoughts, where their tokenizers do not say so themselves.
+"""Markup of tool calls, reasoning and fill-in-the-middle by model family, for tokenizers that do not describe it.
 
-A family is known by what its chat template mentions. Its `response` is a response template of transformers (the
-declarative form that `ResponseParser` reads); `written` says how to hold such a model to a call by a grammar.
-Law: PURE, values only.
+A format is recognized by markers in the chat template. Its `response` is a response template of transformers (the
+declarative form that `ResponseParser` reads); `call_syntax` defines how a grammar constrains the model to tool calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.prompt.body_reader import Json
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names that response templates have for what a model thinks."""
-CALLS = "tool_calls"
-_ANYWHERE = r"\A"
-"""An anchor of those who are given the begun answer alone."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of reasoning fields in response templates
+CALLS_FIELD = "tool_calls"
+_ANYWHERE = r"\A"  # start anchor for parsers that are given only the answer's prefix
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A family's way to write calls, each as `{"name": ..., <arguments>: {...}}`."""
+class CallSyntax:
+    """Syntax of tool calls, each written as `{"name": ..., <arguments>: {...}}`."""
 
-    begin: str = ""
-    """Before all calls."""
-    each: tuple[str, str] = ("", "")
-    """Around each call."""
-    between: str | None = None
-    """Between two of them; None: there is only ever one."""
+    begin: str = ""  # before the first call
+    each: tuple[str, str] = ("", "")  # around each call
+    between: str | None = None  # between two calls; None: one call at most
     end: str = ""
     arguments: str = "arguments"
 
 
-BARE = Written("[", ("", ""), ", ", "]")
-"""For models whose own way no grammar here can write: the calls as a JSON array, and nothing else."""
+# Syntax for models whose own one cannot be written as a grammar: a JSON array of calls and nothing else.
+BARE_CALLS = CallSyntax("[", ("", ""), ", ", "]")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What is known of how a model answers."""
+class ChatFormat:
+    """Markup of a model's answers."""
 
     name: str
-    response: Json
-    """A response template, without tool calls or thoughts where the model has none."""
-    written: Written | None = None
-    """None: held to calls, it answers in the BARE way."""
-    think: tuple[str, str] | None = None
-    """What stands around thoughts, where both are plain strings."""
-    is_anchored: bool = field(default=True)
-    """The response template finds the begun answer in the whole prompt by itself."""
+    response: Json  # a response template, with tool calls and reasoning if the model has them
+    call_syntax: CallSyntax | None = None  # None: constrained calls use BARE_CALLS
+    reasoning_markers: tuple[str, str] | None = None  # markers around reasoning, if both are literal strings
+    is_anchored: bool = field(default=True)  # the response template finds the answer's prefix in the whole prompt
 
     @property
-    def thinks(self) -> bool:
-        return any(name in self.response["fields"] for name in THOUGHTS)
-
-    @property
-    def calls(self) -> bool:
-        return CALLS in self.response["fields"]
+    def has_reasoning(self) -> bool:
+        return any(name in self.response["fields"] for name in REASONING_FIELDS)
 
 
-def find(source: str, stated: Any) -> Family | None:
-    """The family of a model whose chat template reads `source`; `stated` is the response template of its tokenizer,
-    which comes first. None for a model that answers in plain text only."""
-    if isinstance(stated, dict):
-        return Family("stated", stated, think=_plain_thoughts(stated))
-    for signs, family in _KNOWN:
-        if all(sign in source for sign in signs):
-            return _with_thoughts(family, source)
-    thinking = _with_thoughts(Family("plain", _response({}), is_anchored=False), source)
-    return thinking if thinking.thinks else None
+def find(source: str, response_template: Any) -> ChatFormat | None:
+    """Return the format of a model whose chat template has the text `source`. The tokenizer's own response template
+    `response_template` takes precedence.
+
+    Return None for a model that answers in plain text only.
+    """
+    if isinstance(response_template, dict):
+        return ChatFormat("tokenizer", response_template, reasoning_markers=_literal_marks(response_template))
+    for markers, chat_format in _KNOWN:
+        if all(marker in source for marker in markers):
+            return _with_reasoning(chat_format, source)
+    plain = _with_reasoning(ChatFormat("plain", _response({}), is_anchored=False), source)
+    return plain if plain.has_reasoning else None
 
 
-def _with_thoughts(family: Family, source: str) -> Family:
+def _with_reasoning(chat_format: ChatFormat, source: str) -> ChatFormat:
     for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
-        if end in source and not family.thinks:
-            thoughts = {"open": begin, "close": end, "content": "text"}
-            fields = {"reasoning_content": thoughts, **family.response["fields"]}
-            return replace(family, response={**family.response, "fields": fields}, think=(begin, end))
-    return family
+        if end in source and not chat_format.has_reasoning:
+            reasoning = {"open": begin, "close": end, "content": "text"}
+            fields = {"reasoning_content": reasoning, **chat_format.response["fields"]}
+            return replace(
+                chat_format, response={**chat_format.response, "fields": fields}, reasoning_markers=(begin, end)
+            )
+    return chat_format
 
 
-def _plain_thoughts(response: Json) -> tuple[str, str] | None:
-    for name in THOUGHTS:
+def _literal_marks(response: Json) -> tuple[str, str] | None:
+    for name in REASONING_FIELDS:
         found = response.get("fields", {}).get(name)
         if isinstance(found, dict) and isinstance(found.get("open"), str) and isinstance(found.get("close"), str):
             return found["open"], found["close"]
@@ -92,9 +83,9 @@ def _response(fields: Json) -> Json:
     return {"start_anchor_pattern": _ANYWHERE, "fields": {**fields, "content": {"content": "text"}}}
 
 
-def _family(name: str, calls: Json, written: Written | None = None, further: Json | None = None) -> Family:
-    response = _response({CALLS: {"content": "json", "repeats": True, **calls}, **(further or {})})
-    return Family(name, response, written, is_anchored=False)
+def _family(name: str, calls: Json, call_syntax: CallSyntax | None = None, further: Json | None = None) -> ChatFormat:
+    response = _response({CALLS_FIELD: {"content": "json", "repeats": True, **calls}, **(further or {})})
+    return ChatFormat(name, response, call_syntax, is_anchored=False)
 
 
 def _function(name: str, arguments: str) -> Json:
@@ -104,7 +95,7 @@ def _function(name: str, arguments: str) -> Json:
 _HERMES = _family(
     "hermes",
     {"open": "<tool_call>", "close": "</tool_call>", "transform": _function("{content.name}", "{content.arguments}")},
-    Written(each=("<tool_call>\n", "\n</tool_call>"), between="\n"),
+    CallSyntax(each=("<tool_call>\n", "\n</tool_call>"), between="\n"),
 )
 _QWEN_XML = _family(
     "qwen-xml",
@@ -119,7 +110,7 @@ _QWEN_XML = _family(
 _MISTRAL = _family(
     "mistral",
     {"open": "[TOOL_CALLS]", "transform": _function("{name}", "{arguments}"), "transform_each": True},
-    Written(begin="[TOOL_CALLS][", between=", ", end="]"),
+    CallSyntax(begin="[TOOL_CALLS][", between=", ", end="]"),
 )
 _MISTRAL_ARGS = _family(
     "mistral-args",
@@ -135,13 +126,13 @@ _LLAMA = _family(
         "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)",
         "transform": _function("{content.name}", "{content.parameters}"),
     },
-    Written(arguments="parameters"),
+    CallSyntax(arguments="parameters"),
 )
 _BAR, _SPACE = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def _token(name: str) -> str:
-    """A special token as DeepSeek spells it."""
+    """Return a special token in DeepSeek's spelling."""
     return f"<{_BAR}{name.replace(' ', _SPACE)}{_BAR}>"
 
 
@@ -153,10 +144,11 @@ _DEEPSEEK = _family(
         "close_pattern": rf"(?:\s*```)?\s*{_token('tool call end')}",
         "transform": _function("{name}", "{content}"),
     },
-    # an end that may be missing is a part of its own: what ends a call must not depend on how its text arrives
+    # the optional end marker is a field of its own, so that the end of a call does not depend on how its text is
+    # streamed
     further={"calls_end": {"open": _token("tool calls end"), "content": "text"}},
 )
-_HARMONY = Family(
+_HARMONY = ChatFormat(
     "harmony",
     {
         "start_anchor_pattern": _ANYWHERE,
@@ -166,7 +158,7 @@ _HARMONY = Family(
                 "close_pattern": r"<\|end\|>",
                 "content": "text",
             },
-            CALLS: {
+            CALLS_FIELD: {
                 "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis) to=functions\."
                 r"(?P<name>[\w.-]+)\s*(?:<\|constrain\|>\w*)?<\|message\|>",
                 "close_pattern": r"<\|call\|>",
@@ -185,7 +177,7 @@ _HARMONY = Family(
     },
     is_anchored=False,
 )
-_KNOWN: Sequence[tuple[tuple[str, ...], Family]] = (
+_KNOWN: Sequence[tuple[tuple[str, ...], ChatFormat]] = (
     (("<function=", "<tool_call>"), _QWEN_XML),
     (("<tool_call>", "</tool_call>", "arguments"), _HERMES),
     (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_ARGS),
@@ -195,3 +187,54 @@ _KNOWN: Sequence[tuple[tuple[str, ...], Family]] = (
     (('"parameters"', "ipython"), _LLAMA),
     (("<|python_tag|>",), _LLAMA),
 )
+
+
+# Fill-in-the-middle
+
+_PREFIX, _SUFFIX = "prefix", "suffix"
+# Codestral, the last one, has the suffix first and no marker for the middle.
+_LAYOUTS: Sequence[tuple[str, ...]] = (
+    ("<|fim_prefix|>", _PREFIX, "<|fim_suffix|>", _SUFFIX, "<|fim_middle|>"),
+    ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>"),
+    ("<fim-prefix>", _PREFIX, "<fim-suffix>", _SUFFIX, "<fim-middle>"),
+    ("<|fim_begin|>", _PREFIX, "<|fim_hole|>", _SUFFIX, "<|fim_end|>"),
+    ("<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}begin\N{FULLWIDTH VERTICAL LINE}>", _PREFIX,
+     "<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}hole\N{FULLWIDTH VERTICAL LINE}>", _SUFFIX,
+     "<\N{FULLWIDTH VERTICAL LINE}fim\N{LOWER ONE EIGHTH BLOCK}end\N{FULLWIDTH VERTICAL LINE}>"),
+    ("<PRE>", _PREFIX, "<SUF>", _SUFFIX, "<MID>"),
+    ("\N{LOWER ONE EIGHTH BLOCK}<PRE>", _PREFIX, "\N{LOWER ONE EIGHTH BLOCK}<SUF>", _SUFFIX,
+     "\N{LOWER ONE EIGHTH BLOCK}<MID>"),
+    ("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX),
+)  # fmt: skip
+_REPOSITORY = ("<|repo_name|>", "<repo_name>", "<reponame>", "<|fim_repo|>", "<fim-repo>")
+# Markers before the name of a repository, and before the name of each of its files (Qwen2.5-Coder technical report,
+# section 3.1).
+_FILE = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
+
+
+@dataclass(frozen=True, slots=True)
+class FillInTheMiddle:
+    """Fill-in-the-middle tokens of one vocabulary."""
+
+    layout: tuple[int | str, ...]  # token ids, and the positions of prefix and suffix
+    repository: int | None = None
+    file: int | None = None  # tokens that begin a repository and each of its files; None: not available
+
+    def around(self, prefix: Iterable[int], suffix: Iterable[int]) -> list[int]:
+        """Return the prompt after which the model generates the text between prefix and suffix."""
+        parts = {_PREFIX: list(prefix), _SUFFIX: list(suffix)}
+        return [id for each in self.layout for id in (parts[each] if isinstance(each, str) else [each])]
+
+
+def find_fill_in_the_middle(vocabulary: Mapping[str, int]) -> FillInTheMiddle | None:
+    """Return the fill-in-the-middle tokens of a vocabulary; None if it has none."""
+    for layout in _LAYOUTS:
+        marks = [mark for mark in layout if mark not in (_PREFIX, _SUFFIX)]
+        if all(mark in vocabulary for mark in marks):
+            found = tuple(vocabulary[each] if each in marks else each for each in layout)
+            return FillInTheMiddle(found, _first(_REPOSITORY, vocabulary), _first(_FILE, vocabulary))
+    return None
+
+
+def _first(names: Sequence[str], vocabulary: Mapping[str, int]) -> int | None:
+    return next((vocabulary[name] for name in names if name in vocabulary), None)

@@ -1,51 +1,64 @@
-"""What a request holds its answer to: the fields that several APIs have for that, as one Grammar.
+"""Fields that constrain an answer to a grammar, from several APIs.
 
-Law: PURE, values only. Whether a grammar can be compiled is known where it is compiled.
+A JSON schema is closed before use: objects that list their properties get no additional ones. JSON Schema allows
+additional properties by default, but authors of schemas for models expect only the listed ones, and other servers
+behave like this. The closed schema accepts a subset of the original one. Whether a grammar compiles is checked by the
+engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from worker.errors import InvalidValue, UnsupportedField
 from worker.interface import Grammar
-from worker.prompt.body_reader import MAX_LEVELS, Fields, is_deep
-from worker.prompt.closed_schemas import closed
+from worker.prompt.body_reader import MAX_LEVELS, BodyFields, is_deep
 from worker.protocol.dialects.generation_fields import DESCRIBED, MAX_GUIDED_CHOICES, RESPONSE_FORMAT, STRUCTURED
 
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_SINGLE = ("items", "additionalProperties")
+_LISTED = ("prefixItems", *_ALTERNATIVES)
+# keywords that already constrain additional properties, or need some
+_OF_MEMBERS = (
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties",
+    "dependentRequired", "const", "enum",
+)  # fmt: skip
+_COMBINING = ("not", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 
-def read(fields: Fields) -> Grammar | None:
-    """The grammar that `fields` state, in OpenAI's way (`response_format`), llama-server's (`json_schema`, `grammar`),
-    vLLM's (`guided_*`, `structured_outputs`) or SGLang's (`regex`, `ebnf`); None if the answer is free.
 
-    Raises InvalidValue, naming the field, for a value that is none and for two that say different things: clients that
-    know older and newer servers say one thing twice.
+def read(fields: BodyFields) -> Grammar | None:
+    """Read the grammar from OpenAI's field (`response_format`), llama-server's (`json_schema`, `grammar`), vLLM's
+    (`guided_*`, `structured_outputs`) or SGLang's (`regex`, `ebnf`). Return None for an unconstrained answer.
+
+    Raise InvalidValue, naming the field, for an invalid value and for two fields with different grammars. Equal ones
+    are accepted: clients of several server versions send the same grammar twice.
     """
-    stated = [grammar for name, reader in _READERS.items() if (grammar := reader(fields, name)) is not None]
-    other = next((grammar for grammar in stated if grammar != stated[0]), None)
+    given = [grammar for name, reader in _READERS.items() if (grammar := reader(fields, name)) is not None]
+    other = next((grammar for grammar in given if grammar != given[0]), None)
     if other is not None:
         raise InvalidValue(
-            f"{stated[0].field} and {other.field} both say what the answer must be; state one", param=other.field
+            f"{given[0].field} and {other.field} both constrain the answer; send one of them", param=other.field
         )
-    return stated[0] if stated else None
+    return given[0] if given else None
 
 
 def of_schema(schema: Any, field: str, *, lenient: bool = False) -> Grammar:
-    """JSON that satisfies `schema`, an object of JSON Schema or such an object as a string."""
+    """Return the grammar of `schema`, a JSON Schema as an object or as a string."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError:
             schema = None
-        if is_deep(schema):  # as a string it came past the limit of bodies
-            raise InvalidValue(f"{field} is nested too deeply: {MAX_LEVELS} levels are read", param=field)
+        if is_deep(schema):  # a schema in a string was not covered by the nesting limit of bodies
+            raise InvalidValue(f"{field} is nested too deeply: at most {MAX_LEVELS} levels are supported", param=field)
     if not isinstance(schema, dict):
         raise InvalidValue(f"{field} must be a JSON schema, an object", param=field)
-    return Grammar("json_schema", orjson.dumps(closed(schema)).decode(), field, lenient=lenient)
+    return Grammar("json_schema", orjson.dumps(close_schema(schema)).decode(), field, lenient=lenient)
 
 
-def _response_format(fields: Fields, name: str) -> Grammar | None:
+def _response_format(fields: BodyFields, name: str) -> Grammar | None:
     if fields.mapping(name) is None:
         return None
     within = fields.within(name, RESPONSE_FORMAT)
@@ -56,78 +69,76 @@ def _response_format(fields: Fields, name: str) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return of_schema(_or(_one_schema((within, "schema"), (within, "value")), {"type": "object"}), name)
+        return of_schema(_default(_one_schema((within, "schema"), (within, "value")), {"type": "object"}), name)
     described = within.within("json_schema", DESCRIBED)
     strict = described.flag("strict") or False
     if described.take("description") is not None:
         fields.mark_unused(f"{described.path}description")
-    # what no grammar can say is an error where it was promised, and passed over where it was only wished for
+    # a keyword that cannot be enforced is an error with `strict` and is ignored otherwise
     schema = _one_schema((described, "schema"), (within, "schema"), (within, "value"))
     return of_schema(schema, f"{name}.json_schema", lenient=not strict)
 
 
-def _one_schema(*places: tuple[Fields, str]) -> Any:
-    """The schema that stands in one of `places`; None if there is none."""
-    stated = {each.path + name: value for each, name in places if (value := each.take(name)) is not None}
-    if len(stated) > 1:
-        first, second, *_ = stated
-        raise InvalidValue(f"{first} and {second} mean the same; state one", param=second)
-    return next(iter(stated.values()), None)
+def _one_schema(*places: tuple[BodyFields, str]) -> Any:
+    """Return the schema from one of `places`; None if there is none."""
+    given = {each.path + name: value for each, name in places if (value := each.take(name)) is not None}
+    if len(given) > 1:
+        first, second, *_ = given
+        raise InvalidValue(f"{first} and {second} mean the same; send one of them", param=second)
+    return next(iter(given.values()), None)
 
 
-def _schema(fields: Fields, name: str) -> Grammar | None:
+def _schema(fields: BodyFields, name: str) -> Grammar | None:
     value = fields.take(name)
     return None if value is None else of_schema(value, fields.path + name)
 
 
-def _text(kind: Any) -> Callable[[Fields, str], Grammar | None]:
-    def read(fields: Fields, name: str) -> Grammar | None:
+def _text(kind: Any) -> Callable[[BodyFields, str], Grammar | None]:
+    def read(fields: BodyFields, name: str) -> Grammar | None:
         text = fields.text(name)
         return Grammar(kind, text, fields.path + name) if text else None
 
     return read
 
 
-def _choice(fields: Fields, name: str) -> Grammar | None:
+def _choice(fields: BodyFields, name: str) -> Grammar | None:
     choices = fields.sequence(name)
     if choices is None:
         return None
     if not 0 < len(choices) <= MAX_GUIDED_CHOICES or not all(isinstance(each, str) and each for each in choices):
         where = fields.path + name
-        raise InvalidValue(
-            f"{where} must be an array of 1 to {MAX_GUIDED_CHOICES} strings, none of them empty", param=where
-        )
+        raise InvalidValue(f"{where} must be an array of 1 to {MAX_GUIDED_CHOICES} non-empty strings", param=where)
     return Grammar("choice", orjson.dumps(choices).decode(), fields.path + name)
 
 
-def _json_object(fields: Fields, name: str) -> Grammar | None:
+def _json_object(fields: BodyFields, name: str) -> Grammar | None:
     return of_schema({"type": "object"}, fields.path + name) if fields.flag(name) else None
 
 
-def _structured_outputs(fields: Fields, name: str) -> Grammar | None:
+def _structured_outputs(fields: BodyFields, name: str) -> Grammar | None:
     if fields.mapping(name) is None:
         return None
     within = fields.within(name, STRUCTURED)
-    stated = [grammar for each, reader in _STRUCTURED.items() if (grammar := reader(within, each)) is not None]
-    for each in _TUNING:
+    given = [grammar for each, reader in _STRUCTURED.items() if (grammar := reader(within, each)) is not None]
+    for each in _NO_EFFECT:
         within.refuse(each, f"{name}.{each} is not supported; leave it out")
-    unknown = within.settle(strict=False)
+    unknown = within.check_unknown(strict=False)
     if unknown:
         raise UnsupportedField(
-            f"{name}.{unknown[0][:64]} is not supported; state one of {', '.join(_STRUCTURED)}", param=name
+            f"{name}.{unknown[0][:64]} is not supported; use one of {', '.join(_STRUCTURED)}", param=name
         )
-    if len(stated) != 1:
-        raise InvalidValue(f"{name} must state exactly one of {', '.join(_STRUCTURED)}", param=name)
-    return stated[0]
+    if len(given) != 1:
+        raise InvalidValue(f"{name} must have exactly one of {', '.join(_STRUCTURED)}", param=name)
+    return given[0]
 
 
-def _or(value: Any, otherwise: Any) -> Any:
+def _default(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
 
-_TUNING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-"""Of `structured_outputs`, and sent by vLLM's own clients: false as good as absent."""
-_Reader = Callable[[Fields, str], Grammar | None]
+# Fields of `structured_outputs` that vLLM's clients always send. false has no effect.
+_NO_EFFECT = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+_Reader = Callable[[BodyFields, str], Grammar | None]
 _STRUCTURED: dict[str, _Reader] = {
     "json": _schema,
     "json_object": _json_object,
@@ -147,3 +158,64 @@ _READERS: dict[str, _Reader] = {
     "regex": _text("regex"),
     "ebnf": _text("gbnf"),
 }
+
+
+def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return `schema` with `additionalProperties: false` for objects that list their properties without restricting
+    others.
+
+    Schemas that combine several subschemas for one object are returned unchanged: a property that one of them does
+    not list may be required by another. The argument is not modified.
+    """
+    if any(map(_is_combined, _subschemas(schema))):
+        return schema
+    copy: dict[str, Any] = orjson.loads(orjson.dumps(schema))
+    for each in _subschemas(copy):
+        if _can_close(each):
+            each["additionalProperties"] = False
+    return copy
+
+
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    if any(name in schema for name in _COMBINING):
+        return True
+    others = [name for name in (*_ALTERNATIVES, "$ref") if name in schema]
+    if len(others) > 1 or (others and ("properties" in schema or "required" in schema)):
+        return True
+    if "oneOf" in schema and "discriminator" not in schema:
+        return True  # closing would make a value match one alternative that matched two open ones before
+    all_of = schema.get("allOf")
+    return isinstance(all_of, list) and len(all_of) > 1
+
+
+def _can_close(schema: Mapping[str, Any]) -> bool:
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return not any(name in schema for name in _OF_MEMBERS) and all(
+        isinstance(name, str) and name in properties for name in required
+    )
+
+
+def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield `schema` and all schemas nested in it. Iterative, because clients choose the nesting depth."""
+    stack: list[Any] = [schema]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, dict):
+            yield current
+            stack.extend(_direct_subschemas(current))
+
+
+def _direct_subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
+    for name in _BY_NAME:
+        if isinstance(named := schema.get(name), dict):
+            yield from named.values()
+    for name in _LISTED:
+        if isinstance(listed := schema.get(name), list):
+            yield from listed
+    for name in _SINGLE:
+        if isinstance(held := schema.get(name), list):
+            yield from held
+        else:
+            yield held

@@ -1,7 +1,7 @@
-"""The parts of an answer: thoughts, content and tool calls, told apart in its text as it grows.
+"""Parsing of an answer into reasoning, content and tool calls while its text grows.
 
-The text is read by transformers' ResponseParser. What the parser would fail on becomes content here, letter by letter:
-it only has to find where parts begin and end, and each call is read for itself once it is whole.
+The text is parsed by transformers' ResponseParser, which only finds where regions begin and end. Each call is parsed
+separately once it is complete, and text that cannot be parsed becomes content unchanged.
 """
 
 import json
@@ -15,7 +15,7 @@ import orjson
 
 from worker.interface import Delta
 from worker.prompt.body_reader import Json
-from worker.prompt.chat_formats import BARE, CALLS, THOUGHTS, Family, Written
+from worker.prompt.chat_formats import BARE_CALLS, CALLS_FIELD, REASONING_FIELDS, CallSyntax, ChatFormat
 
 _MARK = "mark"
 _BODY = "body"
@@ -23,7 +23,7 @@ _BODY = "body"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON."""
+    """A parsed tool call. `arguments` is JSON."""
 
     id: str
     name: str
@@ -31,8 +31,8 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What is new: one of these."""
+class AnswerPart:
+    """New output of an answer. Exactly one field is set."""
 
     content: str = ""
     reasoning: str = ""
@@ -40,174 +40,179 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How the answers of one request are to be read."""
+class ParseOptions:
+    """Options for parsing the answers of one request."""
 
-    family: Family | None
-    begun: str = ""
-    """What of the answer, or of what leads to it, the prompt has already: the text that the parser is given first."""
-    tools: Sequence[Json] = ()
-    """Those that may be called; none: what looks like a call is content."""
-    is_held: bool = False
-    """The answer was held by a grammar to be calls in the family's way of writing, or in the BARE one."""
-    most_calls: int | None = None
-    """Further ones are left out."""
-    separates: bool = True
-    """Thoughts are told apart; else they are content, marks and all."""
+    chat_format: ChatFormat | None
+    # The part of the answer, or of the prompt before it, that the prompt already contains. The parser is fed this
+    # text first.
+    prefix: str = ""
+    tools: Sequence[Json] = ()  # tools that may be called; empty: text that looks like a call is content
+    is_constrained: bool = False  # a grammar constrains the answer to calls, in the format's syntax or in BARE_CALLS
+    max_calls: int | None = None  # further calls are dropped
+    # separate reasoning from content; otherwise it stays in the content, including its markers
+    separate_reasoning: bool = True
 
 
-class Reading:
-    """One answer, as far as it has come."""
+class AnswerParser:
+    """Incremental parser of one answer."""
 
-    def __init__(self, manner: Manner):
-        self._manner = manner
-        self._names = {tool["function"]["name"] for tool in manner.tools}
-        self._calls = 0
-        self._is_bare = manner.is_held and written(manner.family) is BARE
-        self._bare = ""
-        self._held = ""
-        """Blanks that are content only if content follows them."""
-        self._is_fresh = False
-        """Something else came before the content that begins now: blanks at its front only set the two apart."""
-        self._raw = ""
-        self._read = 0
+    def __init__(self, parse_options: ParseOptions):
+        self._options = parse_options
+        self._names = {tool["function"]["name"] for tool in parse_options.tools}
+        self._call_count = 0
+        self._is_bare_syntax = parse_options.is_constrained and call_syntax(parse_options.chat_format) is BARE_CALLS
+        self._bare_text = ""
+        self._held_blanks = ""  # blanks that are content only if content follows
+        # The next content starts after a different region, so its leading blanks are separators.
+        self._at_region_start = False
+        self._raw_text = ""
+        self._read_end = 0
         self._parser: Any = None
-        self._response: Any = None
+        self._region_template: Any = None
         self.is_thinking = False
-        if manner.family is not None and self._kept(manner.family):
-            self._begin(manner.family)
+        if parse_options.chat_format is not None and self._regions(parse_options.chat_format):
+            self._start_parser(parse_options.chat_format)
 
-    def push(self, text: str) -> list[Part]:
-        """What `text`, which comes next, adds."""
+    def push(self, text: str) -> list[AnswerPart]:
+        """Parse the next piece of text."""
         if self._parser is None:
-            return self._plain(text)
-        self._raw += text
-        return self._parts(self._parser.feed(text))
+            return self._add_content(text)
+        self._raw_text += text
+        return self._to_parts(self._parser.feed(text))
 
-    def take(self, delta: Delta) -> tuple[list[Part], int]:
-        """What `delta`, which comes next, adds, all that was held back if it is the last; and how many of its tokens
-        were thoughts."""
+    def take(self, delta: Delta) -> tuple[list[AnswerPart], int]:
+        """Parse the next delta; the last one also returns text that was held back. The second value is the number of
+        reasoning tokens.
+        """
         was_thinking = self.is_thinking
         parts = self.push(delta.text) if delta.text else []
         if delta.finish is not None:
             parts = [*parts, *self.finish()]
         return parts, len(delta.tokens) if was_thinking or self.is_thinking else 0
 
-    def finish(self) -> list[Part]:
-        """The answer is over; returns what was held back."""
-        parts: list[Part] = []
+    def finish(self) -> list[AnswerPart]:
+        """End the answer and return text that was held back."""
+        parts: list[AnswerPart] = []
         if self._parser is not None:
             _, events = self._parser.finalize()
-            parts = self._parts(events)
-        if self._is_bare and self._bare:
+            parts = self._to_parts(events)
+        if self._is_bare_syntax and self._bare_text:
             parts = [*parts, *self._finish_bare()]
-        if self._held:
-            parts.append(Part(content=self._held))
+        if self._held_blanks:
+            parts.append(AnswerPart(content=self._held_blanks))
         return parts
 
-    def _begin(self, family: Family) -> None:
-        from transformers.utils.chat_parsing import ResponseParser  # late: the library takes a second to import
+    def _start_parser(self, chat_format: ChatFormat) -> None:
+        # imported late: the library takes a second to import
+        from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        self._response = load_response_template(_located(family.response, self._kept(family)))
-        self._parser = ResponseParser(self._response, prefix=self._manner.begun)
-        for event in self._parser.initial_events:  # what was begun is known; only where it leaves off matters
-            self._note(event)
-        self._raw = self._response.truncate_past_last_anchor(self._manner.begun)
-        self._is_fresh = self.is_thinking
+        self._region_template = load_response_template(
+            _region_boundaries(chat_format.response, self._regions(chat_format))
+        )
+        self._parser = ResponseParser(self._region_template, prefix=self._options.prefix)
+        for event in self._parser.initial_events:  # the prefix is known already; only the state at its end matters
+            self._track_region(event)
+        self._raw_text = self._region_template.truncate_past_last_anchor(self._options.prefix)
+        self._at_region_start = self.is_thinking
 
-    def _kept(self, family: Family) -> list[str]:
-        """The names of those parts that this request wants told apart."""
-        fields = family.response["fields"]
-        thoughts = [name for name in THOUGHTS if name in fields and self._manner.separates]
-        has_calls = CALLS in fields and bool(self._manner.tools) and not self._is_bare
-        if family.name == "harmony":  # its answers are never plain
+    def _regions(self, chat_format: ChatFormat) -> list[str]:
+        """Return the names of the regions to separate from content."""
+        fields = chat_format.response["fields"]
+        reasoning = [name for name in REASONING_FIELDS if name in fields and self._options.separate_reasoning]
+        has_calls = CALLS_FIELD in fields and bool(self._options.tools) and not self._is_bare_syntax
+        if chat_format.name == "harmony":  # every harmony answer has regions
             return list(fields)
-        return [*thoughts, *([CALLS] if has_calls else [])]
+        return [*reasoning, *([CALLS_FIELD] if has_calls else [])]
 
-    def _note(self, event: Mapping[str, Any]) -> None:
+    def _track_region(self, event: Mapping[str, Any]) -> None:
         if event["type"] == "region_open":
-            self.is_thinking = event["field"] in THOUGHTS
+            self.is_thinking = event["field"] in REASONING_FIELDS
         elif event["type"] == "region_close":
             self.is_thinking = False
 
-    def _parts(self, events: Sequence[Mapping[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
+    def _to_parts(self, events: Sequence[Mapping[str, Any]]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         for event in events:
-            self._note(event)
+            self._track_region(event)
             name, kind = event["field"], event["type"]
-            if kind == "region_open" and name in THOUGHTS:
-                self._held, self._is_fresh = "", True
-            elif kind == "region_chunk" and name != CALLS:
-                parts += self._thought(event["text"]) if name in THOUGHTS else self._plain(event["text"])
-            elif kind == "region_close" and name == CALLS:
-                parts += self._call(event["value"])
-            elif kind == "region_close" and name in THOUGHTS:
-                self._held, self._is_fresh = "", True
+            if kind == "region_open" and name in REASONING_FIELDS:
+                self._held_blanks, self._at_region_start = "", True
+            elif kind == "region_chunk" and name != CALLS_FIELD:
+                parts += (
+                    self._add_reasoning(event["text"]) if name in REASONING_FIELDS else self._add_content(event["text"])
+                )
+            elif kind == "region_close" and name == CALLS_FIELD:
+                parts += self._parse_region(event["value"])
+            elif kind == "region_close" and name in REASONING_FIELDS:
+                self._held_blanks, self._at_region_start = "", True
         return parts
 
-    def _thought(self, text: str) -> list[Part]:
-        text = self._held + text
-        text, self._held = _split_blanks(text.lstrip() if self._is_fresh else text)
+    def _add_reasoning(self, text: str) -> list[AnswerPart]:
+        text = self._held_blanks + text
+        text, self._held_blanks = _split_blanks(text.lstrip() if self._at_region_start else text)
         if not text:
             return []
-        self._is_fresh = False
-        return [Part(reasoning=text)]
+        self._at_region_start = False
+        return [AnswerPart(reasoning=text)]
 
-    def _plain(self, text: str) -> list[Part]:
-        if self._is_bare:
-            self._bare += text
+    def _add_content(self, text: str) -> list[AnswerPart]:
+        if self._is_bare_syntax:
+            self._bare_text += text
             return []
         if self._parser is None:
-            return [Part(content=text)] if text else []
-        text = self._held + text
-        if self._is_fresh:
+            return [AnswerPart(content=text)] if text else []
+        text = self._held_blanks + text
+        if self._at_region_start:
             text = text.lstrip()
-        text, self._held = _split_blanks(text)
+        text, self._held_blanks = _split_blanks(text)
         if not text:
             return []
-        self._is_fresh = False
-        return [Part(content=text)]
+        self._at_region_start = False
+        return [AnswerPart(content=text)]
 
-    def _call(self, region: Mapping[str, str]) -> list[Part]:
-        """The calls in a region; its text, as it stands there, if they cannot be read."""
-        begin = max(self._raw.find(region[_MARK] + region[_BODY], self._read), self._read)
+    def _parse_region(self, region: Mapping[str, str]) -> list[AnswerPart]:
+        """Return the calls in a region, or the region's text as content if they cannot be parsed."""
+        begin = max(self._raw_text.find(region[_MARK] + region[_BODY], self._read_end), self._read_end)
         end = begin + len(region[_MARK]) + len(region[_BODY])
-        close = self._response.fields[CALLS].close_re
-        closed = close.match(self._raw, end) if close is not None else None
-        self._read = closed.end() if closed else end
-        text = self._raw[begin : self._read]
-        calls = self._understood(lambda: self._parsed(text))
+        close = self._region_template.fields[CALLS_FIELD].close_re
+        closed = close.match(self._raw_text, end) if close is not None else None
+        self._read_end = closed.end() if closed else end
+        text = self._raw_text[begin : self._read_end]
+        calls = self._try_parse(lambda: self._parse_calls(text))
         if calls is None:
-            return self._plain(text)
-        self._held, self._is_fresh = "", True
-        return self._counted(calls)
+            return self._add_content(text)
+        self._held_blanks, self._at_region_start = "", True
+        return self._limit_calls(calls)
 
-    def _parsed(self, text: str) -> Any:
+    def _parse_calls(self, text: str) -> Any:
         from transformers.utils.chat_parsing import parse_response
 
-        assert self._manner.family is not None
-        response = {**self._manner.family.response}
-        response["fields"] = {name: each for name, each in response["fields"].items() if name in (CALLS, "content")}
-        found = parse_response(text, response, prefix="", tools=list(self._manner.tools))
-        listed = found.get(CALLS)
+        assert self._options.chat_format is not None
+        response = {**self._options.chat_format.response}
+        response["fields"] = {
+            name: each for name, each in response["fields"].items() if name in (CALLS_FIELD, "content")
+        }
+        found = parse_response(text, response, prefix="", tools=list(self._options.tools))
+        listed = found.get(CALLS_FIELD)
         if found.get("content"):
-            raise ValueError("not a call alone")
+            raise ValueError("text besides the call")
         return [each for item in listed for each in (item if isinstance(item, list) else [item])] if listed else None
 
-    def _finish_bare(self) -> list[Part]:
+    def _finish_bare(self) -> list[AnswerPart]:
         def parsed() -> Any:
-            return [{"function": each} for each in json.loads(self._bare)]
+            return [{"function": each} for each in json.loads(self._bare_text)]
 
-        calls = self._understood(parsed)
+        calls = self._try_parse(parsed)
         if calls is not None:
-            return self._counted(calls)
-        return [Part(content=self._bare)]
+            return self._limit_calls(calls)
+        return [AnswerPart(content=self._bare_text)]
 
-    def _understood(self, parse: Callable[[], Any]) -> list[ToolCall] | None:
+    def _try_parse(self, parse: Callable[[], Any]) -> list[ToolCall] | None:
         try:
             return [self._to_call(each["function"]) for each in parse()]
-        except Exception:  # noqa: BLE001 - whatever a parser makes of a model's text: it is no call then
+        except Exception:  # noqa: BLE001 - parsers raise various errors for malformed text
             return None
 
     def _to_call(self, function: Mapping[str, Any]) -> ToolCall:
@@ -215,26 +220,28 @@ class Reading:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
-            raise ValueError("not a call of a tool that there is")
+            raise ValueError("not a call of a known tool")
         return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, orjson.dumps(arguments).decode())
 
-    def _counted(self, calls: Sequence[ToolCall]) -> list[Part]:
-        most = self._manner.most_calls
-        left = len(calls) if most is None else max(most - self._calls, 0)
-        self._calls += len(calls)
-        return [Part(call=call) for call in calls[:left]]
+    def _limit_calls(self, calls: Sequence[ToolCall]) -> list[AnswerPart]:
+        most = self._options.max_calls
+        left = len(calls) if most is None else max(most - self._call_count, 0)
+        self._call_count += len(calls)
+        return [AnswerPart(call=call) for call in calls[:left]]
 
 
-def written(family: Family | None) -> Written:
-    """How a model of `family` is held to its calls."""
-    return (family and family.written) or BARE
+def call_syntax(chat_format: ChatFormat | None) -> CallSyntax:
+    """Return the syntax of tool calls for a constrained model with this format."""
+    return (chat_format and chat_format.call_syntax) or BARE_CALLS
 
 
-def shown(family: Family | None, special: Mapping[str, int]) -> frozenset[int]:
-    """Those of a tokenizer's special tokens, by text, that tell parts of this family's answers apart."""
-    if family is None:
+def marker_tokens(chat_format: ChatFormat | None, special: Mapping[str, int]) -> frozenset[int]:
+    """Return the ids of the special tokens that mark regions in this format. They must stay in the
+    text for the parser.
+    """
+    if chat_format is None:
         return frozenset()
-    text = re.sub(r"\\(.)", r"\1", "\n".join(_strings(family.response)))
+    text = re.sub(r"\\(.)", r"\1", "\n".join(_strings(chat_format.response)))
     return frozenset(id for token, id in special.items() if token in text)
 
 
@@ -246,30 +253,32 @@ def _strings(value: Any) -> list[str]:
 
 
 def _split_blanks(text: str) -> tuple[str, str]:
-    """The text, and the blanks at its end."""
+    """Split trailing blanks from the text."""
     kept = text.rstrip()
     return kept, text[len(kept) :]
 
 
-def _located(response: Json, kept: Sequence[str]) -> Json:
-    """The response template made to find parts without reading them: regions come as they stand, and never fail."""
+def _region_boundaries(response: Json, kept: Sequence[str]) -> Json:
+    """Return the response template reduced to region boundaries: contents are captured as raw text, so that parsing
+    never fails.
+    """
     fields: dict[str, Json] = {}
-    for name, stated in response["fields"].items():
-        is_plain = name not in (CALLS, *THOUGHTS)
+    for name, given in response["fields"].items():
+        is_plain = name not in (CALLS_FIELD, *REASONING_FIELDS)
         if not is_plain and name not in kept:
             continue
-        opens = stated.get("open_pattern") or _alternatives(stated.get("open"))
+        opens = given.get("open_pattern") or _alternatives(given.get("open"))
         if is_plain and opens is None:
             fields[name] = {"repeats": True}
-            if "close" in stated or "close_pattern" in stated:
-                fields[name] |= {key: stated[key] for key in ("close", "close_pattern") if key in stated}
+            if "close" in given or "close_pattern" in given:
+                fields[name] |= {key: given[key] for key in ("close", "close_pattern") if key in given}
         else:
-            closes = {key: stated[key] for key in ("close", "close_pattern") if key in stated}
+            closes = {key: given[key] for key in ("close", "close_pattern") if key in given}
             captured = {"transform": {_MARK: "{mark}", _BODY: "{content}"}}
-            opened = {"open_pattern": f"(?P<{_MARK}>{opens})"} if name == CALLS else {"open_pattern": opens}
-            if name != CALLS and "open" in stated:
-                opened = {"open": stated["open"]}  # literals are recognized at once, patterns a token later
-            fields[name] = {"repeats": True, **opened, **closes, **(captured if name == CALLS else {})}
+            opened = {"open_pattern": f"(?P<{_MARK}>{opens})"} if name == CALLS_FIELD else {"open_pattern": opens}
+            if name != CALLS_FIELD and "open" in given:
+                opened = {"open": given["open"]}  # literals match immediately, patterns only one token later
+            fields[name] = {"repeats": True, **opened, **closes, **(captured if name == CALLS_FIELD else {})}
         fields[name] |= {"content": "text", "content_args": {"strip": False}}
         fields[name].setdefault("transform", {_BODY: "{content}"})
     if not any("open" not in each and "open_pattern" not in each for each in fields.values()):

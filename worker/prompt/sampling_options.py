@@ -1,20 +1,20 @@
-"""How a request wants its tokens picked: what it says itself, else the preset, else the checkpoint, else the API.
+"""Sampling parameters of a request. Precedence: request, preset, checkpoint (generation_config.json), API default.
 
-Law: PURE, values only.
+Includes llama-server's `samplers`, which selects the samplers and their order. The engine supports two orders:
+temperature before top-k, top-p and min-p (vLLM, transformers), or after them (llama.cpp).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.errors import InvalidValue, StartError
-from worker.interface import Sampling
-from worker.prompt import llama_server_samplers
-from worker.prompt.body_reader import Fields, Json, parse_setting, to_integer
+from worker.errors import InvalidValue, StartError, UnsupportedField
+from worker.interface import SamplingParams
+from worker.prompt.body_reader import BodyFields, Json, parse_setting, to_integer
 from worker.protocol.dialects.generation_fields import MAX_BIASED, MAX_BIASES, MAX_STOPS, SAMPLING, TUNING
 from worker.protocol.exits import Exit
 
-Encode = Callable[[str], Sequence[int]]
+EncodeText = Callable[[str], Sequence[int]]
 _PRESET_KEYS = {
     "temp": "temperature",
     "top-k": "top_k",
@@ -27,21 +27,34 @@ _PRESET_KEYS = {
     "stop": "stop",
 }
 _CHECKPOINT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# llama-server's letters for an order given as a string (common/sampling.cpp)
+_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
+    "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
+}  # fmt: skip
+_ALIASES = {
+    "top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "min-p": "min_p", "typ-p": "typ_p", "typ": "typ_p",
+    "typical_p": "typ_p", "typical-p": "typ_p", "typical": "typ_p", "temp": "temperature", "top-n-sigma": "top_n_sigma",
+    "adaptive-p": "adaptive_p",
+}  # fmt: skip
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_CUTS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # in the engine's order, with the value that disables each
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
-    """Where a request says nothing: values of `Sampling` by name, and stop strings."""
+class SamplingDefaults:
+    """Values for requests that do not set them: fields of SamplingParams by name, and stop strings."""
 
     tuning: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
 
 
-def defaults(preset: str, checkpoint: Mapping[str, Any]) -> Defaults:
-    """What `preset` (the JSON object of `Serve.sampling`) and `checkpoint` (generation_config.json) state.
+def defaults(preset: str, checkpoint: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the defaults from `preset` (the JSON object in `Serve.sampling`) and `checkpoint`
+    (generation_config.json).
 
-    Raises StartError for a preset that no request could state either. Values of the checkpoint outside the ranges of
-    this API are passed over: its author wrote them for another program.
+    Raise StartError for a preset value that would be invalid in a request. Checkpoint values outside this API's
+    ranges are ignored, because they were written for another program.
     """
     values = parse_setting(preset)
     if values is None:
@@ -49,19 +62,23 @@ def defaults(preset: str, checkpoint: Mapping[str, Any]) -> Defaults:
     unknown = sorted(set(values) - set(_PRESET_KEYS))
     if unknown:
         raise StartError(f"sampling: unknown key {unknown[0]!r}; known: {', '.join(_PRESET_KEYS)}", Exit.USAGE)
-    fields = Fields({_PRESET_KEYS[key]: value for key, value in values.items()}, SAMPLING)
+    fields = BodyFields({_PRESET_KEYS[key]: value for key, value in values.items()}, SAMPLING)
     try:
-        return Defaults({**_of_checkpoint(checkpoint), **_tuning(fields)}, tuple(read_stop(fields, "stop") or ()))
+        return SamplingDefaults(
+            {**_of_checkpoint(checkpoint), **_tuning(fields)}, tuple(read_stop(fields, "stop") or ())
+        )
     except InvalidValue as error:
         raise StartError(f"sampling: {error.message}", Exit.USAGE) from None
 
 
 def _of_checkpoint(config: Mapping[str, Any]) -> Json:
-    """What generation_config.json means: `do_sample: false`, where stated, is greedy, and its other knobs rest."""
+    """Translate generation_config.json. `do_sample: false` means greedy, which disables all sampling parameters but the
+    repetition penalty.
+    """
     tuning: Json = {}
     for key in _CHECKPOINT_KEYS:
         try:
-            tuning.update(_tuning(Fields({key: config.get(key)}, TUNING)))
+            tuning.update(_tuning(BodyFields({key: config.get(key)}, TUNING)))
         except InvalidValue:
             continue
     if config.get("do_sample") is False:
@@ -71,26 +88,26 @@ def _of_checkpoint(config: Mapping[str, Any]) -> Json:
 
 
 def read(
-    fields: Fields,
-    defaults: Defaults,
+    fields: BodyFields,
+    defaults: SamplingDefaults,
     *,
     vocab_size: int,
     logprobs: int | None,
     seed: int | None,
-    encode: Encode | None = None,
-) -> tuple[Sampling, tuple[str, ...]]:
-    """The request's sampling and its stop strings; raises InvalidValue naming the field.
+    encode: EncodeText | None = None,
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """Read the request's sampling parameters and stop strings. Raise InvalidValue naming the field.
 
-    `logprobs`: how many alternatives to report, as each dialect spells that in its own way; `seed`: where the request
-    has none. A request's seed of -1 asks for another one each time, as in llama-server. `encode`: a text's tokens, for
-    biases that are stated by text; None: they cannot be.
+    `logprobs`: number of alternatives, which each dialect names differently. `seed`: the preset's seed; a request's
+    seed of -1 is a random one, as in llama-server. `encode`: tokenizes the texts of `logit_bias`; None: only token
+    ids are accepted.
     """
-    stated = fields.integer("seed")
+    given = fields.integer("seed")
     stop = read_stop(fields, "stop")
-    sampling = Sampling(
-        **llama_server_samplers.read(fields, {**defaults.tuning, **_tuning(fields)}),
+    sampling = SamplingParams(
+        **apply_samplers(fields, {**defaults.tuning, **_tuning(fields)}),
         logit_bias=_logit_bias(fields.take("logit_bias"), vocab_size, encode),
-        seed=seed if stated is None else None if stated == -1 else stated,
+        seed=seed if given is None else None if given == -1 else given,
         min_tokens=fields.integer("min_tokens") or 0,
         ignore_eos=fields.flag("ignore_eos") or False,
         logprobs=logprobs,
@@ -98,20 +115,20 @@ def read(
     return sampling, defaults.stop if stop is None else tuple(stop)
 
 
-def _tuning(fields: Fields) -> Json:
-    """The knobs that `fields` state, by their name in Sampling."""
+def _tuning(fields: BodyFields) -> Json:
+    """Read the sampling parameters by their name in SamplingParams."""
     top_k = fields.integer("top_k")
     top_p = fields.number("top_p")
     penalty = fields.number("repetition_penalty")
     same = fields.number("repeat_penalty")
     if penalty is not None and same is not None and penalty != same:
         raise InvalidValue(
-            "repetition_penalty and repeat_penalty mean the same but differ; state one", param="repeat_penalty"
+            "repetition_penalty and repeat_penalty mean the same but differ; send one of them", param="repeat_penalty"
         )
-    stated = {
+    given = {
         "temperature": fields.number("temperature"),
         "top_k": None if top_k is None else max(top_k, 0),
-        # nothing reaches a probability of 0, but the likeliest token alone reaches any tiny one
+        # top_p = 0 must keep the most likely token; any tiny probability does
         "top_p": None if top_p is None else max(top_p, 1e-6),
         "min_p": fields.number("min_p"),
         "repetition_penalty": same if penalty is None else penalty,
@@ -119,23 +136,21 @@ def _tuning(fields: Fields) -> Json:
         "presence_penalty": fields.number("presence_penalty"),
         "frequency_penalty": fields.number("frequency_penalty"),
     }
-    return {name: value for name, value in stated.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def read_stop(fields: Fields, *names: str) -> list[str] | None:
-    """The stop strings of the first of `names` that is stated; each of them must be right."""
-    found = [(name, stated) for name in names if (stated := fields.take(name)) is not None]
-    lists = [[stated] if isinstance(stated, str) else stated for _, stated in found]
-    for (name, _), stops in zip(found, lists, strict=True):
+def read_stop(fields: BodyFields, *names: str) -> list[str] | None:
+    """Return the stop strings of the first of `names` that is present. All present ones are validated."""
+    given_fields = [(name, given) for name in names if (given := fields.take(name)) is not None]
+    lists = [[given] if isinstance(given, str) else given for _, given in given_fields]
+    for (name, _), stops in zip(given_fields, lists, strict=True):
         if (
             not isinstance(stops, list)
             or len(stops) > MAX_STOPS
             or not all(isinstance(stop, str) and stop for stop in stops)
         ):
             where = fields.path + name
-            raise InvalidValue(
-                f"{where} must be a string or up to {MAX_STOPS} strings, none of them empty", param=where
-            )
+            raise InvalidValue(f"{where} must be a string or up to {MAX_STOPS} non-empty strings", param=where)
     return lists[0] if lists else None
 
 
@@ -143,9 +158,10 @@ def _to_token(key: str) -> int | None:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else None
 
 
-def _logit_bias(value: Any, vocab_size: int, encode: Encode | None) -> dict[int, float]:
-    """Biases by token id, from `{"id or text": bias}` or `[[id or text, bias], ...]`; a bias of false bans, as in
-    llama-server."""
+def _logit_bias(value: Any, vocab_size: int, encode: EncodeText | None) -> dict[int, float]:
+    """Return biases by token id from `{"id or text": bias}` or `[[id or text, bias], ...]`. A bias of false bans the
+    token, as in llama-server.
+    """
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -169,3 +185,65 @@ def _logit_bias(value: Any, vocab_size: int, encode: Encode | None) -> dict[int,
             )
         biases.update((id, float(number)) for id in ids if id is not None)
     return biases
+
+
+def apply_samplers(fields: BodyFields, tuning: Mapping[str, Any]) -> Json:
+    """Apply `samplers` to `tuning`, values of SamplingParams by name. Samplers that are not listed are disabled.
+
+    Raise InvalidValue for an unknown name, and UnsupportedField for an order that makes a difference and that the
+    engine does not have.
+    """
+    names = _read_samplers(fields)
+    if not names:
+        return dict(tuning)
+    changed = dict(tuning)
+    if "penalties" not in names:
+        changed |= _PENALTIES
+    changed |= {name: off for name, off in _CUTS.items() if name not in names}
+    if "temperature" not in names:
+        changed["temperature"] = 1.0
+    effective = [name for name in names if _has_effect(name, changed)]
+    first, temperature = [[each for each in effective if each == name] for name in ("penalties", "temperature")]
+    cuts = [name for name in _CUTS if name in effective]
+    # both compare with the most likely token only, so their order does not matter
+    lists = [cuts, cuts[::-1]] if set(cuts) == {"top_k", "min_p"} else [cuts]
+    before = [[*first, *temperature, *each] for each in lists]
+    after = [[*first, *each, *temperature] for each in lists]
+    if effective not in before + after:
+        raise UnsupportedField(
+            "samplers in this order are not supported: penalties come first, then top_k, top_p and min_p, and"
+            " temperature either before or behind these three",
+            param="samplers",
+        )
+    return changed | {"temperature_last": effective not in before}
+
+
+def _has_effect(name: str, tuning: Mapping[str, Any]) -> bool:
+    """Check whether a sampler has an effect. Greedy needs no temperature, and 1.0 changes nothing."""
+    if name == "penalties":
+        return any(tuning.get(each, off) != off for each, off in _PENALTIES.items())
+    if name == "temperature":
+        return tuning.get(name, 1.0) not in (0.0, 1.0)
+    return name in _CUTS and tuning.get(name, _CUTS[name]) != _CUTS[name]
+
+
+def sampler_names(tuning: Mapping[str, Any]) -> list[str]:
+    """Return the order of the samplers by llama-server's names."""
+    cuts = [*_CUTS]
+    return ["penalties", *([*cuts, "temperature"] if tuning["temperature_last"] else ["temperature", *cuts])]
+
+
+def _read_samplers(fields: BodyFields) -> list[str]:
+    given = fields.take("samplers") or []
+    listed = [_LETTERS.get(letter, "") for letter in given] if isinstance(given, str) else given
+    is_list = isinstance(listed, list) and all(isinstance(each, str) for each in listed)
+    named = [_ALIASES.get(each, each) for each in listed] if is_list else []
+    if not is_list or not set(named) <= set(_LETTERS.values()) or len(set(named)) < len(named):
+        raise InvalidValue(
+            f"samplers must be names among {', '.join(_LETTERS.values())}, each at most once, or a string of"
+            f" {''.join(_LETTERS)}",
+            param="samplers",
+        )
+    if "infill" in named:
+        raise UnsupportedField("samplers: infill is not supported; leave it out", param="samplers")
+    return named

@@ -1,7 +1,4 @@
-"""The tools of a request: which may be called, whether one must be, and the grammar that makes it so.
-
-Law: PURE, values only.
-"""
+"""Tools of a request: which ones may be called, whether a call is required, and the grammar that enforces it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,30 +9,28 @@ import orjson
 
 from worker.errors import InvalidValue, UnsupportedByModel
 from worker.interface import JSON_WHITESPACE, Grammar
-from worker.prompt.body_reader import Fields, Json
-from worker.prompt.chat_formats import Family, Written
-from worker.prompt.closed_schemas import closed
+from worker.prompt.body_reader import BodyFields, Json
+from worker.prompt.chat_formats import CallSyntax, ChatFormat
+from worker.prompt.guided_decoding import close_schema
 
-_JSON_BEGINS = '{["-0123456789tfn \t\r\n'
+_JSON_FIRST_CHARACTERS = '{["-0123456789tfn \t\r\n'
 
 
 @dataclass(frozen=True, slots=True)
-class Tooling:
-    """What a request says about tools."""
+class ToolOptions:
+    """Tools of a request and constraints on their calls."""
 
-    shown: Sequence[Json] = ()
-    """To the chat template: all, or those that are allowed."""
-    callable: Sequence[Json] = ()
-    """Those whose calls are told apart: all that are shown, or the one that must be called."""
-    is_required: bool = False
-    """The answer must be calls."""
-    most: int | None = None
-    """Calls at most."""
+    shown: Sequence[Json] = ()  # tools for the chat template: all or the allowed ones
+    callable: Sequence[Json] = ()  # tools whose calls are parsed: the shown ones, or the required one
+    is_required: bool = False  # the answer must consist of calls
+    max_calls: int | None = None  # maximum number of calls; None: no limit
 
 
-def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
-    """`tools` as the chat has them, with `tool_choice` and `parallel_tool_calls`; `has_place`: the chat template shows
-    tools to the model. Raises InvalidValue, or UnsupportedByModel where there is no such place."""
+def read(fields: BodyFields, tools: Sequence[Json], *, has_place: bool) -> ToolOptions:
+    """Read `tool_choice` and `parallel_tool_calls` for `tools`. `has_place`: the chat template renders tools.
+
+    Raise InvalidValue, or UnsupportedByModel if the template does not render tools.
+    """
     choice = fields.take("tool_choice")
     is_parallel = fields.flag("parallel_tool_calls")
     named: str | None = None
@@ -43,56 +38,62 @@ def read(fields: Fields, tools: Sequence[Json], *, has_place: bool) -> Tooling:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed(choice.get("allowed_tools"))
     elif isinstance(choice, dict):
-        named = _named(choice)
+        named = _read_function_name(choice)
     elif choice not in (None, "none", "auto", "required"):
         raise InvalidValue("tool_choice must be none, auto, required or name a function", param="tool_choice")
     if not tools:
         if choice in (None, "none", "auto") and allowed is None:
-            return Tooling()
+            return ToolOptions()
         raise InvalidValue("tool_choice needs tools", param="tool_choice")
     if choice == "none":
-        return Tooling()
+        return ToolOptions()
     if not has_place:
         raise UnsupportedByModel(
-            'this model\'s chat template has no place for tools; send tool_choice "none" and describe them in a'
-            " message, or set a template that has one with chat-template in the preset",
+            'this model\'s chat template does not render tools; send tool_choice "none" and describe them in a'
+            " message, or set a template that renders them with chat-template in the preset",
             param="tools",
         )
-    if allowed is not None:  # others are not shown: where no grammar holds it, a model may call what it sees
+    if allowed is not None:  # other tools are hidden: without a grammar the model may call any tool that it sees
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
     called = [tool for tool in tools if named in (None, tool["function"]["name"])]
     if not called or (allowed is not None and allowed != {tool["function"]["name"] for tool in tools}):
-        raise InvalidValue("tool_choice names a function that is not among the tools", param="tool_choice")
+        raise InvalidValue("tool_choice names a function that is not in tools", param="tool_choice")
     is_required = named is not None or choice == "required"
-    is_one = named is not None if is_parallel is None else not is_parallel  # who names a function wants it called once
-    return Tooling(tools, called, is_required, 1 if is_one else None)
+    is_one = named is not None if is_parallel is None else not is_parallel  # a named function is called once by default
+    return ToolOptions(tools, called, is_required, 1 if is_one else None)
 
 
-def can_tell(written: Written, special: Mapping[str, int]) -> bool:
-    """Whether what a call begins with can never begin JSON, so that an answer may be one or the other."""
-    first = written.begin + written.each[0]
-    return bool(first) and (first[0] not in _JSON_BEGINS or any(first.startswith(mark) for mark in special if mark))
+def is_distinguishable(call_syntax: CallSyntax, special: Mapping[str, int]) -> bool:
+    """Check that the beginning of a call is never the beginning of JSON, so that a grammar can allow either."""
+    first = call_syntax.begin + call_syntax.each[0]
+    return bool(first) and (
+        first[0] not in _JSON_FIRST_CHARACTERS or any(first.startswith(mark) for mark in special if mark)
+    )
 
 
 def grammar(
-    tooling: Tooling, written: Written, special: Mapping[str, int], *, otherwise: Grammar | None = None
+    tooling: ToolOptions, call_syntax: CallSyntax, special: Mapping[str, int], *, otherwise: Grammar | None = None
 ) -> Grammar:
-    """One call of a tool, or several, and nothing else; arguments satisfy the tool's parameters.
+    """Return the grammar of one or more tool calls and nothing else. Arguments satisfy the tool's parameters.
 
-    `special`: the tokenizer's special tokens by text; they are written as tokens, not letter by letter. `otherwise`:
-    of a JSON schema, which the answer may satisfy instead of being calls.
+    `special`: special tokens by text, which the grammar refers to as tokens. `otherwise`: a JSON schema that the
+    answer may satisfy instead.
     """
     rules = []
     for index, tool in enumerate(tooling.callable):
         function = tool["function"]
-        begin = f'{{"name": {_json(function["name"])}, {_json(written.arguments)}: '
+        begin = f'{{"name": {_json(function["name"])}, {_json(call_syntax.arguments)}: '
         rules.append(f"f{index}: {_literal(begin)} a{index} {_literal('}')}")
         rules.append(f"a{index}: %json {_json(_parameters(function))}")
     alternatives = " | ".join(f"f{index}" for index in range(len(tooling.callable)))
-    further = f" ({spelt(written.between, special)} call)*" if written.between is not None and tooling.most != 1 else ""
-    first, last = (spelt(mark, special) for mark in written.each)
+    further = (
+        f" ({lark_text(call_syntax.between, special)} call)*"
+        if call_syntax.between is not None and tooling.max_calls != 1
+        else ""
+    )
+    first, last = (lark_text(mark, special) for mark in call_syntax.each)
     rules = [
-        f"calls: {spelt(written.begin, special)} call{further} {spelt(written.end, special)}",
+        f"calls: {lark_text(call_syntax.begin, special)} call{further} {lark_text(call_syntax.end, special)}",
         f"call: {first} ({alternatives}) {last}",
         *rules,
     ]
@@ -103,24 +104,27 @@ def grammar(
     return Grammar("lark", "\n".join(["start: calls | answer", f"answer: %json {answer}", *rules]), otherwise.field)
 
 
-def preamble(family: Family | None, *, is_begun: bool, special: Mapping[str, int]) -> str:
-    """Lark's rule `preamble` for the thoughts that may come before what a grammar holds; empty for a model that has
-    none. `is_begun`: the prompt ends within them."""
-    if family is None or family.think is None:
+def preamble(chat_format: ChatFormat | None, *, is_open: bool, special: Mapping[str, int]) -> str:
+    """Return Lark's rule `preamble` for optional reasoning before constrained text; empty for a model without
+    reasoning.
+
+    `is_open`: the prompt ends inside the reasoning.
+    """
+    if chat_format is None or chat_format.reasoning_markers is None:
         return ""
-    begin, end = family.think
+    begin, end = chat_format.reasoning_markers
     if end in special:
         rules = [f"thoughts: /(?s:.*)/ <[{special[end]}]>"]
     else:
         rules = [f"thoughts[suffix={_literal(end)}]: /(?s:.*)/"]
     blanks = r"blanks: /[ \n]{1,8}/"
     whole = "thoughts blanks?"
-    rule = f"preamble: {whole}" if is_begun else f"preamble: ({spelt(begin, special)} {whole})?"
+    rule = f"preamble: {whole}" if is_open else f"preamble: ({lark_text(begin, special)} {whole})?"
     return "\n".join([rule, *rules, blanks])
 
 
-def spelt(text: str, special: Mapping[str, int]) -> str:
-    """`text` in Lark: literals, and special tokens where it has some."""
+def lark_text(text: str, special: Mapping[str, int]) -> str:
+    """Return `text` in Lark, as literals and special tokens."""
     marks = sorted((mark for mark in special if mark and mark in text), key=len, reverse=True)
     if not marks:
         return _literal(text) if text else ""
@@ -128,7 +132,7 @@ def spelt(text: str, special: Mapping[str, int]) -> str:
     return " ".join(f"<[{special[each]}]>" if each in special else _literal(each) for each in pieces if each)
 
 
-def _named(choice: Json) -> str:
+def _read_function_name(choice: Json) -> str:
     name = _function_name(choice)
     if name is None:
         raise InvalidValue(
@@ -139,9 +143,9 @@ def _named(choice: Json) -> str:
     return name
 
 
-def _allowed(stated: Any) -> tuple[str, frozenset[str]]:
-    """The mode, auto or required, and the names of the functions that may be called."""
-    mode, tools = (stated.get("mode"), stated.get("tools")) if isinstance(stated, dict) else (None, None)
+def _allowed(given: Any) -> tuple[str, frozenset[str]]:
+    """Return the mode (auto or required) and the names of the functions that may be called."""
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
     names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
     if mode not in ("auto", "required") or not names or None in names:
         raise InvalidValue(
@@ -159,14 +163,14 @@ def _function_name(tool: Any) -> str | None:
 
 
 def _parameters(function: Mapping[str, Any]) -> Json:
-    """What no grammar can say is passed over, unless the tool is `strict`."""
-    stated = function.get("parameters")
-    if stated is None:
-        stated = {"type": "object", "properties": {}, "additionalProperties": False}
-    if not isinstance(stated, dict):
+    """Return the schema of the arguments. Keywords that cannot be enforced are ignored unless the tool is `strict`."""
+    given = function.get("parameters")
+    if given is None:
+        given = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(given, dict):
         raise InvalidValue("a tool's parameters must be a JSON schema, an object", param="tools")
     compiler = {"lenient": function.get("strict") is not True, "whitespace_pattern": JSON_WHITESPACE}
-    return {"type": "object", **closed(stated), "x-guidance": compiler}
+    return {"type": "object", **close_schema(given), "x-guidance": compiler}
 
 
 def _json(value: Any) -> str:

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Sequence
 
 from worker.errors import RequestError
-from worker.interface import Delta, Engine, Generation
+from worker.interface import Delta, Engine, GenerationRequest
 
 AT_ONCE = 64
 """Generations of one request in the engine at a time: a long list of prompts must not fill its queue by itself."""
@@ -17,7 +17,7 @@ Batch = list[tuple[int, Delta]]
 class Deltas:
     """What the engine says, read by one task: `async with Deltas(...) as deltas: await deltas.some()`."""
 
-    def __init__(self, engine: Engine, generations: Sequence[Generation]):
+    def __init__(self, engine: Engine, generations: Sequence[GenerationRequest]):
         self._engine = engine
         self._generations = generations
         # unbounded: a slow client must hold nobody up, and an answer is bounded by the context
@@ -63,7 +63,7 @@ class Deltas:
         """End with `error`, after what has arrived."""
         self._arrived.put_nowait(error)
 
-    async def _pump(self, number: int, generation: Generation) -> None:
+    async def _pump(self, number: int, generation: GenerationRequest) -> None:
         async with self._places, contextlib.aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
                 self._arrived.put_nowait((number, delta))

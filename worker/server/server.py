@@ -27,7 +27,8 @@ from urllib.parse import unquote
 import orjson
 from aiohttp import web
 
-from worker.api.call import Call, Model, Result
+from worker.api.call import GenerationCall, JsonAnswer
+from worker.api.served_model import ServedModel
 from worker.errors import (
     Draining,
     InvalidJson,
@@ -38,7 +39,7 @@ from worker.errors import (
     StartError,
     Unauthorized,
 )
-from worker.interface import AdapterChoice, Engine, Generation, Prefill, Timings
+from worker.interface import AdapterChoice, ChoiceTimings, Engine, GenerationRequest, PrefillProgress
 from worker.prompt.body_reader import Json, parse
 from worker.protocol.argv import AdapterSource, Profile, Serve
 from worker.protocol.dialects import Dialect
@@ -81,7 +82,7 @@ API = "worker.api"
 _log = logging.getLogger(__name__)
 
 
-Function = Callable[..., Awaitable[Call | Result]]
+Function = Callable[..., Awaitable[GenerationCall | JsonAnswer]]
 """An API function: takes the body, the model and, of a route that tells the load, the seconds that it took."""
 
 
@@ -138,7 +139,7 @@ class _Exchange:
                 self._shown[number, delta.index] = delta.timings.completion_tokens
                 self._add(delta.index, delta.timings)
 
-    def _add(self, index: int, timings: Timings) -> None:
+    def _add(self, index: int, timings: ChoiceTimings) -> None:
         """Another choice has ended."""
         if index == 0:
             self._cached_tokens += timings.cached_tokens
@@ -162,14 +163,14 @@ class _Exchange:
 class _Told:
     """What a stream says: frames of deltas, and a comment wherever it says nothing for the ping interval."""
 
-    def __init__(self, call: Call, dialect: Dialect, model: str):
+    def __init__(self, call: GenerationCall, dialect: Dialect, model: str):
         self._call = call
         self._dialect = dialect
         self._model = model
         self._has_begun = False
         """Something of the answer has been said."""
         self._began = asyncio.get_running_loop().time()
-        self._prompts: dict[int, Prefill] = {}
+        self._prompts: dict[int, PrefillProgress] = {}
         """How far they are, by generation; of several choices, the first one's."""
 
     async def first(self, deltas: Deltas, exchange: _Exchange) -> bytes | None:
@@ -240,8 +241,8 @@ class Server:
         """`token`: what every request must bear; None: none, on loopback only. `announce` is told of each request's
         end. `write_stall`: seconds that a write may take, to clients without a token. Raises StartError if the options
         cannot be served."""
-        self._model = Model(engine, tokenizer, options)
-        self._profiles: dict[str, Model] = {}
+        self._model = ServedModel(engine, tokenizer, options)
+        self._profiles: dict[str, ServedModel] = {}
         """The model under each profile that it was told of, by name."""
         self._listen = options.listen
         self._token = token
@@ -372,7 +373,7 @@ class Server:
         body = parse(await _read(request))
         try:
             sources = [AdapterSource(**each) for each in body["adapters"]]
-            problems = await self._model.engine.adapt(sources, str(body.get("default", "")))
+            problems = await self._model.engine.set_adapters(sources, str(body.get("default", "")))
         except (KeyError, TypeError):
             raise InvalidValue("adapters must be an array of {name, path, scale, pinned}", param="adapters") from None
         return _json({"problems": dict(problems)})
@@ -389,7 +390,7 @@ class Server:
             raise InvalidValue(str(wrong), param="name") from None
         return _json({})
 
-    def _under(self, request: web.Request) -> Model:
+    def _under(self, request: web.Request) -> ServedModel:
         """The model as the request's profile wants it. Raises InvalidValue for one that was never told."""
         name = unquote(request.headers.get(PROFILE_HEADER, ""))
         model = self._profiles.get(name) if name else self._model
@@ -404,7 +405,7 @@ class Server:
         async def generate(exchange: _Exchange) -> web.StreamResponse:
             model, beside = self._under(exchange.request), _beside(exchange.request, tells_load=route.tells_load)
             call = await function(await _body(exchange.request), model, **beside)
-            if isinstance(call, Result):
+            if isinstance(call, JsonAnswer):
                 return await _finish(exchange, call)
             call = _adapted(call, exchange.request)
             if model is not self._model:
@@ -418,7 +419,7 @@ class Server:
                 while batch := await deltas.some():
                     exchange.count(batch)
                     collected += batch
-            return await _send(exchange, _json(call.reply.whole(collected), call.ignored))
+            return await _send(exchange, _json(call.reply.full_body(collected), call.ignored))
 
         return self._living(generate)
 
@@ -450,7 +451,7 @@ class Server:
         return live
 
     @contextlib.asynccontextmanager
-    async def _deltas(self, call: Call) -> AsyncIterator[Deltas]:
+    async def _deltas(self, call: GenerationCall) -> AsyncIterator[Deltas]:
         async with Deltas(self._model.engine, call.generations) as deltas:
             self._running.add(deltas)
             try:
@@ -458,10 +459,10 @@ class Server:
             finally:
                 self._running.discard(deltas)
 
-    async def _stream(self, exchange: _Exchange, call: Call, deltas: Deltas, name: str) -> web.StreamResponse:
+    async def _stream(self, exchange: _Exchange, call: GenerationCall, deltas: Deltas, name: str) -> web.StreamResponse:
         """The answer frame by frame. Raises what fails before there is anything to say: it still has its own
         status."""
-        dialect = call.speaks or exchange.request[_DIALECT]
+        dialect = call.frame_dialect or exchange.request[_DIALECT]
         told = _Told(call, dialect, name)
         connection = exchange.connection
         response = web.StreamResponse(headers={**stream(dialect).headers, **_headers(exchange, call.ignored)})
@@ -473,7 +474,7 @@ class Server:
                 if frames:
                     await connection.write(response, frames)
                 frames = await told.next(deltas, exchange)
-            await connection.write(response, call.reply.closing())
+            await connection.write(response, call.reply.closing_frames())
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - the end of a request's life: delivered to its client
@@ -542,7 +543,7 @@ def _beside(request: web.Request, *, tells_load: bool) -> dict[str, float]:
     return {"waited": seconds if 0.0 <= seconds < math.inf else 0.0}
 
 
-def _profiled(generation: Generation, options: Serve) -> Generation:
+def _profiled(generation: GenerationRequest, options: Serve) -> GenerationRequest:
     """The generation with what its request left open, as its profile has it: what the engine itself was started with
     is of no profile."""
     if generation.max_tokens is None and options.n_predict >= 0:
@@ -554,7 +555,7 @@ def _profiled(generation: Generation, options: Serve) -> Generation:
     return generation
 
 
-def _adapted(call: Call, request: web.Request) -> Call:
+def _adapted(call: GenerationCall, request: web.Request) -> GenerationCall:
     """The call with the adapter that was named beside its body. Raises InvalidValue if the body names another one."""
     name = unquote(request.headers.get(ADAPTER_HEADER, ""))
     if not name:
@@ -568,7 +569,7 @@ def _adapted(call: Call, request: web.Request) -> Call:
     return replace(call, generations=tuple(replace(each, adapter=AdapterChoice(name)) for each in call.generations))
 
 
-async def _finish(exchange: _Exchange, made: Result) -> web.StreamResponse:
+async def _finish(exchange: _Exchange, made: JsonAnswer) -> web.StreamResponse:
     exchange.prompt_tokens, exchange.keep_alive = made.prompt_tokens, made.keep_alive
     response = _json(made.body, made.ignored)
     if made.stream:

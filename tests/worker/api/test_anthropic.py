@@ -1,4 +1,4 @@
-"""Anthropic's messages: its official client, synchronous and asynchronous, and what it never sends."""
+"""Anthropic's messages: the official client, synchronous and asynchronous, and bodies that it never sends."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def in_a_thread(world: Serving, ask: Callable[[anthropic.Anthropic], Answe
 
 
 def plain(message: anthropic.types.Message) -> dict[str, Any]:
-    """A message without what differs from one to the next."""
+    """Return a message without the fields that differ between requests."""
     told = message.to_dict(mode="json")
     content: Any = told["content"]
     return {**told, "id": "", "content": [{**block, "id": ""} for block in content]}
@@ -146,7 +146,7 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
             {"messages": [{"role": "user", "content": [image]}]},
             r"content\[0\]: this model takes text, not images",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run at a server"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "server tools are not supported"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"messages": []}, "at least one message"),
         ({"stop_sequences": [1]}, "stop_sequences"),
@@ -164,7 +164,7 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
 async def test_threads_are_refused_in_the_words_at_which_clients_go_on_without(thread: Any) -> None:
     async with serving() as world, asking(world) as client:
-        with pytest.raises(anthropic.BadRequestError, match="send all of it") as refused:
+        with pytest.raises(anthropic.BadRequestError, match="conversations are not stored") as refused:
             await client.messages.create(**HI, extra_body={"thread": thread})
         body: Any = refused.value.body
         assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -1,4 +1,4 @@
-"""Cohere's vectors: `/v2/embed`."""
+"""Cohere's `/v2/embed`."""
 
 import base64
 import struct
@@ -9,21 +9,21 @@ import pytest
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
 from worker.api import cohere
-from worker.api.call import Model
+from worker.api.served_model import ServedModel
 from worker.errors import RequestError
-from worker.interface import Encoding
+from worker.interface import EncodingConfig
 
 PROMPTS = {"query": "? ", "passage": "# ", "clustering": "c "}
 
 
-def model(*, dimensions: int = 4, **settings: Any) -> Model:
-    encoding = Encoding(dimensions=dimensions, prompts=PROMPTS)
+def model(*, dimensions: int = 4, **settings: Any) -> ServedModel:
+    encoding = EncodingConfig(dimensions=dimensions, prompts=PROMPTS)
     engine = FakeEngine(serving.tokenizer(), capabilities=("embedding",), encoding=encoding)
-    return Model(engine, engine.tokenizer, serving.options(**settings))
+    return ServedModel(engine, engine.tokenizer, serving.options(**settings))
 
 
-def seen(made: Model) -> list[str]:
-    """What the engine was given, as text without special tokens."""
+def seen(made: ServedModel) -> list[str]:
+    """Return the inputs of the engine as text without special tokens."""
     assert isinstance(made.engine, FakeEngine)
     return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
 

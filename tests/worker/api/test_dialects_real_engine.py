@@ -1,4 +1,6 @@
-"""A call that must be made, held to a grammar by a real engine of random weights, in each dialect, streamed or not."""
+"""A required tool call, constrained by a grammar on a real engine with random weights, in each dialect, whole and
+streamed.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""FastChat's worker calls, asked as its own API server asks a worker of its own."""
+"""FastChat's worker calls, as FastChat's API server sends them."""
 
 import itertools
 import json
@@ -118,7 +118,7 @@ async def test_fastchat_counts_tokens() -> None:
 
 
 def laid_out(conv: dict[str, Any], messages: list[tuple[str, str | None]], system: str | None = None) -> str:
-    """As FastChat's own Conversation makes a prompt in this style: role, message and one of two separators in turn."""
+    """Return a prompt as FastChat's Conversation lays it out: role, message and two alternating separators."""
     text = str(conv["system_template"]).format(system_message=conv["system_message"] if system is None else system)
     for number, (role, message) in enumerate(messages):
         text += role if message is None else role + message + (conv["sep"], conv["sep2"])[number % 2]

@@ -7,13 +7,13 @@ import pytest
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
 from worker.api import llama_server
-from worker.api.call import Model
+from worker.api.served_model import ServedModel
 from worker.errors import UnsupportedByModel
 
 
-def model(*, bare: bool = False, **settings: Any) -> Model:
+def model(*, bare: bool = False, **settings: Any) -> ServedModel:
     tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
-    return Model(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
+    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
 
 
 async def test_apply_template_shows_the_prompt_of_a_chat() -> None:

@@ -1,4 +1,4 @@
-"""llama-server's `/completion`: what a body means, and what the answer looks like, whole and streamed."""
+"""llama-server's `/completion`: parsing of the body, and the answer, whole and streamed."""
 
 import math
 from typing import Any
@@ -9,19 +9,20 @@ from tests import tiny
 from tests.worker import serving
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.api import llama_server
-from worker.api.call import Call, Model
+from worker.api.call import GenerationCall
+from worker.api.served_model import ServedModel
 from worker.errors import InvalidValue, RequestError, UnsupportedByModel
 from worker.interface import Grammar
 
 PROMPT = {"prompt": "hi"}
 
 
-def model(**settings: Any) -> Model:
+def model(**settings: Any) -> ServedModel:
     tokenizer = serving.tokenizer()
-    return Model(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
+    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
 
 
-async def read(body: dict[str, Any], **settings: Any) -> Call:
+async def read(body: dict[str, Any], **settings: Any) -> GenerationCall:
     return await llama_server.completion({**PROMPT, **body}, model(**settings))
 
 
@@ -212,20 +213,20 @@ async def test_odds_are_between_0_and_1_and_no_logprobs() -> None:
             assert each.keys() == {"id", "token", "bytes", "prob", "top_probs"}
             assert [top.keys() for top in each["top_probs"]] == [{"id", "token", "bytes", "prob"}] * 3
     (generation,) = (await read({"post_sampling_probs": True, "n_probs": 1})).generations
-    assert generation.sampling.tells_odds
+    assert generation.sampling.post_sampling_logprobs
 
 
 FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 GAP = {"input_prefix": "ab", "input_suffix": "yz", "prompt": "c"}
 
 
-def coder(*further: str) -> Model:
+def coder(*further: str) -> ServedModel:
     tokenizer = tiny.make_tokenizer("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": [*FIM, *further]})
-    return Model(FakeEngine(tokenizer), tokenizer, serving.options())
+    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options())
 
 
-async def gap(body: dict[str, Any], made: Model) -> str:
+async def gap(body: dict[str, Any], made: ServedModel) -> str:
     (generation,) = (await llama_server.infill({**GAP, **body}, made)).generations
     return made.decode(generation.prompt)
 
@@ -274,5 +275,5 @@ async def test_a_gap_that_is_not_stated_rightly_is_refused_by_name(body: dict[st
 
 
 async def test_a_model_without_tokens_for_it_fills_in_nothing() -> None:
-    with pytest.raises(UnsupportedByModel, match="fill in the middle"):
+    with pytest.raises(UnsupportedByModel, match="fill-in-the-middle"):
         await llama_server.infill(GAP, model())

@@ -1,4 +1,4 @@
-"""The calls of LMI and of EricLLM, whose clients are whatever speaks HTTP."""
+"""The calls of LMI and of EricLLM, by plain HTTP."""
 
 import json
 from typing import Any

@@ -1,7 +1,6 @@
-"""No field of a request is dropped in silence: it changes what happens, is refused by name, or is reported as ignored.
+"""Every request field changes the outcome, is rejected by name, or is reported as ignored.
 
-Each one is sent alone, and what comes of the request is held against what comes of it without. Those that may make no
-difference unsaid are few, and stand here.
+Each field is sent alone, and the outcome is compared with the one without it. The exceptions are listed here.
 """
 
 import inspect
@@ -22,20 +21,19 @@ from tests.worker.fake_engine import FakeEngine
 from tests.worker.serving import Serving, serving
 from tests.worker.speaking import CALL, SCHEMA, TOOLS, Speaking
 
-Sample = tuple[Any, Mapping[str, Any]]
-"""A value that makes a difference, and what else the request says to have it make one."""
+Sample = tuple[Any, Mapping[str, Any]]  # a value that makes a difference, and other fields that it needs
 
+# fields about identity, storage or routing, on which no answer depends
 SILENT = {
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "moderation", "id_slot", "cache_prompt", "n_keep", "n_discard", "n_cache_reuse",
     "backend_sampling", "cache_control",
 }  # fmt: skip
-"""They say who asks, or where and for how long something is kept: nothing that an answer depends on."""
+# parameters of a feature that is rejected by its own field
 TUNING_WHAT_IS_OFF = {
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "adaptive_decay",
 }  # fmt: skip
-"""What they tune is refused by the name of its switch."""
 OF_A_FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 TEMPLATE = TOOLS + "{{ reasoning_effort }}{{ verbosity }}{{ colour }}{{ documents }}{{ enable_thinking }}"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -254,7 +252,7 @@ _OF_THE_MOMENT = re.compile(rb'"(id|item_id|created|created_at|completed_at|tota
 
 
 async def outcome(world: Serving, path: str, body: Mapping[str, Any]) -> tuple[int, bytes, set[str], Any]:
-    """Status, answer without what is of the moment, the fields that it calls ignored, what the engine was asked."""
+    """Return the status, the answer without time-dependent fields, the ignored fields, and the engine's requests."""
     world.engine.requests.clear()
     world.engine.texts.clear()
     async with world.client.post(world.url + path, data=json.dumps(body)) as answer:

@@ -1,4 +1,4 @@
-"""What the official clients can state is known here: honoured, without effect, or refused by name."""
+"""Every field of the official clients is honoured, ignored with a report, or rejected by name."""
 
 from collections.abc import Iterable, Iterator
 from types import UnionType
@@ -19,6 +19,7 @@ from worker.protocol.dialects.responses import RESPONSES
 from worker.protocol.schema import Body
 from worker.protocol.unknown_fields import unknown
 
+# fields of server tools and files: reported in X-Ignored-Fields like unknown ones
 REPORTED = {
     "max_tool_calls",
     "context_management",
@@ -30,18 +31,18 @@ REPORTED = {
     "access_programs",
     "image",
 }
-"""What means something only where tools or machines are theirs: named in X-Ignored-Fields, as all that nobody knows."""
 
 
+# supported values of `type`; objects of another type are rejected
 TAKEN = {
     "function", "text", "refusal", "image_url", "json_object", "json_schema", "message", "function_call",
     "function_call_output", "reasoning", "input_text", "output_text", "input_image", "reasoning_text", "summary_text",
     "tool_use", "tool_result", "thinking", "redacted_thinking", "image", "base64", "auto", "any", "tool", "none",
     "enabled", "disabled", "adaptive",
 }  # fmt: skip
-"""Values of `type` for which there is something here; objects of another type are refused."""
+# output fields of the assistant, which Anthropic's types do not mark as such
 OF_ANSWERS = {"tool_use", "thinking", "redacted_thinking"}
-"""Anthropic's types do not say that these are the assistant's."""
+# the same for nested fields
 REPORTED_INSIDE = {
     "messages[].content[].transformations",
     "messages[].content[].toolset_name",
@@ -63,7 +64,6 @@ REPORTED_INSIDE = {
     "reasoning.context",
     "reasoning.mode",
 }
-"""Likewise, inside of objects."""
 
 
 def fields(*kinds: Any) -> Iterable[str]:
@@ -88,7 +88,7 @@ def test_every_field_of_an_official_client_is_known(stated: Iterable[str], known
 
 
 def samples(kind: Any, taken: set[str], within: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Values that a client's type describes, with all members that its objects may have."""
+    """Return values of a client's type, with all members of its objects."""
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, typed.TypeAliasType):
         yield from samples(kind.__value__, taken, within)

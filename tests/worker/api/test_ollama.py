@@ -1,4 +1,4 @@
-"""Ollama's calls: its official client, synchronous and asynchronous, and what it never sends."""
+"""Ollama's calls: the official client, synchronous and asynchronous, and bodies that it never sends."""
 
 import asyncio
 import contextlib
@@ -119,12 +119,12 @@ async def test_a_text_answers_a_prompt_through_the_template_unless_it_is_raw() -
         assert "<user>" not in engine.prompt()
 
 
+# a chat template with text before the first message and after each one
 TURNS = (
     "{% for m in messages %}{% if loop.first %}<s>{% endif %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-"""A chat template with something before the first message, and something that ends each."""
 
 
 async def test_the_context_of_an_answer_given_back_goes_on_with_the_conversation() -> None:
@@ -189,7 +189,7 @@ async def test_a_gap_is_filled_in_by_a_model_that_can() -> None:
     engine = Speaking("fine")
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     async with serving(engine, chat_template=TOOLS) as world, asking(world) as client:
-        with pytest.raises(ollama.ResponseError, match="no tokens to fill in the middle"):
+        with pytest.raises(ollama.ResponseError, match="no fill-in-the-middle tokens"):
             await client.generate("m", "def f(", suffix="return 1")
     engine.tokenizer = tiny.make_tokenizer("llama")
     engine.tokenizer.add_special_tokens({"additional_special_tokens": marks})
@@ -266,7 +266,7 @@ async def test_an_empty_request_loads_and_says_so() -> None:
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 async def test_a_load_is_the_one_line_of_the_stream_that_its_client_waits_for(path: str) -> None:
-    """Else a router that has begun the stream could only break it off."""
+    """Otherwise a router that has started the stream could only abort it."""
     form = stream(Dialect.OLLAMA)
     async with serving() as world:
         async with world.client.post(world.url + path, json={"model": "m"}) as answer:
@@ -337,8 +337,8 @@ async def test_what_the_model_cannot_take_is_refused_by_name() -> None:
         ("chat", {"messages": HI, "options": {"tfs_z": 0.5}}, "tfs_z"),
         ("chat", {"messages": HI, "format": "xml"}, "format"),
         ("chat", {"messages": HI, "think": "hard"}, "think"),
-        ("generate", {"prompt": "x", "context": [1.5]}, "context must be the tokens"),
-        ("generate", {"prompt": "x", "context": [10**6]}, "context must be the tokens"),
+        ("generate", {"prompt": "x", "context": [1.5]}, "context must be the token ids"),
+        ("generate", {"prompt": "x", "context": [10**6]}, "context must be the token ids"),
         ("generate", {"prompt": "x", "context": [1], "raw": True}, "context and raw exclude each other"),
         ("generate", {"prompt": "x", "context": [1], "suffix": "y"}, "context and suffix exclude each other"),
         ("generate", {"prompt": "x", "context": [1] * 256}, "maximum context length is 256"),

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions and embeddings: what a body means, and what the answer looks like."""
+"""OpenAI's chat and text completions and embeddings: parsing of bodies and serialization of answers."""
 
 import base64
 import json
@@ -13,10 +13,10 @@ from tests.worker import serving
 from tests.worker.chatting import CHAT, model, only, streamed, whole
 from tests.worker.fake_engine import SCRIPT, FakeEngine
 from worker.api import embeddings, openai
-from worker.api.call import Model
-from worker.api.openai_replies import TextReply
+from worker.api.openai_replies import TextWriter
+from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 # What a body means
 
@@ -27,7 +27,7 @@ async def test_a_chat_becomes_one_generation_of_its_rendered_prompt() -> None:
     assert made.decode(generation.prompt) == "<s><|user|>\nhi\n<|assistant|>\n"
     assert generation.prompt.count(made.tokenizer.bos_token_id) == 1
     assert (generation.max_tokens, generation.n, generation.stop) == (None, 1, ())
-    assert generation.sampling == Sampling()
+    assert generation.sampling == SamplingParams()
 
 
 async def test_every_field_of_a_chat_reaches_the_engine() -> None:
@@ -38,7 +38,7 @@ async def test_every_field_of_a_chat_reaches_the_engine() -> None:
     }  # fmt: skip
     generation = await only(body)
     assert (generation.max_tokens, generation.n, generation.stop) == (7, 3, ("a", "b"))
-    assert generation.sampling == Sampling(
+    assert generation.sampling == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, repeat_last_n=9, presence_penalty=0.3,
         frequency_penalty=0.4, logit_bias={3: 2.0}, seed=11, min_tokens=2, ignore_eos=True, logprobs=2,
     )  # fmt: skip
@@ -238,7 +238,7 @@ async def test_what_changes_nothing_is_taken_in_silence(body: dict[str, Any]) ->
 async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str], expected: str) -> None:
     tokenizer = tiny.make_tokenizer("llama")
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    made = Model(FakeEngine(tokenizer), tokenizer, serving.options())
+    made = ServedModel(FakeEngine(tokenizer), tokenizer, serving.options())
     call = await openai.completions({"prompt": ["ab", "c"], "suffix": "yz"}, made)
     assert made.decode(call.generations[0].prompt) == expected
     assert made.decode(call.generations[1].prompt) == expected.replace("ab", "c")
@@ -253,7 +253,7 @@ async def test_a_model_with_tokens_for_that_fills_in_the_middle(marks: list[str]
 def test_a_response_template_that_cannot_be_used_leaves_answers_as_they_are(stated: Any) -> None:
     tokenizer = tiny.make_tokenizer("llama")
     tokenizer.response_template = stated
-    assert Model(FakeEngine(tokenizer), tokenizer, serving.options()).family is None
+    assert ServedModel(FakeEngine(tokenizer), tokenizer, serving.options()).chat_format is None
 
 
 TAKES_TOOLS = "{{ 'tools' if tools else 'none' }} <tool_call></tool_call> arguments"
@@ -774,7 +774,7 @@ async def test_the_best_of_several_is_the_likeliest() -> None:
     made = model()
     call = await openai.completions({"prompt": "a", "best_of": 3, "n": 2, "max_tokens": 2}, made)
     assert call.generations[0].n == 3
-    assert isinstance(call.reply, TextReply)
+    assert isinstance(call.reply, TextWriter)
     body = await whole(call, made.engine)
     assert [(one["index"], one["text"], one["logprobs"]) for one in body["choices"]] == [
         (0, "2 G", None),
@@ -899,5 +899,5 @@ async def test_a_chat_that_cannot_be_embedded_is_refused_by_name() -> None:
         await embeddings.embeddings({**CHAT, "input": "a"}, model())
     with pytest.raises(InvalidValue, match="empty text"):
         await embeddings.embeddings(CHAT, model(chat_template="{{ '' }}"))
-    with pytest.raises(UnsupportedByModel, match="input in the place of messages"):
+    with pytest.raises(UnsupportedByModel, match="input instead of messages"):
         await embeddings.embeddings(CHAT, model(bare=True))

@@ -1,4 +1,4 @@
-"""One worker, and requests by several names, each with its own defaults; over a fake engine."""
+"""One worker with several profiles, each with its own defaults, over a fake engine."""
 
 import json
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from tests.worker.serving import Serving, serving
-from worker.interface import AdapterChoice, Generation
+from worker.interface import AdapterChoice, GenerationRequest
 from worker.protocol.argv import Profile, Serve
 from worker.protocol.headers import PROFILE_HEADER, PROFILES_PATH
 
 pytestmark = pytest.mark.asyncio
 
 TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+# request bodies without sampling parameters, by path
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": TEXT,
     "/v1/completions": {"prompt": "hi"},
@@ -21,7 +22,6 @@ BODIES: dict[str, Any] = {
     "/api/chat": {**TEXT, "stream": False},
     "/completion": {"prompt": "hi"},
 }
-"""By path; those that say nothing of how they are sampled."""
 KIND = "{% for message in messages %}{{ tone }}{{ message.content }}{% endfor %}"
 
 
@@ -30,8 +30,8 @@ async def tell(world: Serving, **profile: Any) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-async def asked(world: Serving, path: str, body: Any, profile: str = "") -> Generation:
-    """What the engine is asked for."""
+async def asked(world: Serving, path: str, body: Any, profile: str = "") -> GenerationRequest:
+    """Return the request that reached the engine."""
     headers = {PROFILE_HEADER: profile} if profile else {}
     status, _, answer = await world.post(path, body, **headers)
     assert status == 200, answer

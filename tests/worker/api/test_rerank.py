@@ -1,4 +1,4 @@
-"""Promises of reranking, of llama-server's embeddings, and of prompts: what goes in, comes out, is refused."""
+"""Rerank, score, llama-server's embeddings, and instructions: inputs, outputs and rejections."""
 
 import asyncio
 from typing import Any
@@ -8,29 +8,31 @@ import pytest
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
 from worker.api import embeddings
-from worker.api.call import Model
+from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded, InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
-from worker.interface import Encoding
+from worker.interface import EncodingConfig
 
 DOCUMENTS = ["hi", {"text": "a much longer one"}, "hello you"]
 
 
-def model(*capabilities: str, encoding: Encoding | None = None, ctx_size: int = 256, **settings: Any) -> Model:
-    """By default a cross-encoder, whose score is the number of a pair's tokens."""
+def model(
+    *capabilities: str, encoding: EncodingConfig | None = None, ctx_size: int = 256, **settings: Any
+) -> ServedModel:
+    """Return a model; by default a cross-encoder, whose score is the number of a pair's tokens."""
     engine = FakeEngine(
         serving.tokenizer(), capabilities=capabilities or ("rerank",), encoding=encoding, ctx_size=ctx_size
     )
-    return Model(engine, engine.tokenizer, serving.options(**settings))
+    return ServedModel(engine, engine.tokenizer, serving.options(**settings))
 
 
-def embedder(**settings: Any) -> Model:
+def embedder(**settings: Any) -> ServedModel:
     prompts = {"query": "? ", "document": "", "title": "# "}
-    encoding = Encoding(dimensions=4, prompts=prompts, default_prompt="# ", skips_prompt=True)
+    encoding = EncodingConfig(dimensions=4, prompts=prompts, default_prompt="# ", skips_prompt=True)
     return model("embedding", "rerank", encoding=encoding, **settings)
 
 
-def seen(made: Model) -> list[str]:
-    """What the engine was given, as text without special tokens."""
+def seen(made: ServedModel) -> list[str]:
+    """Return the inputs of the engine as text without special tokens."""
     assert isinstance(made.engine, FakeEngine)
     return [str(made.tokenizer.decode(list(text.tokens), skip_special_tokens=True)) for text in made.engine.texts]
 
@@ -184,7 +186,7 @@ async def test_llama_servers_embeddings_have_a_list_for_each_text() -> None:
 
 
 async def test_without_pooling_llama_servers_embeddings_have_a_vector_for_each_token() -> None:
-    made = model("embedding", encoding=Encoding(dimensions=2, is_pooled=False))
+    made = model("embedding", encoding=EncodingConfig(dimensions=2, is_pooled=False))
     result = await embeddings.native({"content": [5, 6]}, made)
     assert result.body == [{"index": 0, "embedding": [[5.0, 5.0], [6.0, 6.0]]}]
     assert made.capabilities == ["embedding"]

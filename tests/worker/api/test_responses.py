@@ -1,4 +1,4 @@
-"""OpenAI's responses: the official client, synchronous and asynchronous, and what it never sends."""
+"""OpenAI's Responses API: the official client, synchronous and asynchronous, and bodies that it never sends."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ WEATHER: Any = {"type": "function", "name": "weather", "description": "?", "para
 
 
 def plain(response: Any) -> Any:
-    """A response without what differs from one to the next."""
+    """Return a response without the fields that differ between requests."""
     told = response.to_dict(mode="json")
     ids = {"id", "call_id", "created_at", "parsed", "parsed_arguments"}
 
@@ -256,8 +256,8 @@ async def test_what_allows_no_function_of_a_response_is_refused(choice: Any) -> 
 async def test_what_is_not_kept_or_cannot_be_done_is_refused_by_name() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"previous_response_id": "resp_1"}, "nothing is kept"),
-        ({"conversation": "conv_1"}, "nothing is kept"),
+        ({"previous_response_id": "resp_1"}, "requests are stateless"),
+        ({"conversation": "conv_1"}, "requests are stateless"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),

@@ -1,4 +1,4 @@
-"""What workers answer is what the description of the API says: no member more, none less, in every frame."""
+"""Answers of workers match the OpenAPI schemas exactly, in every frame."""
 
 import json
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def judge(path: str, status: int, media: str) -> jsonschema.Draft202012Validator
 
 
 def lines(body: str) -> Iterator[Any]:
-    """What the events or lines of a stream hold."""
+    """Return the data of the events or lines of a stream."""
     for line in body.splitlines():
         if line.startswith(("{", "data: {")):
             yield json.loads(line.removeprefix("data: "))
@@ -91,7 +91,7 @@ async def test_answers_whole_and_in_frames_are_as_described(path: str, *, speaks
 
 
 def contained(data: Any) -> Any:
-    """The schema of what the data of an event holds."""
+    """Return the schema of an event's data."""
     return data["contentSchema"] if "contentSchema" in data else data["anyOf"][0]["contentSchema"]
 
 

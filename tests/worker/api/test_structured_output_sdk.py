@@ -184,7 +184,7 @@ def checked(calls: Any) -> list[str]:
 
 @pytest.mark.parametrize("template", [HERMES, HERMES.replace("<tool_call>", "[").replace("</tool_call>", "]")])
 async def test_a_call_that_is_required_is_made(engine: TransformersEngine, folder: Path, template: str) -> None:
-    """In the way of the model's family; in plain JSON where that is unknown."""
+    """Constrained calls use the format's syntax, or plain JSON if the format is unknown."""
     async with serving(engine, folder, chat_template=template) as url, asking(url) as client:
         for seed in range(2):
             answer = await client.chat.completions.create(
@@ -230,7 +230,7 @@ async def test_an_answer_is_a_call_or_else_of_the_format_that_was_asked_for(
     async with serving(engine, folder, chat_template=HERMES) as url, asking(url) as client:
 
         async def ask(first: str) -> Any:
-            """`first`: the letter that decides which of the two it is."""
+            """`first`: the letter that decides between the two."""
             answer = await client.chat.completions.parse(
                 model="tiny", messages=HELLO, tools=TOOLS, response_format=Reply, seed=3, max_tokens=600,
                 parallel_tool_calls=False, temperature=0.5, extra_body={"logit_bias": {first: 50}},

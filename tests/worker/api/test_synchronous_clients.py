@@ -1,4 +1,4 @@
-"""The official clients without asyncio, in a thread as programs have them: whole and streamed, texts and calls."""
+"""The official clients without asyncio, in a thread: whole and streamed, texts and calls."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 async def asked(ask: Callable[[Serving], T]) -> T:
-    """What `ask` makes of a model that thinks, says something and calls a tool."""
+    """Return the result of `ask` for a model that reasons, answers and calls a tool."""
     async with serving(Speaking(SAID), chat_template=THINKING) as world:
         return await asyncio.to_thread(ask, world)
 

@@ -1,4 +1,4 @@
-"""Texts and chats to tokens and back: /tokenize and /detokenize, for llama-server's clients and for vLLM's."""
+"""/tokenize and /detokenize, for llama-server's and for vLLM's clients."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import pytest
 from tests import tiny_vision
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
-from worker.api.call import LONG_TEXT, Model
+from worker.api.served_model import LONG_TEXT, ServedModel
 from worker.api.tokens import detokenize, tokenize
 from worker.errors import InvalidValue, RequestError, UnsupportedByModel, UnsupportedField
 
 BOS = 0
 
 
-def model(*, bare: bool = False, **settings: Any) -> Model:
+def model(*, bare: bool = False, **settings: Any) -> ServedModel:
     tokenizer = serving.bare_tokenizer() if bare else serving.tokenizer()
-    return Model(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
+    return ServedModel(FakeEngine(tokenizer), tokenizer, serving.options(**settings))
 
 
 async def tokens(body: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Images in every dialect, by official clients, before a real engine of random weights; and what is no image."""
+"""Images in every dialect, by official clients, over a real engine with random weights; rejection of invalid images."""
 
 import asyncio
 import base64
@@ -29,7 +29,7 @@ from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.load import loader
 from worker.engines.transformers.run import vision
 from worker.errors import QueueFull
-from worker.images import MAX_PIXELS, Image
+from worker.images import MAX_PIXELS, EncodedImage
 from worker.protocol.architectures import VISION
 from worker.protocol.events import Event
 from worker.server.server import Server
@@ -37,8 +37,7 @@ from worker.server.server import Server
 torch.set_num_threads(1)
 WORDS = "What does it show?"
 IMAGE = picture(seed=1)
-MOST = 16
-"""New tokens of an answer."""
+MOST = 16  # maximum tokens of an answer
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersEng
 
 
 class World:
-    """A server, and a client without an opinion."""
+    """Run a server and a client without default settings."""
 
     def __init__(self, url: str, client: aiohttp.ClientSession):
         self.url, self.client = url, client
@@ -226,7 +225,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(width: int, height: int, content: bytes = b"") -> str:
-    """A file that claims to be so large."""
+    """Return a PNG file whose header declares this size."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     whole = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(content)) + chunk(b"IEND", b"")
     return "data:image/png;base64," + base64.b64encode(whole).decode()
@@ -245,26 +244,26 @@ def cut(form: str) -> str:
 
 NO_IMAGES = {
     "nothing": ("data:image/png;base64,", "must be an image in base64"),
-    "no base64": ("data:image/png;base64,%%%%", "no valid base64"),
-    "a text": ("data:text/plain;base64,aGVsbG8=", "said to be no image"),
-    "bytes of a text": ("data:image/png;base64,aGVsbG8gd29ybGQ=", "no image that can be read"),
+    "no base64": ("data:image/png;base64,%%%%", "not valid base64"),
+    "a text": ("data:text/plain;base64,aGVsbG8=", "does not have an image type"),
+    "bytes of a text": ("data:image/png;base64,aGVsbG8gd29ybGQ=", "not a supported image"),
     "a format for documents": (
         "data:image/png;base64," + base64.b64encode(b"%PDF-1.7\n%EOF").decode(),
-        "no image that can be read",
+        "not a supported image",
     ),
-    "a vector drawing": ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "no image that can be"),
-    "half a PNG": (cut("PNG"), "damaged or cut short"),
-    "half a JPEG": (cut("JPEG"), "damaged or cut short"),
-    "half a WebP": (cut("WEBP"), "no image that can be read|damaged or cut short"),
-    "a head without a body": (png(100, 100), "damaged or cut short"),
+    "a vector drawing": ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "not a supported image"),
+    "half a PNG": (cut("PNG"), "damaged or truncated"),
+    "half a JPEG": (cut("JPEG"), "damaged or truncated"),
+    "half a WebP": (cut("WEBP"), "not a supported image|damaged or truncated"),
+    "a head without a body": (png(100, 100), "damaged or truncated"),
     "a bomb": (png(60000, 60000), "pixels"),
-    "one pixel too many": (png(4097, MAX_PIXELS // 4096), "4097 x 4096 pixels; at most .* scale it down"),
-    "no pixels": (png(0, 5), "damaged|no image"),
-    "a thread": (data_url(picture(1, 60)), "50 times the other"),
+    "one pixel too many": (png(4097, MAX_PIXELS // 4096), "4097 x 4096 pixels, the maximum is .* scale it down"),
+    "no pixels": (png(0, 5), "damaged|not a supported image"),
+    "a thread": (data_url(picture(1, 60)), "at most 50 to 1"),
     "a film": (animated(), "animated; send one frame"),
-    "a place in the web": ("https://example.com/cat.png", "no URL is fetched here"),
-    "a file of the machine": ("file:///etc/passwd", "no URL is fetched here"),
-    "an address inside": ("http://169.254.169.254/latest", "no URL is fetched here"),
+    "a place in the web": ("https://example.com/cat.png", "URLs are not fetched"),
+    "a file of the machine": ("file:///etc/passwd", "URLs are not fetched"),
+    "an address inside": ("http://169.254.169.254/latest", "URLs are not fetched"),
     "no word of base64": ("data:image/png,abc", "data URL in base64"),
 }
 
@@ -318,7 +317,7 @@ async def test_images_stand_in_messages_of_the_user(engine: TransformersEngine) 
         messages = [{"role": "system", "content": [shown(IMAGE)]}, {"role": "user", "content": "hi"}]
         status, told, _ = await world.post("/v1/chat/completions", {"messages": messages})
         assert (status, told["error"]["param"]) == (400, "messages[0].content[0]")
-        assert "messages of the user" in told["error"]["message"]
+        assert "user messages" in told["error"]["message"]
 
 
 async def test_detail_is_read_and_reported_as_ignored(engine: TransformersEngine) -> None:
@@ -411,7 +410,7 @@ async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_o
     tokenizer = loader.load_tokenizer(settings)
     processor = vision.Processor(settings, loader.load_config(settings), tokenizer)
     eyes = vision.Eyes(processor, torch.float32, most=4, held=1)
-    image = Image("here", encoded(IMAGE))
+    image = EncodedImage("here", encoded(IMAGE))
     try:
         first = await eyes.read("<image><image>", [image, image])
         with pytest.raises(QueueFull):
@@ -424,7 +423,7 @@ async def test_images_of_many_requests_are_bounded_and_one_request_always_gets_o
 
 async def test_others_are_served_while_an_image_is_opened(engine: TransformersEngine) -> None:
     assert engine.vision is not None
-    large = Image("here", encoded(PIL.Image.new("RGB", (2048, 2048))))
+    large = EncodedImage("here", encoded(PIL.Image.new("RGB", (2048, 2048))))
     reading = asyncio.ensure_future(engine.vision.read("<image>", [large]))
     passes = 0
     while not reading.done():

@@ -14,11 +14,11 @@ from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.kv_cache import Rows
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 torch.set_num_threads(1)
 PROMPT = tuple(range(20, 57))
-WARM = Sampling(temperature=1.3, seed=11)
+WARM = SamplingParams(temperature=1.3, seed=11)
 
 
 def choices(count: int, *, first: int = 0, prompt: int = 6, limit: int = 3) -> list[Sequence]:
@@ -143,7 +143,7 @@ async def test_each_choice_says_what_it_would_say_alone(counted: tuple[Transform
     assert runner.tokens - before == len(PROMPT), "the prompt is computed once"
     assert runner.forks - forks == 2
     alone = [
-        await say(engine, PROMPT, sampling=Sampling(temperature=1.3, seed=11 + index), max_tokens=12)
+        await say(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + index), max_tokens=12)
         for index in range(3)
     ]
     assert [each.tokens for each in told] == [each.tokens for each in alone]
@@ -155,7 +155,7 @@ async def test_each_choice_says_what_it_would_say_alone(counted: tuple[Transform
 async def test_more_choices_than_rows_are_all_told(counted: tuple[TransformersEngine, Counting]) -> None:
     engine, _ = counted
     told = await tell(engine, generation(PROMPT, n=7, sampling=WARM, max_tokens=5))
-    alone = await say(engine, PROMPT, sampling=Sampling(temperature=1.3, seed=11 + 6), max_tokens=5)
+    alone = await say(engine, PROMPT, sampling=SamplingParams(temperature=1.3, seed=11 + 6), max_tokens=5)
     assert told[6].tokens == alone.tokens
 
 

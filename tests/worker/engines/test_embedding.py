@@ -27,11 +27,11 @@ from worker.errors import (
     StartError,
     UnsupportedByModel,
 )
-from worker.interface import Text
+from worker.interface import EncoderInput
 
 torch.set_num_threads(1)
 TOKENS = [tuple(range(3, 3 + length)) for length in (4, 31, 1, 9, 60, 5, 12)]
-PROMPTS = [Text(tokens) for tokens in TOKENS]
+PROMPTS = [EncoderInput(tokens) for tokens in TOKENS]
 
 
 @pytest.fixture(scope="module", params=["bert-embed", "llama-embed"])
@@ -106,15 +106,15 @@ async def test_a_causal_layout_of_sentence_transformers_is_an_embedder_without_b
 
 async def test_what_cannot_be_embedded_is_refused(engine: TransformersEngine) -> None:
     with pytest.raises(ContextExceeded):
-        await engine.embed([PROMPTS[0], Text((5,) * 257)])
+        await engine.embed([PROMPTS[0], EncoderInput((5,) * 257)])
     with pytest.raises(InvalidValue, match="vocabulary"):
-        await engine.embed([Text((5, 9999))])
+        await engine.embed([EncoderInput((5, 9999))])
     with pytest.raises(InvalidValue, match="empty"):
-        await engine.embed([Text(())])
+        await engine.embed([EncoderInput(())])
     with pytest.raises(UnsupportedByModel):
         await say(engine, TOKENS[0])
     assert await engine.embed([]) == []
-    assert len((await engine.embed([Text((5,) * 256)]))[0]) == 64, "the longest input fits"
+    assert len((await engine.embed([EncoderInput((5,) * 256)]))[0]) == 64, "the longest input fits"
 
 
 async def test_an_embedding_that_is_cancelled_leaves_the_queue(engine: TransformersEngine) -> None:
@@ -175,14 +175,14 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
         class Fragile:
             """Fails on a token, and gives no numbers for another one."""
 
-            def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+            def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
                 if any(7 in text.tokens for text in texts):
                     raise ValueError("a secret of the text")
                 found = real.run(texts)
                 return [vector / 0 if 9 in text.tokens else vector for text, vector in zip(texts, found, strict=True)]
 
         work._encoder = Fragile()
-        good, bad, endless = Text((3, 4)), Text((7, 3)), Text((9, 3))
+        good, bad, endless = EncoderInput((3, 4)), EncoderInput((7, 3)), EncoderInput((9, 3))
         told = await asyncio.gather(
             engine.embed([good, good]), engine.embed([good, bad]), engine.embed([endless, good]), return_exceptions=True
         )
@@ -197,7 +197,7 @@ async def test_a_text_that_the_model_fails_on_ends_its_request_alone(tmp_path: P
 class Listening:
     """Looks at the whole batch, padding or not."""
 
-    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+    def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
         return [torch.tensor([1.0, float(len(texts))])] * len(texts)
 
 

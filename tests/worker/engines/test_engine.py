@@ -44,14 +44,14 @@ from worker.errors import (
     SequenceFailed,
     UnsupportedByModel,
 )
-from worker.interface import Delta, Prefill, Sampling, Text
+from worker.interface import Delta, EncoderInput, PrefillProgress, SamplingParams
 from worker.protocol.events import Progress, Pulse
 from worker.protocol.exits import Exit
 
 torch.set_num_threads(1)
 CTX, EOS = 128, 1
 PROMPT = (9, 41, 70, 77, 80)
-WARM = Sampling(temperature=1.3, seed=11)
+WARM = SamplingParams(temperature=1.3, seed=11)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +99,12 @@ async def rest(stream: Any, told: Told) -> Told:
         (PROMPT, {"n": 0}, InvalidValue),
         (PROMPT, {"max_tokens": -3}, InvalidValue),
         (PROMPT, {"stop": ("",)}, InvalidValue),
-        (PROMPT, {"sampling": Sampling(logit_bias={512: 1.0})}, InvalidValue),
-        (PROMPT, {"sampling": Sampling(logit_bias={5: float("nan")})}, InvalidValue),
-        (PROMPT, {"sampling": Sampling(temperature=float("nan"))}, InvalidValue),
-        (PROMPT, {"sampling": Sampling(temperature=-1.0)}, InvalidValue),
-        (PROMPT, {"sampling": Sampling(repetition_penalty=0.0)}, InvalidValue),
-        (PROMPT, {"sampling": Sampling(logprobs=21)}, InvalidValue),
+        (PROMPT, {"sampling": SamplingParams(logit_bias={512: 1.0})}, InvalidValue),
+        (PROMPT, {"sampling": SamplingParams(logit_bias={5: float("nan")})}, InvalidValue),
+        (PROMPT, {"sampling": SamplingParams(temperature=float("nan"))}, InvalidValue),
+        (PROMPT, {"sampling": SamplingParams(temperature=-1.0)}, InvalidValue),
+        (PROMPT, {"sampling": SamplingParams(repetition_penalty=0.0)}, InvalidValue),
+        (PROMPT, {"sampling": SamplingParams(logprobs=21)}, InvalidValue),
     ],
 )
 async def test_a_request_that_cannot_be_answered_is_refused_and_its_neighbour_goes_on(
@@ -177,7 +177,7 @@ async def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(e
 
 
 async def test_without_a_seed_every_answer_is_another_one(engine: TransformersEngine) -> None:
-    how = Sampling(temperature=2.0)
+    how = SamplingParams(temperature=2.0)
     told = await asyncio.gather(*(say(engine, PROMPT, max_tokens=20, sampling=how) for _ in range(3)))
     assert len({tuple(each.tokens) for each in told}) == 3
 
@@ -713,7 +713,7 @@ async def test_a_long_prompt_tells_how_far_it_is_if_asked(engine: TransformersEn
     prompt = [20 + index for index in range(40)]
     said = await say(engine, prompt, max_tokens=2, progress=True)
     known = [each.progress for each in said.deltas]
-    assert known[:4] == [Prefill(done=done, total=40, cached=0) for done in (0, 16, 32, 40)]
+    assert known[:4] == [PrefillProgress(done=done, total=40, cached=0) for done in (0, 16, 32, 40)]
     assert known[4:] == [None] * len(known[4:]), "then the answer begins"
     again = await say(engine, prompt, max_tokens=2, progress=True)
     first, *_, last = [each.progress for each in again.deltas if each.progress]
@@ -729,7 +729,7 @@ async def test_tokens_that_are_not_shown_are_counted_all_the_same(engine: Transf
     stopped = await say(engine, PROMPT, max_tokens=8, stop=(plain.text[1:3],))
     assert stopped.timings is not None
     assert stopped.timings.completion_tokens > len(stopped.tokens), "those of the stop string were computed"
-    biased = Sampling(temperature=0.0, logit_bias={EOS: 1e4})
+    biased = SamplingParams(temperature=0.0, logit_bias={EOS: 1e4})
     ended = await say(engine, PROMPT, sampling=biased)
     assert ended.timings is not None
     assert (ended.tokens, ended.timings.completion_tokens, ended.finish) == ([], 1, "stop"), "so is the end itself"
@@ -748,4 +748,4 @@ async def test_times_and_counts_come_with_every_delta_if_asked(engine: Transform
 async def test_an_engine_for_text_gives_no_vectors(engine: TransformersEngine) -> None:
     assert engine.capabilities == {"completion"}
     with pytest.raises(UnsupportedByModel):
-        await engine.embed([Text(PROMPT)])
+        await engine.embed([EncoderInput(PROMPT)])

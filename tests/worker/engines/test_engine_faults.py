@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.worker.loaded import DEADLINE, generation, load, load_with, say, serving, tell
-from worker.detokenizer import Answer
+from worker.detokenizer import AnswerText
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import ContextExceeded, RequestError
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 CTX = 96
 PROMPT = (9, 41, 70, 77, 80)
-SEEDED = Sampling(temperature=1.0, seed=11)
+SEEDED = SamplingParams(temperature=1.0, seed=11)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ async def test_every_request_of_a_batch_keeps_its_own_temperature_and_its_own_en
     wanted = [
         generation(PROMPT, max_tokens=20),
         generation(PROMPT, max_tokens=20, sampling=SEEDED),
-        generation(PROMPT, max_tokens=20, sampling=Sampling(temperature=2.5, seed=12)),
-        generation(PROMPT, max_tokens=10_000, sampling=Sampling(temperature=0.3, seed=13, ignore_eos=True)),
+        generation(PROMPT, max_tokens=20, sampling=SamplingParams(temperature=2.5, seed=12)),
+        generation(PROMPT, max_tokens=10_000, sampling=SamplingParams(temperature=0.3, seed=13, ignore_eos=True)),
     ]
     alone = [(await tell(engine, each))[0] for each in wanted]
     together = [told for (told,) in await asyncio.gather(*(tell(engine, each) for each in wanted))]
@@ -76,7 +76,7 @@ async def test_a_request_that_is_refused_ends_nobody_elses_and_the_engine_goes_o
 
 async def test_a_request_that_is_cancelled_hears_its_end_and_leaves_nothing(engine: TransformersEngine) -> None:
     asked = asyncio.create_task(
-        say(engine, PROMPT, max_tokens=CTX, sampling=Sampling(temperature=0.0, ignore_eos=True))
+        say(engine, PROMPT, max_tokens=CTX, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     )
     async with asyncio.timeout(DEADLINE):
         while not engine.occupancy.running:  # noqa: ASYNC110
@@ -102,7 +102,7 @@ def test_the_work_for_a_token_is_the_same_however_long_the_answer_is() -> None:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     costs = []
-    answer, text = Answer(decode, ("END", "an end that never comes")), ""
+    answer, text = AnswerText(decode, ("END", "an end that never comes")), ""
     for begin in range(0, len(tokens), 1000):
         before = read
         for token in tokens[begin : begin + 1000]:
@@ -115,7 +115,7 @@ def test_the_work_for_a_token_is_the_same_however_long_the_answer_is() -> None:
 
 
 async def test_each_delta_holds_what_is_new_and_nothing_else(engine: TransformersEngine) -> None:
-    told = await say(engine, PROMPT, max_tokens=80, sampling=Sampling(temperature=0.0, ignore_eos=True))
+    told = await say(engine, PROMPT, max_tokens=80, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     assert sum(len(delta.tokens) for delta in told.deltas) == 80
     assert max(len(delta.tokens) for delta in told.deltas) < 40, "held back for a character at most"
     assert sum(len(delta.text) for delta in told.deltas) == len(told.text)

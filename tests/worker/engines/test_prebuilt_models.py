@@ -13,7 +13,7 @@ from tests import tiny
 from tests.worker.loaded import options, say, serving
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.prebuilt_models import MOST, Shelf, shelf
-from worker.interface import Text
+from worker.interface import EncoderInput
 from worker.protocol.argv import Serve
 
 torch.set_num_threads(1)
@@ -67,7 +67,7 @@ async def test_a_model_from_the_shelf_says_what_any_other_says(folder: Path) -> 
 
 async def test_an_embedder_from_the_shelf_says_what_any_other_says(tmp_path: Path) -> None:
     asked = options(tiny.make("llama-embed", tmp_path / "embedder"))
-    text = Text(list(PROMPT))
+    text = EncoderInput(list(PROMPT))
     async with serving(load(asked)) as engine:
         usual = await engine.embed([text])
     shelf.make(asked)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from worker.detokenizer import Answer
+from worker.detokenizer import AnswerText
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.generation_loop import Backend, Generating
 from worker.engines.transformers.schedule.kv_cache import Rows
@@ -17,7 +17,7 @@ from worker.engines.transformers.schedule.sequence import Sequence
 from worker.engines.transformers.step_loop import Outbox, Rate, Report, StepLoop
 from worker.engines.transformers.stream import Choice, Stream
 from worker.errors import Draining, RequestError
-from worker.interface import Generation, Sampling
+from worker.interface import GenerationRequest, SamplingParams
 from worker.protocol.events import Pulse, decode, encode
 
 DEADLINE = 60.0
@@ -56,9 +56,9 @@ def generating() -> Generating:
 def ask(work: Generating, number: int, prompt: int, limit: int) -> Stream:
     """A request of `prompt` tokens for up to `limit`, on its way."""
     stream = Stream(asyncio.get_running_loop())
-    request = Generation(id="", prompt=(3,) * prompt, sampling=Sampling(temperature=0.0))
+    request = GenerationRequest(id="", prompt=(3,) * prompt, sampling=SamplingParams(temperature=0.0))
     sequence = Sequence.of(request, id=number, limit=limit, ends=(), seed=0)
-    stream.choices.append(Choice(0, sequence, stream, Answer(lambda tokens: "x" * len(tokens))))
+    stream.choices.append(Choice(0, sequence, stream, AnswerText(lambda tokens: "x" * len(tokens))))
     assert work.admit(stream, 10)
     work.add(stream)
     return stream

@@ -28,7 +28,7 @@ from worker.engines.transformers.sample import sampler
 from worker.errors import StartError
 from worker.estimate import estimate, quantized, tensor_parallel
 from worker.estimate.memory_tracer import LiveBytes, Step, peak_bytes
-from worker.interface import Text
+from worker.interface import EncoderInput
 from worker.protocol.argv import Estimate
 from worker.protocol.events import Estimated
 from worker.protocol.exits import Exit
@@ -79,7 +79,7 @@ def really(chosen: Estimate) -> tuple[int, int, int]:
         folder = Path(chosen.snapshot)
         found = None if scores else sentence_transformers_config.read(folder)
         encoder, _ = load_encoder.make(loaded.model, CPU, folder, found, pad=0, is_dummy=False)
-        whole = peak_bytes(lambda: encoder.run([Text([0] * ctx_size)]))
+        whole = peak_bytes(lambda: encoder.run([EncoderInput([0] * ctx_size)]))
         steps = estimate.encoding_steps(loaded.model, encoder, chosen, [ctx_size])
         return weights + estimate.head_bytes(encoder), 0, max(whole, largest(steps))
     runner, capacity = estimate.make_runner(loaded.model, config, chosen, ctx_size)

@@ -1,4 +1,4 @@
-"""How requests name their adapter, and how a worker is told which there are."""
+"""Selection of adapters in requests, and replacement of a worker's set of adapters."""
 
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +16,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
 async def chosen(world: Serving, path: str, body: Any, **headers: str) -> list[AdapterChoice | None]:
-    """What the engine was asked for."""
+    """Return the adapter choices that reached the engine."""
     before = len(world.engine.requests)
     status, _, answer = await world.post(path, body, **headers)
     assert status == 200, answer
@@ -76,7 +76,7 @@ async def test_an_adapter_that_is_named_beside_the_body_holds_in_every_dialect()
 
 async def test_a_worker_is_told_which_adapters_there_are_and_says_which_cannot_be_used() -> None:
     class Without(FakeEngine):
-        async def adapt(self, sources: Any, default: str = "") -> dict[str, str]:
+        async def set_adapters(self, sources: Any, default: str = "") -> dict[str, str]:
             raise UnsupportedByModel("served without adapters")
 
     told = [{"name": "a", "path": "/x"}, {"name": "b", "path": "/broken", "scale": 0.5, "pinned": True}]

@@ -1,4 +1,4 @@
-"""Reading one JSON body: strict, each field once, the rest reported."""
+"""BodyFields: strict reading of a JSON body, with a report of unread fields."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from worker.errors import InvalidJson, InvalidValue, UnknownField, UnsupportedField
 from worker.prompt import body_reader
-from worker.prompt.body_reader import Fields
+from worker.prompt.body_reader import BodyFields
 from worker.protocol.dialects.generation_fields import NO_OPS
 from worker.protocol.schema import Body, choice, flag, integer, number, one_of
 
@@ -49,7 +49,7 @@ def test_json_may_have_as_many_levels_as_can_be_written_again() -> None:
 
     assert body_reader.parse(nested(200))["a"]
     assert body_reader.parse(b'{"a": [' + b",".join([b"{}"] * 500) + b"]}")["a"], "many objects are not deep ones"
-    with pytest.raises(InvalidJson, match="nested too deeply: 200 levels"):
+    with pytest.raises(InvalidJson, match="nested too deeply: at most 200 levels"):
         body_reader.parse(nested(201))
 
 
@@ -63,27 +63,27 @@ def test_a_refusal_of_json_does_not_repeat_the_body() -> None:
 @pytest.mark.parametrize("value", [True, False, "1", [], {}, -0.1, 2.1, 10**400])
 def test_a_number_is_a_number_within_its_range(value: Any) -> None:
     with pytest.raises(InvalidValue, match="x must be a number between 0 and 2") as caught:
-        Fields({"x": value}).number("x", 0, 2)
+        BodyFields({"x": value}).number("x", 0, 2)
     assert caught.value.param == "x"
 
 
 @pytest.mark.parametrize("value", [True, "1", 1.5, [], {}, 0, 11, 1e300])
 def test_an_integer_is_whole_and_within_its_range(value: Any) -> None:
     with pytest.raises(InvalidValue, match="x must be an integer between 1 and 10") as caught:
-        Fields({"x": value}).integer("x", 1, 10)
+        BodyFields({"x": value}).integer("x", 1, 10)
     assert caught.value.param == "x"
 
 
 @pytest.mark.parametrize(("value", "whole"), [(3, 3), (3.0, 3), (10, 10)])
 def test_json_has_one_kind_of_number(value: Any, whole: int) -> None:
-    assert Fields({"x": value}).integer("x", 1, 10) == whole
+    assert BodyFields({"x": value}).integer("x", 1, 10) == whole
 
 
 @pytest.mark.parametrize("read", ["flag", "text", "mapping", "sequence"])
 @pytest.mark.parametrize("value", [True, 0, 1, "true", [], {}])
 def test_every_reader_takes_its_own_type_only(read: str, value: Any) -> None:
     kinds = {"flag": bool, "text": str, "mapping": dict, "sequence": list}
-    reader = getattr(Fields({"x": value}), read)
+    reader = getattr(BodyFields({"x": value}), read)
     if type(value) is kinds[read]:
         assert reader("x") == value
     else:
@@ -94,7 +94,7 @@ def test_every_reader_takes_its_own_type_only(read: str, value: Any) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"x": None}])
 def test_null_is_absent(body: dict[str, Any]) -> None:
-    read = Fields(body)
+    read = BodyFields(body)
     assert read.number("x", 1, 2) is None
     assert read.integer("x", 1) is None
     assert read.flag("x") is None
@@ -102,66 +102,66 @@ def test_null_is_absent(body: dict[str, Any]) -> None:
     assert read.choice("x", ["a"]) is None
     assert read.mapping("x") is None
     assert read.sequence("x") is None
-    Fields(body, {"x": one_of([])}).refuse("x", "never")
+    BodyFields(body, {"x": one_of([])}).refuse("x", "never")
 
 
 def test_a_choice_names_what_is_allowed_and_not_what_was_sent() -> None:
     with pytest.raises(InvalidValue, match="x must be one of low, high") as caught:
-        Fields({"x": "hunter2"}).choice("x", ("low", "high"))
+        BodyFields({"x": "hunter2"}).choice("x", ("low", "high"))
     assert "hunter2" not in caught.value.message
 
 
 def test_a_nested_field_is_named_with_its_path() -> None:
     with pytest.raises(InvalidValue, match=r"^stream_options\.include_usage must") as caught:
-        Fields({"include_usage": 1}, path="stream_options.").flag("include_usage")
+        BodyFields({"include_usage": 1}, path="stream_options.").flag("include_usage")
     assert caught.value.param == "stream_options.include_usage"
 
 
 def test_no_ops_and_nulls_are_accepted_in_silence() -> None:
     body = dict.fromkeys(NO_OPS, "anything") | {"store": False, "frobnicate": None}
-    assert Fields(body).settle(strict=True) == ()
+    assert BodyFields(body).check_unknown(strict=True) == ()
 
 
 def test_what_nobody_knows_is_reported_in_the_order_of_the_body() -> None:
-    read = Fields({"b": 1, "known": 2, "a": 3})
+    read = BodyFields({"b": 1, "known": 2, "a": 3})
     read.take("known")
-    assert read.settle(strict=False) == ("b", "a")
+    assert read.check_unknown(strict=False) == ("b", "a")
 
 
 def test_a_range_is_the_tables() -> None:
     table: Body = {"x": integer(1, 10), "y": number(0, 2), "z": choice(["a"])}
-    assert Fields({"x": 10, "y": 2, "z": "a"}, table).integer("x") == 10
+    assert BodyFields({"x": 10, "y": 2, "z": "a"}, table).integer("x") == 10
     for name, reader, value in (("x", "integer", 11), ("y", "number", 2.1), ("z", "choice", "b")):
         with pytest.raises(InvalidValue) as caught:
-            getattr(Fields({name: value}, table), reader)(name)
+            getattr(BodyFields({name: value}, table), reader)(name)
         assert caught.value.param == name
 
 
 def test_a_field_that_is_in_no_table_cannot_be_read() -> None:
     with pytest.raises(AssertionError, match="odd"):
-        Fields({"odd": 1}, {"x": flag()}).take("odd")
+        BodyFields({"odd": 1}, {"x": flag()}).take("odd")
 
 
 def test_a_field_of_the_table_that_nobody_reads_is_found() -> None:
     with pytest.raises(AssertionError, match="x"):
-        Fields({}, {"x": flag()}).settle(strict=False)
+        BodyFields({}, {"x": flag()}).check_unknown(strict=False)
 
 
 def test_a_field_is_read_as_what_the_table_says_it_is() -> None:
     with pytest.raises(AssertionError, match="boolean"):
-        Fields({"x": 1}, {"x": flag()}).integer("x", 1)
+        BodyFields({"x": 1}, {"x": flag()}).integer("x", 1)
 
 
 def test_what_was_read_without_effect_is_reported_too() -> None:
-    read = Fields({"verbosity": "low", "odd": 1})
+    read = BodyFields({"verbosity": "low", "odd": 1})
     read.text("verbosity")
     read.mark_unused("verbosity")
-    assert read.settle(strict=False) == ("verbosity", "odd")
+    assert read.check_unknown(strict=False) == ("verbosity", "odd")
 
 
 def test_strict_fields_refuse_what_nobody_knows() -> None:
     with pytest.raises(UnknownField) as caught:
-        Fields({"odd": 1}).settle(strict=True)
+        BodyFields({"odd": 1}).check_unknown(strict=True)
     assert (caught.value.status, caught.value.reason, caught.value.param) == (400, "unknown_parameter", "odd")
 
 
@@ -194,14 +194,14 @@ MEANINGFUL: dict[str, tuple[Any, list[Any]]] = {
 def test_a_meaning_that_nobody_here_has_is_refused_unless_neutral(name: str) -> None:
     refused, neutral = MEANINGFUL[name]
     for value in neutral:
-        assert Fields({name: value}).settle(strict=True) == ()
+        assert BodyFields({name: value}).check_unknown(strict=True) == ()
     if refused is not None:
         with pytest.raises(UnsupportedField) as caught:
-            Fields({name: refused}).settle(strict=False)
+            BodyFields({name: refused}).check_unknown(strict=False)
         assert (caught.value.reason, caught.value.param) == ("unsupported_parameter", name)
 
 
 @pytest.mark.parametrize("name", ["mirostat", "typical_p", "xtc_probability", "top_n_sigma"])
 def test_a_boolean_is_no_neutral_number(name: str) -> None:
     with pytest.raises(UnsupportedField):
-        Fields({name: name == "typical_p"}).settle(strict=False)
+        BodyFields({name: name == "typical_p"}).check_unknown(strict=False)

@@ -1,4 +1,4 @@
-"""Messages of a chat, and the prompt that a template makes of them."""
+"""Validation of a chat's messages and rendering with templates."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import pytest
 from tests.worker import serving
 from worker.errors import InvalidValue, RequestError, StartError, UnsupportedByModel, UnsupportedField
 from worker.prompt import chat_template
-from worker.prompt.body_reader import Fields
-from worker.prompt.chat_template import Template
+from worker.prompt.body_reader import BodyFields
+from worker.prompt.chat_template import ChatTemplate
 from worker.protocol.dialects.generation_fields import ROLES
 from worker.protocol.dialects.openai import CONVERSATION
 from worker.protocol.exits import Exit
@@ -17,13 +17,13 @@ SHOWING = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ '
 CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}(SHOWN){% endfor %}{% endfor %}"
 
 
-def template(text: str = SHOWING, variables: str = "") -> Template:
-    return Template(serving.tokenizer(), text=text, variables=variables)
+def template(text: str = SHOWING, variables: str = "") -> ChatTemplate:
+    return ChatTemplate(serving.tokenizer(), text=text, variables=variables)
 
 
-def prompt(body: dict[str, Any], made: Template | None = None) -> str:
+def prompt(body: dict[str, Any], made: ChatTemplate | None = None) -> str:
     made = made or template()
-    return made.render(chat_template.read(Fields(body, CONVERSATION), made))
+    return made.render(chat_template.read(BodyFields(body, CONVERSATION), made))
 
 
 def said(*messages: Any, **further: Any) -> dict[str, Any]:
@@ -51,10 +51,12 @@ HERE = {"type": "text", "text": "here"}
 
 
 def seen(text: str, *content: Any) -> str:
-    """The prompt of a model that sees, of which `<image>` stands for an image where the template has no word."""
-    made = Template(serving.tokenizer(), text=text, variables="", placeholder="<image>" if "<p" not in text else "<p")
+    """Render for a vision model whose image placeholder is `<image>` unless the template writes one itself."""
+    made = ChatTemplate(
+        serving.tokenizer(), text=text, variables="", placeholder="<image>" if "<p" not in text else "<p"
+    )
     body = said({"role": "user", "content": list(content)})
-    return made.render(chat_template.read(Fields(body, CONVERSATION), made, blind=""))
+    return made.render(chat_template.read(BodyFields(body, CONVERSATION), made, no_vision=""))
 
 
 def test_a_template_that_wants_parts_gets_parts() -> None:
@@ -70,9 +72,9 @@ def test_where_a_template_knows_no_images_their_placeholder_is_a_line_of_the_tex
 
 
 def test_images_of_a_conversation_come_in_the_order_of_its_messages() -> None:
-    made = Template(serving.tokenizer(), text=PARTS, variables="", placeholder="<picture>")
+    made = ChatTemplate(serving.tokenizer(), text=PARTS, variables="", placeholder="<picture>")
     body = said({"role": "user", "content": [PIXEL, HERE]}, USER, {"role": "user", "content": [HERE, PIXEL, PIXEL]})
-    images = chat_template.read(Fields(body, CONVERSATION), made, blind="").images
+    images = chat_template.read(BodyFields(body, CONVERSATION), made, no_vision="").images
     assert [image.where for image in images] == [
         "messages[0].content[0]",
         "messages[2].content[1]",
@@ -206,9 +208,9 @@ def test_a_variable_cannot_take_a_name_that_means_something_else(name: str) -> N
 
 
 def ignored(body: dict[str, Any], text: str) -> tuple[str, tuple[str, ...]]:
-    made, fields = template(text), Fields(body, CONVERSATION)
+    made, fields = template(text), BodyFields(body, CONVERSATION)
     rendered = made.render(chat_template.read(fields, made))
-    return rendered, fields.settle(strict=False)
+    return rendered, fields.check_unknown(strict=False)
 
 
 def test_effort_and_verbosity_go_to_the_template() -> None:
@@ -278,7 +280,7 @@ def test_variables_of_the_preset_are_an_object(variables: str) -> None:
 
 def test_a_model_without_a_template_cannot_chat() -> None:
     tokenizer = serving.bare_tokenizer()
-    made = Template(tokenizer, text="", variables="")
+    made = ChatTemplate(tokenizer, text="", variables="")
     assert not made.exists
     with pytest.raises(UnsupportedByModel, match="/v1/completions"):
         prompt(said(USER), made)
@@ -294,6 +296,6 @@ def test_a_tool_is_a_named_function(tools: Any) -> None:
 
 
 def test_a_chat_reads_just_the_fields_that_are_listed_as_its_own() -> None:
-    fields = Fields(said(USER), CONVERSATION)
+    fields = BodyFields(said(USER), CONVERSATION)
     chat_template.read(fields, template())
     assert fields.known == CONVERSATION.keys()

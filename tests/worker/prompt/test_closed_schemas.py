@@ -1,11 +1,11 @@
-"""Objects that list their properties have no others, unless their schema says so or could not be met without."""
+"""Closing of JSON schemas: objects that list their properties get no others, unless the schema prevents it."""
 
 import copy
 from typing import Any
 
 import pytest
 
-from worker.prompt.closed_schemas import closed
+from worker.prompt.guided_decoding import close_schema
 
 TEXT = {"type": "string"}
 LISTED = {"type": "object", "properties": {"a": TEXT}}
@@ -28,7 +28,7 @@ SHUT = {**LISTED, "additionalProperties": False}
 )
 def test_an_object_that_lists_its_properties_is_closed_wherever_it_lies(stated: Any, meant: Any) -> None:
     before = copy.deepcopy(stated)
-    assert closed(stated) == meant
+    assert close_schema(stated) == meant
     assert stated == before, "what was given is as it was"
 
 
@@ -46,7 +46,7 @@ def test_an_object_that_lists_its_properties_is_closed_wherever_it_lies(stated: 
     ],
 )
 def test_what_is_said_of_further_members_holds(stated: Any) -> None:
-    assert closed(stated) == stated
+    assert close_schema(stated) == stated
 
 
 @pytest.mark.parametrize(
@@ -61,17 +61,17 @@ def test_what_is_said_of_further_members_holds(stated: Any) -> None:
     ],
 )
 def test_schemas_that_hold_one_object_together_stay_open(stated: Any) -> None:
-    assert closed(stated) == stated
+    assert close_schema(stated) == stated
 
 
 def test_properties_may_be_called_like_words_of_schemas() -> None:
     stated = {"type": "object", "properties": {"not": TEXT, "allOf": LISTED, "required": {"type": "boolean"}}}
-    assert closed(stated)["additionalProperties"] is False
-    assert closed(stated)["properties"]["allOf"] == SHUT
+    assert close_schema(stated)["additionalProperties"] is False
+    assert close_schema(stated)["properties"]["allOf"] == SHUT
 
 
 def test_a_schema_may_be_deep() -> None:
     stated: dict[str, Any] = LISTED
     for _ in range(60):
         stated = {"type": "object", "properties": {"a": {"type": "array", "items": stated}}}
-    assert closed(stated)["properties"]["a"]["items"]["additionalProperties"] is False
+    assert close_schema(stated)["properties"]["a"]["items"]["additionalProperties"] is False

@@ -1,4 +1,4 @@
-"""What ends an answer, whether it is shown, and who may share what is cached of a prompt."""
+"""End of an answer (stop strings, stop tokens, visibility of the end) and cache salts."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests import tiny
 from tests.worker.loaded import load, say
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import InvalidValue
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 torch.set_num_threads(1)
 PROMPT = (9, 41, 70, 77, 80)
@@ -37,20 +37,20 @@ async def test_a_token_that_a_request_names_ends_its_answer(engine: Transformers
     at = free.tokens.index(end)
     held = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}))
     assert (held.tokens, held.finish, held.stop) == (free.tokens[:at], "stop", None)
-    assert held.deltas[-1].unshown == (end,)
-    shown = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}), shows_end=True)
-    assert (shown.tokens, shown.finish, shown.deltas[-1].unshown) == (free.tokens[: at + 1], "stop", ())
+    assert held.deltas[-1].hidden_tokens == (end,)
+    shown = await say(engine, PROMPT, max_tokens=12, ends=frozenset({end}), include_stop=True)
+    assert (shown.tokens, shown.finish, shown.deltas[-1].hidden_tokens) == (free.tokens[: at + 1], "stop", ())
 
 
 async def test_ignore_eos_is_about_the_models_own_ends_and_min_tokens_about_all(folder: Path) -> None:
     engine = load(folder, ctx_size=128, parallel=1)
-    free = await say(engine, PROMPT, max_tokens=12, sampling=Sampling(temperature=0.0, ignore_eos=True))
+    free = await say(engine, PROMPT, max_tokens=12, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
     end = free.tokens[3]
     at = free.tokens.index(end)
     stated = frozenset({end})
-    ignoring = Sampling(temperature=0.0, ignore_eos=True)
+    ignoring = SamplingParams(temperature=0.0, ignore_eos=True)
     assert (await say(engine, PROMPT, max_tokens=12, sampling=ignoring, ends=stated)).tokens == free.tokens[:at]
-    patient = Sampling(temperature=0.0, ignore_eos=True, min_tokens=at + 2)
+    patient = SamplingParams(temperature=0.0, ignore_eos=True, min_tokens=at + 2)
     told = await say(engine, PROMPT, max_tokens=12, sampling=patient, ends=stated)
     assert len(told.tokens) >= at + 2
     assert end not in told.tokens[: at + 2]
@@ -63,10 +63,10 @@ async def test_a_stop_string_is_shown_if_asked_for_and_its_tokens_are_told_eithe
     free = await say(engine, PROMPT, max_tokens=12)
     stop = "".join(delta.text for delta in free.deltas[3:6])
     hidden = await say(engine, PROMPT, max_tokens=12, stop=(stop,))
-    shown = await say(engine, PROMPT, max_tokens=12, stop=(stop,), shows_end=True)
+    shown = await say(engine, PROMPT, max_tokens=12, stop=(stop,), include_stop=True)
     at = free.text.index(stop)
     assert (hidden.text, shown.text) == (free.text[:at], free.text[: at + len(stop)])
-    every = [[*told.tokens, *told.deltas[-1].unshown] for told in (hidden, shown)]
+    every = [[*told.tokens, *told.deltas[-1].hidden_tokens] for told in (hidden, shown)]
     assert every[0] == every[1] == free.tokens[: len(every[0])]
     assert len(every[0]) > len(hidden.tokens)
 

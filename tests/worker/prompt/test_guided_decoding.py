@@ -1,4 +1,4 @@
-"""Promises of `worker.prompt.guided_decoding`: every dialect's way to hold an answer to something, or a refusal by name."""
+"""Grammar fields of every API: accepted or rejected by name."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from worker.errors import InvalidValue, RequestError
 from worker.interface import Grammar
-from worker.prompt.body_reader import Fields
+from worker.prompt.body_reader import BodyFields
 from worker.prompt.guided_decoding import read
 from worker.protocol.dialects.generation_fields import GRAMMAR
 
@@ -59,9 +59,9 @@ ANY_OBJECT = '{"type":"object"}'
     ],
 )
 def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | None) -> None:
-    fields = Fields(body, GRAMMAR)
+    fields = BodyFields(body, GRAMMAR)
     assert read(fields) == expected
-    assert fields.settle(strict=True) == ()
+    assert fields.check_unknown(strict=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,18 @@ def test_each_dialect_means_a_grammar(body: dict[str, Any], expected: Grammar | 
 )
 def test_what_is_no_grammar_is_refused_by_name(body: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read(Fields(body, GRAMMAR))
+        read(BodyFields(body, GRAMMAR))
     assert (caught.value.param, caught.value.reason) == (param, reason)
 
 
 def test_an_error_of_a_compiler_can_name_the_field_it_came_from() -> None:
-    found = read(Fields({"structured_outputs": {"regex": "("}}, GRAMMAR))
+    found = read(BodyFields({"structured_outputs": {"regex": "("}}, GRAMMAR))
     assert found is not None
     assert found.field == "structured_outputs.regex"
     with pytest.raises(InvalidValue, match="response_format and guided_json"):
-        read(Fields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))
+        read(BodyFields({"response_format": {"type": "json_object"}, "guided_json": {}}, GRAMMAR))
 
 
 def test_a_schema_in_a_string_has_the_levels_of_a_body() -> None:
-    with pytest.raises(InvalidValue, match="guided_json is nested too deeply: 200 levels"):
-        read(Fields({"guided_json": '{"a":' * 260 + "{}" + "}" * 260}, GRAMMAR))
+    with pytest.raises(InvalidValue, match="guided_json is nested too deeply: at most 200 levels"):
+        read(BodyFields({"guided_json": '{"a":' * 260 + "{}" + "}" * 260}, GRAMMAR))

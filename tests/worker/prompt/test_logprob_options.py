@@ -1,4 +1,4 @@
-"""What vLLM's clients ask an answer to tell of its tokens, and what they say of its end and of the prompt."""
+"""vLLM's fields for logprobs, token ids, the end of an answer and truncation of the prompt."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from tests.worker.chatting import CHAT, model, only, streamed, whole
 from tests.worker.serving import chunks, serving
 from tests.worker.speaking import THINKING, Speaking
 from worker.api import openai
-from worker.api.call import Model
+from worker.api.served_model import ServedModel
 from worker.errors import ContextExceeded
 
 
-async def said(made: Model, body: dict[str, Any]) -> Any:
+async def said(made: ServedModel, body: dict[str, Any]) -> Any:
     return await whole(await openai.completions({"prompt": "Grün", **body}, made), made.engine)
 
 
@@ -94,15 +94,15 @@ async def test_what_ends_an_answer_is_part_of_it_only_if_asked_for() -> None:
     made = model()
     [space] = made.tokenizer.encode(" ", add_special_tokens=False)
     generation = await only({"stop_token_ids": [space], "include_stop_str_in_output": True}, made)
-    assert (generation.ends, generation.shows_end) == (frozenset({space}), True)
+    assert (generation.ends, generation.include_stop) == (frozenset({space}), True)
     [choice] = (await said(made, {"stop": ["brown"], "include_stop_str_in_output": True}))["choices"]
     assert (choice["text"][-11:], choice["finish_reason"]) == ("quick brown", "stop")
 
 
 async def test_special_tokens_are_shown_if_asked_for() -> None:
     made = model()
-    assert (await only({"skip_special_tokens": True}, made)).shown == frozenset()
-    assert (await only({"skip_special_tokens": False}, made)).shown >= made.special_ids
+    assert (await only({"skip_special_tokens": True}, made)).visible_special_tokens == frozenset()
+    assert (await only({"skip_special_tokens": False}, made)).visible_special_tokens >= made.special_ids
 
 
 async def test_a_prompt_is_cut_at_its_beginning_only_where_a_request_says_so() -> None:

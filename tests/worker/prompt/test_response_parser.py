@@ -1,4 +1,4 @@
-"""Promises of `worker.prompt.response_parser`: thoughts, content and calls are told apart, however the text arrives; nothing is lost."""
+"""Parsing of answers into reasoning, content and calls, independent of how the text is split."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.prompt.body_reader import Json
-from worker.prompt.chat_formats import Family, find
-from worker.prompt.response_parser import Manner, Part, Reading, shown
+from worker.prompt.chat_formats import ChatFormat, find
+from worker.prompt.response_parser import AnswerParser, AnswerPart, ParseOptions, marker_tokens
 
 SIGNS = {
     "hermes": "<tool_call></tool_call> arguments",
@@ -38,20 +38,20 @@ def tool(name: str, **properties: Json) -> Json:
 TOOLS = [tool("add", a={"type": "integer"}, b={"type": "integer"}), tool("say", text={"type": "string"})]
 
 
-def family(name: str) -> Family:
+def chat_format(name: str) -> ChatFormat:
     found = find(SIGNS[name], None)
     assert found is not None
     return found
 
 
-def read(name: str | Family, pieces: Sequence[str], **manner: Any) -> list[Part]:
-    known = family(name) if isinstance(name, str) else name
-    reading = Reading(Manner(family=known, **{"tools": TOOLS, **manner}))
+def read(name: str | ChatFormat, pieces: Sequence[str], **manner: Any) -> list[AnswerPart]:
+    known = chat_format(name) if isinstance(name, str) else name
+    reading = AnswerParser(ParseOptions(chat_format=known, **{"tools": TOOLS, **manner}))
     return [*(part for piece in pieces for part in reading.push(piece)), *reading.finish()]
 
 
-def summary(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Thoughts, content, calls."""
+def summary(parts: Sequence[AnswerPart]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return reasoning, content and calls."""
     calls = [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call is not None]
     return "".join(part.reasoning for part in parts), "".join(part.content for part in parts), calls
 
@@ -173,14 +173,20 @@ def test_no_text_whatever_makes_reading_fail(name: str, pieces: list[str]) -> No
 
 
 def test_thoughts_that_the_prompt_has_begun_are_thoughts() -> None:
-    assert summary(read("thinker", ["so</think>Hi"], begun="<think>")) == ("so", "Hi", [])
-    assert summary(read("thinker", ["so"], begun="<think>half a")) == ("so", "", [])
-    assert summary(read("thinker", ["Hi"], begun="<think></think>")) == ("", "Hi", [])
-    assert summary(read("thinker", ["go on"], begun="Once upon")) == ("", "go on", []), "what was begun is not repeated"
+    assert summary(read("thinker", ["so</think>Hi"], prefix="<think>")) == ("so", "Hi", [])
+    assert summary(read("thinker", ["so"], prefix="<think>half a")) == ("so", "", [])
+    assert summary(read("thinker", ["Hi"], prefix="<think></think>")) == ("", "Hi", [])
+    assert summary(read("thinker", ["go on"], prefix="Once upon")) == ("", "go on", []), (
+        "what was begun is not repeated"
+    )
 
 
 def test_thoughts_stay_where_they_are_if_nobody_wants_them_apart() -> None:
-    assert summary(read("thinker", ["<think>Hm</think> Hi"], separates=False)) == ("", "<think>Hm</think> Hi", [])
+    assert summary(read("thinker", ["<think>Hm</think> Hi"], separate_reasoning=False)) == (
+        "",
+        "<think>Hm</think> Hi",
+        [],
+    )
 
 
 def test_without_tools_what_looks_like_a_call_is_content() -> None:
@@ -190,19 +196,19 @@ def test_without_tools_what_looks_like_a_call_is_content() -> None:
 
 def test_further_calls_than_were_allowed_are_left_out() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    assert summary(read("hermes", [call, call], most_calls=1)) == ("", "", [ADD])
+    assert summary(read("hermes", [call, call], max_calls=1)) == ("", "", [ADD])
 
 
 def test_a_model_without_a_way_of_its_own_calls_in_bare_json() -> None:
     text = '[{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "say", "arguments": {"text": "hé </x> {"}}]'
-    bare = Reading(Manner(family=None, tools=TOOLS, is_held=True))
+    bare = AnswerParser(ParseOptions(chat_format=None, tools=TOOLS, is_constrained=True))
     assert [*(part for letter in text for part in bare.push(letter))] == []
     assert summary(bare.finish()) == ("", "", [ADD, SAY])
-    cut = Reading(Manner(family=None, tools=TOOLS, is_held=True))
+    cut = AnswerParser(ParseOptions(chat_format=None, tools=TOOLS, is_constrained=True))
     cut.push(text[:30])
     assert summary(cut.finish()) == ("", text[:30], [])
     thinker = "<think>Hm</think>" + text
-    assert summary(read("thinker", [thinker], is_held=True)) == ("Hm", "", [ADD, SAY])
+    assert summary(read("thinker", [thinker], is_constrained=True)) == ("Hm", "", [ADD, SAY])
 
 
 def test_a_tokenizers_own_response_template_comes_first() -> None:
@@ -224,16 +230,16 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     }
     known = find("<tool_call></tool_call> arguments", stated)
     assert known is not None
-    assert known.think == ("<thoughts>", "</thoughts>")
+    assert known.reasoning_markers == ("<thoughts>", "</thoughts>")
     text = "Hm</thoughts>Hi <call add><a>1</a><b>2</b></call><call none></call><done>"
     prompt = "<|user|><thoughts>x<|assistant|><thoughts>"
-    told = summary(read(known, list(text), begun=prompt))
+    told = summary(read(known, list(text), prefix=prompt))
     assert told == ("Hm", "Hi<call none></call>", [ADD]), "arguments have the types that the tool states"
 
 
 def test_special_tokens_that_mark_parts_are_shown_and_no_others() -> None:
     special = {"[TOOL_CALLS]": 5, "</s>": 2, "<|python_tag|>": 7, "<think>": 9}
-    assert shown(family("mistral"), special) == {5}
-    assert shown(family("llama"), special) == {7}
-    assert shown(family("thinker"), special) == {9}
-    assert shown(None, special) == frozenset()
+    assert marker_tokens(chat_format("mistral"), special) == {5}
+    assert marker_tokens(chat_format("llama"), special) == {7}
+    assert marker_tokens(chat_format("thinker"), special) == {9}
+    assert marker_tokens(None, special) == frozenset()

@@ -1,4 +1,4 @@
-"""How a request's tokens are picked: request, preset, checkpoint, API, in that order."""
+"""Precedence of sampling parameters: request, preset, checkpoint, API default."""
 
 from typing import Any
 
@@ -6,28 +6,28 @@ import pytest
 
 from tests.worker.sampled import read
 from worker.errors import InvalidValue, StartError
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 from worker.prompt import sampling_options
-from worker.prompt.body_reader import Fields
-from worker.prompt.sampling_options import Defaults
+from worker.prompt.body_reader import BodyFields
+from worker.prompt.sampling_options import SamplingDefaults
 from worker.protocol.dialects.generation_fields import SAMPLING
 from worker.protocol.exits import Exit
 
 
-def stop(body: dict[str, Any], defaults: Defaults | None = None) -> tuple[str, ...]:
+def stop(body: dict[str, Any], defaults: SamplingDefaults | None = None) -> tuple[str, ...]:
     return sampling_options.read(
-        Fields(body, SAMPLING), defaults or Defaults(), vocab_size=100, logprobs=None, seed=None
+        BodyFields(body, SAMPLING), defaults or SamplingDefaults(), vocab_size=100, logprobs=None, seed=None
     )[1]
 
 
 def test_an_empty_request_samples_as_the_api_says() -> None:
-    assert read({}) == Sampling(temperature=1.0, top_p=1.0)
+    assert read({}) == SamplingParams(temperature=1.0, top_p=1.0)
 
 
 def test_the_request_beats_the_preset_beats_the_checkpoint() -> None:
     checkpoint = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     defaults = sampling_options.defaults('{"temp": 0.3, "top-k": 20}', checkpoint)
-    expected = Sampling(temperature=0.2, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    expected = SamplingParams(temperature=0.2, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
     assert read({"temperature": 0.2}, defaults) == expected
 
 
@@ -37,7 +37,7 @@ def test_every_key_of_a_preset_has_its_effect() -> None:
         ' "presence-penalty": 0.7, "frequency-penalty": 0.8, "stop": ["END", "FIN"]}'
     )
     defaults = sampling_options.defaults(preset, {})
-    assert read({}, defaults) == Sampling(
+    assert read({}, defaults) == SamplingParams(
         temperature=0.1,
         top_k=2,
         top_p=0.3,
@@ -56,12 +56,12 @@ def test_a_checkpoint_that_says_do_sample_false_is_greedy_until_asked_otherwise(
     defaults = sampling_options.defaults(
         "", {"do_sample": False, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}
     )
-    assert read({}, defaults) == Sampling(temperature=0.0, repetition_penalty=1.2)
-    assert read({"temperature": 0.5}, defaults) == Sampling(temperature=0.5, repetition_penalty=1.2)
+    assert read({}, defaults) == SamplingParams(temperature=0.0, repetition_penalty=1.2)
+    assert read({"temperature": 0.5}, defaults) == SamplingParams(temperature=0.5, repetition_penalty=1.2)
 
 
 def test_a_checkpoint_that_says_nothing_about_sampling_changes_nothing() -> None:
-    assert sampling_options.defaults("", {"eos_token_id": 2, "temperature": None}) == Defaults()
+    assert sampling_options.defaults("", {"eos_token_id": 2, "temperature": None}) == SamplingDefaults()
 
 
 def test_values_of_a_checkpoint_that_no_request_could_state_are_passed_over() -> None:
@@ -128,7 +128,7 @@ def test_the_presets_seed_serves_where_a_request_has_none() -> None:
 def test_both_names_of_the_repetition_penalty_are_one_field() -> None:
     assert read({"repeat_penalty": 1.2}).repetition_penalty == 1.2
     assert read({"repeat_penalty": 1.2, "repetition_penalty": 1.2}).repetition_penalty == 1.2
-    with pytest.raises(InvalidValue, match="state one"):
+    with pytest.raises(InvalidValue, match="send one of them"):
         read({"repeat_penalty": 1.2, "repetition_penalty": 1.3})
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from worker.errors import UnknownField
-from worker.prompt.body_reader import Fields
+from worker.prompt.body_reader import BodyFields
 from worker.protocol.dialects.anthropic import ANTHROPIC
 from worker.protocol.dialects.openai import CHAT, RERANK
 from worker.protocol.dialects.responses import RESPONSES
@@ -125,21 +125,21 @@ def test_what_has_the_wrong_type_is_left_to_those_who_read_it(body: dict[str, An
 def test_what_is_inside_is_reported_and_refused_where_fields_are_strict() -> None:
     inner: Body = {"x": flag()}
 
-    def read(body: dict[str, Any]) -> Fields:
-        fields = Fields(body, {"a": record(inner)})
+    def read(body: dict[str, Any]) -> BodyFields:
+        fields = BodyFields(body, {"a": record(inner)})
         fields.within("a", inner).flag("x")
         return fields
 
-    assert read({"a": {"x": True, "odd": 1}, "beside": 1}).settle(strict=False) == ("beside", "a.odd")
+    assert read({"a": {"x": True, "odd": 1}, "beside": 1}).check_unknown(strict=False) == ("beside", "a.odd")
     with pytest.raises(UnknownField) as caught:
-        read({"a": {"odd": 1}}).settle(strict=True)
+        read({"a": {"odd": 1}}).check_unknown(strict=True)
     assert caught.value.param == "a.odd"
 
 
 def test_an_object_that_has_settled_its_own_fields_is_not_reported_twice() -> None:
     inner: Body = {"x": flag()}
-    fields = Fields({"a": {"odd": 1}}, {"a": record(inner)})
+    fields = BodyFields({"a": {"odd": 1}}, {"a": record(inner)})
     within = fields.within("a", inner)
     within.flag("x")
-    assert within.settle(strict=False) == ("odd",)
-    assert fields.settle(strict=True) == ()
+    assert within.check_unknown(strict=False) == ("odd",)
+    assert fields.check_unknown(strict=True) == ()

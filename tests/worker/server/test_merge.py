@@ -8,14 +8,14 @@ import pytest
 from tests.worker import serving
 from tests.worker.fake_engine import FakeEngine
 from worker.errors import Draining, SequenceFailed
-from worker.interface import Delta, Generation
+from worker.interface import Delta, GenerationRequest
 from worker.server.merge import AT_ONCE, Deltas
 
 
 class Hasty(FakeEngine):
     """Says two deltas and fails, all in one breath."""
 
-    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         yield Delta(text="a")
         yield Delta(text="b")
         raise SequenceFailed("no more")
@@ -26,7 +26,7 @@ class Counting(FakeEngine):
 
     running = most = 0
 
-    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -36,9 +36,9 @@ class Counting(FakeEngine):
             self.running -= 1
 
 
-def generations(count: int, text: str = "hi") -> list[Generation]:
+def generations(count: int, text: str = "hi") -> list[GenerationRequest]:
     prompt = tuple(serving.tokenizer().encode(text))
-    return [Generation(id=str(number), prompt=prompt, max_tokens=3) for number in range(count)]
+    return [GenerationRequest(id=str(number), prompt=prompt, max_tokens=3) for number in range(count)]
 
 
 async def test_what_came_before_an_error_is_told_before_it() -> None:

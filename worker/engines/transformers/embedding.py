@@ -13,7 +13,7 @@ from worker.engines.transformers.run.pooling import Encoder, normalized
 from worker.engines.transformers.schedule.encoder_batches import Queue
 from worker.engines.transformers.step_loop import Outbox, Report
 from worker.errors import RequestError, SequenceFailed
-from worker.interface import Text
+from worker.interface import EncoderInput
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Job:
     """One request's texts, and where what was computed of them goes."""
 
-    texts: Sequence[Text]
+    texts: Sequence[EncoderInput]
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[list[Any]]
     """For each text its numbers: a list, or a list of lists."""

@@ -38,7 +38,7 @@ from worker.errors import (
     UnsupportedByModel,
 )
 from worker.images import TEXT_ONLY
-from worker.interface import Delta, Encoding, Generation, Occupancy, Text
+from worker.interface import Delta, EncoderInput, EncodingConfig, EngineLoad, GenerationRequest
 from worker.protocol.argv import AdapterSource, Serve
 from worker.protocol.events import Progress, Pulse
 
@@ -75,9 +75,9 @@ class TransformersEngine:
         self._leader: Leader | None = None
         self._late = load_generator.LateMemory()
         self.vision: Eyes | None = None
-        self.blind = TEXT_ONLY
+        self.no_vision = TEXT_ONLY
         """Why it takes no images; empty if it takes them."""
-        self.encoding: Encoding | None = None
+        self.encoding: EncodingConfig | None = None
         outbox = Outbox()
         work: Generating | Embedding
         if isinstance(loaded, load_generator.Loaded):
@@ -86,7 +86,7 @@ class TransformersEngine:
                 backend, outbox, vocabulary.piece, chunk=options.prefill_chunk, grammars=self._grammars
             )
             self._adapters, self._late = backend.adapters, loaded.late
-            self.vision, self.blind = loaded.eyes, "" if loaded.eyes is not None else loaded.blind
+            self.vision, self.no_vision = loaded.eyes, "" if loaded.eyes is not None else loaded.no_vision
             self._leader = backend.runner if isinstance(backend.runner, Leader) else None
         else:
             work = self._embedding = Embedding(loaded.encoder, outbox, budget=options.prefill_chunk)
@@ -202,7 +202,7 @@ class TransformersEngine:
         return frozenset({"embedding", "rerank"} if self.encoding.is_pooled else {"embedding"})
 
     @property
-    def occupancy(self) -> Occupancy:
+    def occupancy(self) -> EngineLoad:
         return self._loop.occupancy
 
     @property
@@ -249,7 +249,7 @@ class TransformersEngine:
 
     # Text
 
-    async def generate(self, request: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `worker.interface.Engine`."""
         work = self._generating
         if work is None:
@@ -273,7 +273,7 @@ class TransformersEngine:
             work.release(stream, request.n)
             self._loop.post(partial(work.cancel, stream))
 
-    async def adapt(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
+    async def set_adapters(self, sources: Sequence[AdapterSource], default: str = "") -> Mapping[str, str]:
         """See `worker.interface.Engine`."""
         adapters, work = self._adapters, self._generating
         if adapters is None or work is None:
@@ -289,7 +289,7 @@ class TransformersEngine:
         self._loop.post(work.forget_adapters)
         return problems
 
-    def _adapter(self, request: Generation) -> Use | None:
+    def _adapter(self, request: GenerationRequest) -> Use | None:
         """What the request's choice stands for. Raises AdapterNotFound, UnusableAdapter, UnsupportedByModel."""
         if self._adapters is not None:
             return self._adapters.find(request.adapter)
@@ -299,7 +299,7 @@ class TransformersEngine:
 
     # Vectors and scores
 
-    async def embed(self, texts: Sequence[Text], *, normalize: int | None = None) -> list[list[float]]:
+    async def embed(self, texts: Sequence[EncoderInput], *, normalize: int | None = None) -> list[list[float]]:
         """See `worker.interface.Engine`."""
         if self.encoding is None:
             raise UnsupportedByModel("this model was not loaded for embeddings; an embedder, or task = embed, has them")
@@ -307,19 +307,19 @@ class TransformersEngine:
             raise UnsupportedByModel("pooling = none gives a vector for each token: ask POST /embedding for them")
         return await self._encode(texts, self._options.embd_normalize if normalize is None else normalize)
 
-    async def embed_tokens(self, texts: Sequence[Text]) -> list[list[list[float]]]:
+    async def embed_tokens(self, texts: Sequence[EncoderInput]) -> list[list[list[float]]]:
         """See `worker.interface.Engine`."""
         if self.encoding is None or self.encoding.is_pooled:
             raise UnsupportedByModel("this model was not loaded with pooling = none")
         return await self._encode(texts, -1)
 
-    async def score(self, pairs: Sequence[Text]) -> list[float]:
+    async def score(self, pairs: Sequence[EncoderInput]) -> list[float]:
         """See `worker.interface.Engine`."""
         if self._generating is not None or self.encoding is not None:
             raise UnsupportedByModel("this model is no cross-encoder; it scores no pairs")
         return [score for (score,) in await self._encode(pairs, -1)]
 
-    async def _encode(self, texts: Sequence[Text], normalize: int) -> list[Any]:
+    async def _encode(self, texts: Sequence[EncoderInput], normalize: int) -> list[Any]:
         """What the encoder makes of each text."""
         work = self._embedding
         assert work is not None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.detokenizer import Piece
+from worker.detokenizer import TextPiece
 from worker.engines.transformers.active_choices import ActiveChoices
 from worker.engines.transformers.attention.cpu_linear import Linears
 from worker.engines.transformers.load.lora import Adapters
@@ -32,7 +32,7 @@ from worker.engines.transformers.step_launcher import Launcher
 from worker.engines.transformers.step_loop import Outbox, Report
 from worker.engines.transformers.stream import Choice, DeltaWriter, SequenceLimit, Stream
 from worker.errors import RequestError, SequenceFailed
-from worker.interface import Finish
+from worker.interface import FinishReason
 
 REORDERING = 0.5
 """The share of a step's time that is spent behind it on weights that make the next ones faster, until none are left."""
@@ -219,7 +219,7 @@ class Generating:
             forked = self._active.fork(follower)
             forked.started, forked.prompt = choice.started, list(choice.prompt)
         if not result.chooses:
-            self._finish(choice, Piece(), "length", now)
+            self._finish(choice, TextPiece(), "length", now)
             return
         for each, sampled in ((sequence, result.sampled), *result.forks):
             if each in self._active:  # a choice that fails has ended the others
@@ -238,7 +238,7 @@ class Generating:
         except SequenceFailed as error:
             self._fail(choice.sequence, error)
 
-    def _match(self, choice: Choice, token: int, finish: Finish | None) -> bool:
+    def _match(self, choice: Choice, token: int, finish: FinishReason | None) -> bool:
         """Whether the grammar's text is complete with `token`. Raises SequenceFailed if the grammar forbids it."""
         if choice.matcher is None or finish == "stop":
             return False
@@ -257,21 +257,21 @@ class Generating:
             why = matcher.failure or "no finite logits, or a grammar that allows no token of this model"
             self._fail(choice.sequence, SequenceFailed(f"this request cannot go on: {why}"), is_spoiled=True)
 
-    def _send(self, choice: Choice, sampled: Sampled, is_over: bool, finish: Finish | None, now: float) -> None:
+    def _send(self, choice: Choice, sampled: Sampled, is_over: bool, finish: FinishReason | None, now: float) -> None:
         """Send a token; `is_over`: the grammar's text is complete with it."""
-        piece = Piece()
-        if finish != "stop" or choice.shows_end:
+        piece = TextPiece()
+        if finish != "stop" or choice.include_stop:
             piece = self._writer.token(choice, sampled)
         if piece.stop is not None:
             self._finish(choice, piece, "stop", now)
         elif finish is not None or is_over:
             rest = choice.answer.finish()
-            piece = Piece(piece.text + rest.text, piece.tokens + rest.tokens, rest.stop)
+            piece = TextPiece(piece.text + rest.text, piece.tokens + rest.tokens, rest.stop)
             self._finish(choice, piece, "stop" if rest.stop is not None or is_over else finish or "stop", now)
         elif piece.text or piece.tokens or choice.prompt:
             self._writer.send(choice, piece, None, choice.timings(now) if choice.wants_timings else None)
 
-    def _finish(self, choice: Choice, piece: Piece, finish: Finish, now: float) -> None:
+    def _finish(self, choice: Choice, piece: TextPiece, finish: FinishReason, now: float) -> None:
         self._writer.send(choice, piece, finish, choice.timings(now))
         self._remove(choice)
         if choice.stream.has_ended:

@@ -16,7 +16,7 @@ from worker.engines.transformers.load.snapshot import settle
 from worker.engines.transformers.run import backends
 from worker.engines.transformers.run.pooling import CrossEncoder, Embedder, Encoder, Head, activation
 from worker.errors import StartError
-from worker.interface import Encoding, Text
+from worker.interface import EncoderInput, EncodingConfig
 from worker.protocol.argv import ModelOptions, Serve
 from worker.protocol.events import Progress
 
@@ -30,7 +30,7 @@ class Loaded:
     """An encoder ready to run."""
 
     encoder: Encoder
-    encoding: Encoding | None
+    encoding: EncodingConfig | None
     """Of an embedder."""
     device: torch.device
     ctx_size: int
@@ -78,8 +78,8 @@ def implementation(options: ModelOptions) -> str | None:
 def warm_up(encoder: Encoder, *, ctx_size: int, vocab_size: int) -> None:
     """Run the encoder once alone and once in company. Raises StartError if it cannot run so, or if a text's numbers
     depend on who is in the batch: an architecture that looks at padding cannot be served."""
-    long = Text([(5 + place) % vocab_size for place in range(min(8, ctx_size))])
-    short = Text(long.tokens[: max(1, len(long.tokens) // 2)])
+    long = EncoderInput([(5 + place) % vocab_size for place in range(min(8, ctx_size))])
+    short = EncoderInput(long.tokens[: max(1, len(long.tokens) // 2)])
     try:
         [alone], (company, _) = encoder.run([short]), encoder.run([short, long])
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -100,7 +100,7 @@ def make(
     *,
     pad: int,
     is_dummy: bool,
-) -> tuple[Encoder, Encoding | None]:
+) -> tuple[Encoder, EncodingConfig | None]:
     """`model` with what stands behind it: an embedder if there is a layout, else a cross-encoder. Raises StartError."""
     if found is None:
         named = (
@@ -114,7 +114,7 @@ def make(
     size = head.size(width)
     if not is_dummy:
         head.load()
-    encoding = Encoding(
+    encoding = EncodingConfig(
         dimensions=size,
         is_pooled=bool(found.steps),
         prompts=found.prompts,

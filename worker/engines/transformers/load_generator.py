@@ -69,7 +69,7 @@ class Loaded:
     """Tokens that prompt and answer of one request may have together."""
     backend: Backend
     eyes: Eyes | None = None
-    blind: str = TEXT_ONLY
+    no_vision: str = TEXT_ONLY
     """Why it takes no images, if so."""
     late: LateMemory = field(default_factory=LateMemory)
 
@@ -92,7 +92,7 @@ def load(
     ctx_size = request_limits.context_size(options, architectures.positions(config))
     share = tensor_parallel.begin(options, ctx_size, ranks) if divides else None
     loaded = loader.load_model(options, config, implementation, progress, over, built, share)
-    processor, blind = see(options, config, tokenizer)
+    processor, no_vision = see(options, config, tokenizer)
     with _told(loaded, config, options, ctx_size):
         tower = Tower(loaded.model, processor.token, loaded.device) if processor is not None else None
         claims = None
@@ -132,7 +132,7 @@ def load(
             ahead=share is None and (loaded.device.type != "cpu" if ahead is None else ahead),
         ),
         eyes=Eyes(processor, loaded.dtype, most=options.limit_images) if processor is not None else None,
-        blind=blind,
+        no_vision=no_vision,
         late=LateMemory(loaded.prefault, claims),
     )
 

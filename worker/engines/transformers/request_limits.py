@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from worker.engines.transformers.sample.vocabulary import Vocabulary
 from worker.errors import ContextExceeded, InvalidValue, StartError, UnsupportedByModel
-from worker.interface import Generation
+from worker.interface import GenerationRequest
 from worker.protocol.argv import ModelOptions, Serve
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Bounds:
         self._ctx_size = ctx_size
         self._reads_first = reads_first
 
-    def check(self, request: Generation) -> tuple[int, ...]:
+    def check(self, request: GenerationRequest) -> tuple[int, ...]:
         """The prompt to compute. Raises ContextExceeded or InvalidValue for what no sequence could be made of."""
         prompt = request.prompt
         if not prompt:
@@ -59,7 +59,7 @@ class Bounds:
                 f"token {wrong} is outside this model's vocabulary of {self._vocabulary.size} tokens", param="prompt"
             )
 
-    def _check_sampling(self, request: Generation) -> None:
+    def _check_sampling(self, request: GenerationRequest) -> None:
         sampling = request.sampling
         numbers = {
             "temperature": sampling.temperature,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
-from worker.detokenizer import Answer
+from worker.detokenizer import AnswerText
 from worker.engines.transformers.sample.grammar import Matcher
 from worker.engines.transformers.sample.sampler import has_penalties
 from worker.engines.transformers.sample.vocabulary import Vocabulary
@@ -14,7 +14,7 @@ from worker.engines.transformers.schedule.lora_slots import Use
 from worker.engines.transformers.schedule.sequence import Repeats, answer_limit
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.stream import Choice, Stream
-from worker.interface import Generation, TokenLogprob
+from worker.interface import GenerationRequest, TokenLogprob
 from worker.protocol.argv import Serve
 
 
@@ -27,7 +27,9 @@ class RequestStreams:
         self._reads_first = reads_first
         self._ids = count()
 
-    def make(self, request: Generation, prompt: Sequence[int], matcher: Matcher | None, adapter: Use | None) -> Stream:
+    def make(
+        self, request: GenerationRequest, prompt: Sequence[int], matcher: Matcher | None, adapter: Use | None
+    ) -> Stream:
         """The stream of `request`. Its choices get random seeds if neither the request nor the preset has one."""
         stream = Stream(asyncio.get_running_loop())
         limit = answer_limit(len(prompt), request.max_tokens, self._options.n_predict, self._ctx_size)
@@ -51,17 +53,21 @@ class RequestStreams:
         return stream
 
     def _choice(
-        self, request: Generation, index: int, sequence: TokenSequence, stream: Stream, prompt: Sequence[int]
+        self, request: GenerationRequest, index: int, sequence: TokenSequence, stream: Stream, prompt: Sequence[int]
     ) -> Choice:
         vocabulary = self._vocabulary
-        decode = partial(vocabulary.decode_with, request.shown) if request.shown else vocabulary.decode
+        decode = (
+            partial(vocabulary.decode_with, request.visible_special_tokens)
+            if request.visible_special_tokens
+            else vocabulary.decode
+        )
         context = () if self._reads_first else prompt
         choice = Choice(
             index,
             sequence,
             stream,
-            Answer(decode, request.stop, context, shows_stop=request.shows_end),
-            shows_end=request.shows_end,
+            AnswerText(decode, request.stop, context, shows_stop=request.include_stop),
+            include_stop=request.include_stop,
             tells_progress=request.progress,
             wants_timings=request.timings,
         )

@@ -20,7 +20,7 @@ import torch
 
 from worker.engines.transformers.device import memory
 from worker.errors import Draining, RankLost, RequestError, StartError
-from worker.interface import Occupancy
+from worker.interface import EngineLoad
 from worker.protocol.events import Pulse
 from worker.protocol.exits import Exit
 
@@ -129,7 +129,7 @@ class StepLoop:
         self._has_ended = False
         self._steps = 0
         self._prefill, self._decode = Rate(), Rate()
-        self.occupancy = Occupancy(steps=0, running=0, waiting=0)
+        self.occupancy = EngineLoad(steps=0, running=0, waiting=0)
         self.fatal: Future[StartError] = Future()
         """Done when the loop has died and the process must end. After a sticky device error, or if the model turns out
         to need what cannot be computed, the result says with which exit code; otherwise it raises what killed the loop,
@@ -223,7 +223,7 @@ class StepLoop:
 
     def _note(self) -> None:
         running, waiting = self._work.load
-        self.occupancy = Occupancy(steps=self._steps, running=running, waiting=waiting)
+        self.occupancy = EngineLoad(steps=self._steps, running=running, waiting=waiting)
         self._outbox.flush()
 
     def _say(self) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from worker.detokenizer import Answer, Piece
+from worker.detokenizer import AnswerText, TextPiece
 from worker.engines.transformers.sample.grammar import Matcher
 from worker.engines.transformers.sample.sampler import Likelihood, Sampled
 from worker.engines.transformers.schedule.sequence import Repeats, Sequence
 from worker.engines.transformers.step_loop import Outbox
 from worker.errors import RequestError
-from worker.interface import Delta, Finish, Prefill, Timings, TokenLogprob
+from worker.interface import ChoiceTimings, Delta, FinishReason, PrefillProgress, TokenLogprob
 
 
 class Stream:
@@ -41,7 +41,7 @@ class Choice:
     index: int
     sequence: Sequence
     stream: Stream
-    answer: Answer
+    answer: AnswerText
     repeats: Repeats | None = None
     matcher: Matcher | None = None
     """The state of its grammar."""
@@ -54,7 +54,7 @@ class Choice:
     prompt: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the prompt's tokens as far as they are known, the first one (which has none) included. Empty once
     they are sent, or if the request did not ask for them."""
-    shows_end: bool = False
+    include_stop: bool = False
     """The token that ends the answer is part of it."""
     tells_progress: bool = False
     told: int = -1
@@ -62,10 +62,10 @@ class Choice:
     wants_timings: bool = False
     """Every delta has timings."""
 
-    def timings(self, now: float) -> Timings:
+    def timings(self, now: float) -> ChoiceTimings:
         """Counts and times so far."""
         answered = self.answered or now
-        return Timings(
+        return ChoiceTimings(
             prompt_tokens=self.sequence.prompt_tokens,
             cached_tokens=self.sequence.cached,
             completion_tokens=self.sequence.answered,
@@ -115,7 +115,7 @@ class DeltaWriter:
         if not choice.tells_progress or done <= choice.told:
             return
         choice.told = done
-        prefill = Prefill(
+        prefill = PrefillProgress(
             done=done,
             total=choice.sequence.prompt_tokens,
             cached=choice.sequence.cached,
@@ -123,13 +123,15 @@ class DeltaWriter:
         )
         self.put(choice.stream, Delta(index=choice.index, progress=prefill))
 
-    def token(self, choice: Choice, sampled: Sampled) -> Piece:
+    def token(self, choice: Choice, sampled: Sampled) -> TextPiece:
         """Add a token to the answer; returns the text that may be sent now."""
         likelihood = sampled.likelihood
         choice.unsaid.append(sampled.token if likelihood is None else self.logprob(likelihood))
         return choice.answer.push(sampled.token)
 
-    def send(self, choice: Choice, piece: Piece, finish: Finish | None, timings: Timings | None) -> None:
+    def send(
+        self, choice: Choice, piece: TextPiece, finish: FinishReason | None, timings: ChoiceTimings | None
+    ) -> None:
         """Send `piece` with its tokens, and the prompt's logprobs if they were not sent yet."""
         said, choice.unsaid = choice.unsaid[: piece.tokens], choice.unsaid[piece.tokens :]
         choice.said += len(said)
@@ -142,7 +144,7 @@ class DeltaWriter:
             logprobs=tuple(each for each in said if isinstance(each, TokenLogprob)),
             finish=finish,
             stop=piece.stop,
-            unshown=() if finish is None else tuple(sequence.tokens[sequence.prompt_tokens + choice.said :]),
+            hidden_tokens=() if finish is None else tuple(sequence.tokens[sequence.prompt_tokens + choice.said :]),
             prompt_logprobs=prompt,
             timings=timings,
         )

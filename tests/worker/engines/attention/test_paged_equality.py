@@ -23,7 +23,7 @@ from worker.engines.transformers.attention import dense, kv_pool, paged
 from worker.engines.transformers.run.backends import make_blocks
 from worker.engines.transformers.schedule import kv_cache
 from worker.errors import StartError
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 from worker.protocol.argv import Serve
 from worker.protocol.memory import BLOCK_TOKENS
 
@@ -105,7 +105,7 @@ async def test_text_is_the_same_when_the_cache_is_too_small_for_all(
 async def test_choices_that_share_a_prompt_of_broken_blocks_say_what_they_say_alone(
     snapshots: dict[str, Path], models: dict[str, Any], family: str
 ) -> None:
-    warm = [Sampling(temperature=1.2, seed=5 + index) for index in range(3)]
+    warm = [SamplingParams(temperature=1.2, seed=5 + index) for index in range(3)]
     async with serving(load(snapshots[family], ctx_size=CTX, parallel=4, prefix_caching=False)) as engine:
         alone = [await say(engine, PROMPTS[2], sampling=each, max_tokens=NEW) for each in warm]
         together, other = await asyncio.gather(

@@ -22,7 +22,7 @@ from worker.engines.transformers.load import architectures, loader, safetensors
 from worker.engines.transformers.load.loader import load_config, load_model
 from worker.engines.transformers.schedule.kv_cache import pool_blocks
 from worker.errors import StartError
-from worker.interface import Text
+from worker.interface import EncoderInput
 from worker.protocol.exits import Exit
 from worker.protocol.memory import BLOCK_TOKENS
 
@@ -287,13 +287,13 @@ async def test_code_in_a_snapshot_runs_only_when_trusted_and_never_with_our_cach
     monkeypatch.syspath_prepend(tmp_path / "modules")
     folder = tiny.make("llama-embed", tmp_path / "model")
     async with serving(load(folder)) as engine:
-        expected = await engine.embed([Text(PROMPT)])
+        expected = await engine.embed([EncoderInput(PROMPT)])
     (folder / "code.py").write_text(CODE)
     names = {"AutoConfig": "code.BrandnewConfig", "AutoModel": "code.BrandnewModel"}
     edit(folder / "config.json", model_type="brandnew", auto_map=names)
     assert "trust-remote-code" in str(refused(folder))
     async with serving(load(folder, trust_remote_code=True)) as engine:
-        assert (await engine.embed([Text(PROMPT)]))[0] == pytest.approx(expected[0], abs=1e-6)
+        assert (await engine.embed([EncoderInput(PROMPT)]))[0] == pytest.approx(expected[0], abs=1e-6)
     assert "brandnew" in str(refused(folder, trust_remote_code=True, task="generate"))
 
 

@@ -198,12 +198,12 @@ async def test_an_update_holds_from_the_next_request_on(llama: Path, one: Path, 
         before = (await say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))).tokens
         runs = engine.generate(generation(PROMPT, max_tokens=NEW, adapter=AdapterChoice("a")))
         told = [delta async for delta in _until_first(runs)]
-        assert await engine.adapt(sources({"a": other})) == {}
+        assert await engine.set_adapters(sources({"a": other})) == {}
         after = say(engine, PROMPT, max_tokens=NEW, adapter=AdapterChoice("a"))
         rest = [delta async for delta in runs]
         assert [token for delta in [*told, *rest] for token in delta.tokens] == before
         assert (await after).tokens == generated(lora.adapted(llama, other), PROMPT, NEW)
-        assert await engine.adapt([]) == {}
+        assert await engine.set_adapters([]) == {}
         with pytest.raises(AdapterNotFound):
             await say(engine, PROMPT, adapter=AdapterChoice("a"))
 
@@ -232,7 +232,7 @@ async def test_a_model_without_slots_says_how_to_have_some(llama: Path, one: Pat
         with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
             await say(engine, PROMPT, adapter=AdapterChoice("one"))
         with pytest.raises(UnsupportedByModel, match="enable-lora = on"):
-            await engine.adapt(sources({"one": one}))
+            await engine.set_adapters(sources({"one": one}))
 
 
 # Which files can be used

@@ -53,7 +53,7 @@ from worker.engines.transformers.schedule.sequence import Repeats
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
 from worker.engines.transformers.stream import Choice
 from worker.errors import SequenceFailed
-from worker.interface import Generation, Grammar, Sampling
+from worker.interface import GenerationRequest, Grammar, SamplingParams
 from worker.protocol.memory import BLOCK_TOKENS
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ CTX, NEW = 128, 30
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mamba", "t5")
 """One for each backend and kind of cache: paged, with norms of its own, with windows; aligned with windows, with
 states, behind an encoder."""
-WARM = Sampling(temperature=1.0, seed=11)
+WARM = SamplingParams(temperature=1.0, seed=11)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -85,7 +85,7 @@ def prompts(longest: int = 60) -> list[tuple[int, ...]]:
     return [tuple(source.randrange(2, 500) for _ in range(length)) for length in (1, 7, 17, longest)]
 
 
-def requests(longest: int, *, may_tell_prompts: bool) -> list[Generation]:
+def requests(longest: int, *, may_tell_prompts: bool) -> list[GenerationRequest]:
     """Every kind of request that a step may have to wait for, and many that it need not."""
     first, second, third, fourth = prompts(longest)
     held = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}', "response_format")
@@ -123,7 +123,7 @@ def told_of(answers: list[list[Told]]) -> list[Any]:
     ]
 
 
-async def all_told(engine: TransformersEngine, wanted: list[Generation]) -> list[list[Told]]:
+async def all_told(engine: TransformersEngine, wanted: list[GenerationRequest]) -> list[list[Told]]:
     """Everybody, joining one after another, with some who leave beside them."""
 
     async def leave(prompt: tuple[int, ...], after: int) -> None:

@@ -29,7 +29,7 @@ from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.estimate import estimate
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 torch.set_num_threads(1)
 CTX = 128
@@ -74,9 +74,11 @@ def every(names: tuple[str, ...]) -> list[Any]:
 async def test_every_step_of_every_family_is_all_on_the_device_and_waits_for_nothing(name: str, tmp_path: Path) -> None:
     with made(name, tmp_path) as (runner, capacity, watch):
         drive = Drive(runner, capacity)
-        drive.ask(0, tuple(range(5, 25)), most=ANSWER, sampling=Sampling(temperature=0.0, logprobs=2))
-        drive.ask(1, most=2, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, logit_bias={7: 2.0}))
-        drive.ask(2, most=2, sampling=Sampling(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5))
+        drive.ask(0, tuple(range(5, 25)), most=ANSWER, sampling=SamplingParams(temperature=0.0, logprobs=2))
+        drive.ask(
+            1, most=2, sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, logit_bias={7: 2.0})
+        )
+        drive.ask(2, most=2, sampling=SamplingParams(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5))
         drive.to_the_end()
         assert drive.work.steps_ahead > 0
         assert await drive.told(0) == [*[TOLD] * ANSWER, "length"]

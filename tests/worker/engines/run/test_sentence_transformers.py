@@ -17,7 +17,7 @@ from tests import tiny
 from tests.rankers import RANKERS, ranker
 from tests.worker.loaded import load, options, serving
 from worker.api import embeddings
-from worker.api.call import Model
+from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
 from worker.errors import ContextExceeded, InvalidValue, StartError, UnsupportedByModel
 
@@ -39,17 +39,17 @@ TOLERANCE = 2e-6
 
 
 @asynccontextmanager
-async def model_of(folder: Path, **changes: Any) -> AsyncIterator[Model]:
+async def model_of(folder: Path, **changes: Any) -> AsyncIterator[ServedModel]:
     async with serving(load(folder, **changes)) as engine:
-        yield Model(engine, engine.tokenizer, options(folder, **changes))
+        yield ServedModel(engine, engine.tokenizer, options(folder, **changes))
 
 
-async def vectors(model: Model, texts: Sequence[str], **fields: Any) -> list[list[float]]:
+async def vectors(model: ServedModel, texts: Sequence[str], **fields: Any) -> list[list[float]]:
     body = (await embeddings.embeddings({"input": list(texts), **fields}, model)).body
     return [each["embedding"] for each in body["data"]]
 
 
-async def ranking(model: Model, query: str, documents: Sequence[str], **fields: Any) -> list[tuple[int, float]]:
+async def ranking(model: ServedModel, query: str, documents: Sequence[str], **fields: Any) -> list[tuple[int, float]]:
     body = (await embeddings.rerank({"query": query, "documents": list(documents), **fields}, model)).body
     return [(each["index"], each["relevance_score"]) for each in body["results"]]
 
@@ -206,13 +206,13 @@ ABOUT_MONEY = ("Share prices fell on Friday.", "The stock market closed lower at
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Model]:
+def real() -> Iterator[ServedModel]:
     engine = load(REAL)
-    yield Model(engine, engine.tokenizer, options(REAL))
+    yield ServedModel(engine, engine.tokenizer, options(REAL))
     asyncio.run(engine.close())
 
 
-async def test_a_real_embedder_equals_its_own_forward_and_sentence_transformers(real: Model) -> None:
+async def test_a_real_embedder_equals_its_own_forward_and_sentence_transformers(real: ServedModel) -> None:
     texts = [
         *TEXTS,
         *ABOUT_CATS,
@@ -234,7 +234,7 @@ async def test_a_real_embedder_equals_its_own_forward_and_sentence_transformers(
     assert_equal(await vectors(real, ["word " * 400], truncate=True), reference.encode(["word " * 400]))
 
 
-async def test_what_belongs_together_is_near(real: Model) -> None:
+async def test_what_belongs_together_is_near(real: ServedModel) -> None:
     cats, money = await vectors(real, ABOUT_CATS), await vectors(real, ABOUT_MONEY)
 
     def cosine(first: Sequence[float], second: Sequence[float]) -> float:
@@ -244,7 +244,7 @@ async def test_what_belongs_together_is_near(real: Model) -> None:
     assert max(cosine(cat, dollar) for cat in cats for dollar in money) < 0.15
 
 
-async def test_an_embedder_reranks_by_cosine(real: Model) -> None:
+async def test_an_embedder_reranks_by_cosine(real: ServedModel) -> None:
     order = await ranking(real, "Where do cats sleep?", [*ABOUT_MONEY, *ABOUT_CATS])
     assert {index for index, _ in order[:2]} == {2, 3}
     assert all(-1 <= score <= 1 for _, score in order)
@@ -329,6 +329,6 @@ def test_a_head_that_gives_no_score_is_refused(tmp_path: Path) -> None:
         load(ranker(tmp_path / "odd", "bert", sentence_transformers={"activation_fn": "my.Activation"}))
 
 
-def test_the_engine_is_what_it_says(real: Model) -> None:
+def test_the_engine_is_what_it_says(real: ServedModel) -> None:
     assert isinstance(real.engine, TransformersEngine)
     assert real.capabilities == ["embedding", "rerank"]

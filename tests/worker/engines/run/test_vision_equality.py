@@ -17,8 +17,8 @@ import transformers
 from tests import tiny_vision
 from tests.worker.loaded import DEADLINE, GREEDY, generated, load, say, tell
 from worker.engines.transformers.engine import TransformersEngine
-from worker.images import Image
-from worker.interface import Generation
+from worker.images import EncodedImage
+from worker.interface import GenerationRequest
 from worker.protocol.architectures import VISION
 
 torch.set_num_threads(1)
@@ -44,10 +44,13 @@ class Reference:
     processor: Any
     place: str
 
-    def answer(self, prompt: str, pictures: list[PIL.Image.Image]) -> tuple[list[int], list[int]]:
+    def answer(self, prompt: str, prompt_images: list[PIL.Image.Image]) -> tuple[list[int], list[int]]:
         """Tokens of the prompt, and what `generate` says to it."""
         inputs = self.processor(
-            images=pictures, text=[prompt.replace("PLACE", self.place)], return_tensors="pt", add_special_tokens=False
+            images=prompt_images,
+            text=[prompt.replace("PLACE", self.place)],
+            return_tensors="pt",
+            add_special_tokens=False,
         )
         tokens = inputs["input_ids"][0].tolist()
         out = self.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
@@ -77,13 +80,15 @@ def engine(snapshot: Path) -> Iterator[TransformersEngine]:
 
 
 async def request(
-    engine: TransformersEngine, prompt: str, pictures: list[PIL.Image.Image], **changes: Any
-) -> Generation:
+    engine: TransformersEngine, prompt: str, prompt_images: list[PIL.Image.Image], **changes: Any
+) -> GenerationRequest:
     """As a face makes it."""
     assert engine.vision is not None
-    images = [Image(f"image {index}", tiny_vision.encoded(each)) for index, each in enumerate(pictures)]
+    images = [EncodedImage(f"image {index}", tiny_vision.encoded(each)) for index, each in enumerate(prompt_images)]
     tokens, seen = await engine.vision.read(prompt.replace("PLACE", engine.vision.placeholder), images)
-    return Generation(id="test", prompt=tuple(tokens), pictures=seen, sampling=GREEDY, **{"max_tokens": NEW, **changes})
+    return GenerationRequest(
+        id="test", prompt=tuple(tokens), prompt_images=seen, sampling=GREEDY, **{"max_tokens": NEW, **changes}
+    )
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -127,10 +132,10 @@ async def test_the_engine_says_which_images_it_has_seen_at_most(engine: Transfor
     text, count = PROMPTS["one image"]
     asked = await request(engine, text, PICTURES[:count])
     await tell(engine, asked)
-    assert asked.pictures is not None
+    assert asked.prompt_images is not None
     assert engine._generating is not None
     tokens, images = engine._generating.report().seen
-    assert tokens >= asked.pictures.each[0].tokens > 1
+    assert tokens >= asked.prompt_images.each[0].tokens > 1
     assert 1 <= images <= 3, "there are three rows"
 
 

@@ -19,14 +19,14 @@ from tests import tiny
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.loaded import DEADLINE, GREEDY, Told, generated, generation, load, load_with, say, serving, tell
 from tests.worker.serving import options
-from worker.api.call import Model
+from worker.api.served_model import ServedModel
 from worker.engines.transformers.engine import TransformersEngine
 from worker.engines.transformers.run.runner import Runner
 from worker.engines.transformers.sample.grammar import COMPILED, Grammars
 from worker.engines.transformers.sample.sampler import Masks, Pick, penalties, sample
 from worker.engines.transformers.schedule.scheduler import Batch
 from worker.errors import InvalidValue, SequenceFailed, UnsupportedByModel
-from worker.interface import Grammar, Sampling
+from worker.interface import Grammar, SamplingParams
 from worker.prompt import tools
 from worker.prompt.chat_formats import find
 from worker.prompt.tools import preamble
@@ -54,8 +54,8 @@ def schema(value: Any, **further: Any) -> Grammar:
     return Grammar("json_schema", json.dumps(value), "response_format", **further)
 
 
-def warm(seed: int, **further: Any) -> Sampling:
-    return Sampling(temperature=1.0, seed=seed, **further)
+def warm(seed: int, **further: Any) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, **further)
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +193,16 @@ async def test_biases_and_penalties_choose_among_what_the_grammar_allows(engine:
     a, b = 66, 67
     for liked, said in ((a, "a"), (b, "b")):
         told = await say(
-            engine, PROMPT, grammar=choice, sampling=Sampling(temperature=0.0, logit_bias={liked: 50.0, 90: 100.0})
+            engine,
+            PROMPT,
+            grammar=choice,
+            sampling=SamplingParams(temperature=0.0, logit_bias={liked: 50.0, 90: 100.0}),
         )
         assert told.text == said
 
 
 async def test_logprobs_are_of_the_distribution_without_the_grammar(engine: TransformersEngine) -> None:
-    sampling = Sampling(temperature=0.0, logprobs=3)
+    sampling = SamplingParams(temperature=0.0, logprobs=3)
     free = await say(engine, PROMPT, max_tokens=1, sampling=sampling)
     held = await say(engine, PROMPT, grammar=Grammar("choice", '["a", "b"]'), max_tokens=1, sampling=sampling)
     assert held.logprobs[0].top == free.logprobs[0].top
@@ -219,7 +222,7 @@ async def test_a_text_too_complex_for_its_grammar_ends_alone_with_an_error(
     rules = "".join(f'r{each}: s s "a" | "a" r{(each + 1) % 60} | "a"\n' for each in range(60))
     ambiguous = Grammar("lark", "start: s\ns: " + " | ".join(f"r{each}" for each in range(60)) + "\n" + rules)
     failing = say(
-        engine, PROMPT, grammar=ambiguous, max_tokens=100, sampling=Sampling(temperature=0.0, ignore_eos=True)
+        engine, PROMPT, grammar=ambiguous, max_tokens=100, sampling=SamplingParams(temperature=0.0, ignore_eos=True)
     )
     failed, told = await asyncio.gather(failing, say(engine, PROMPT, max_tokens=40), return_exceptions=True)
     assert isinstance(failed, SequenceFailed)
@@ -270,7 +273,7 @@ async def test_a_grammar_may_ask_for_a_special_token_and_its_text_is_shown_where
 ) -> None:
     marked = Grammar("lark", 'start: <[0]> "x" <[0]> "y"')
     assert (await say(engine, PROMPT, grammar=marked)).text == "xy"
-    assert (await say(engine, PROMPT, grammar=marked, shown=frozenset({0}))).text == "<s>x<s>y"
+    assert (await say(engine, PROMPT, grammar=marked, visible_special_tokens=frozenset({0}))).text == "<s>x<s>y"
 
 
 @pytest.mark.slow
@@ -318,11 +321,11 @@ def test_a_model_with_more_logits_than_tokens_never_says_what_is_no_token(folder
 
 @pytest.mark.parametrize("special", [{}, {"</think>": 0}])
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_begun: bool) -> None:
+def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_open: bool) -> None:
     """`</think>` as letters, and as a token of its own (here: the one that `<s>` is)."""
     tokenizer = tiny.make_tokenizer("llama")
     grammars = Grammars(tokenizer, ends={EOS}, vocab_size=512)
-    before = preamble(find("</think>", None), is_begun=is_begun, special=special)
+    before = preamble(find("</think>", None), is_open=is_open, special=special)
     end = [0] if special else tokenizer.encode("</think>", add_special_tokens=False)
 
     def follows(text: str, answer: str | None) -> bool:
@@ -338,12 +341,12 @@ def test_thoughts_come_before_the_language_begins(special: dict[str, int], is_be
             return False
         return matcher.is_over
 
-    opening = "" if is_begun else "<think>"
+    opening = "" if is_open else "<think>"
     assert follows(opening + "Hm, 12 < 3. é", "123")
     assert follows(opening + "Hm", "\n\n123")
     assert not follows(opening + "Hm", "a123")
     assert not follows(opening + "Hm 123", None)
-    assert follows("123", None) is not is_begun
+    assert follows("123", None) is not is_open
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -353,14 +356,14 @@ def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: b
     tokenizer = tiny.make_tokenizer("llama")
     names = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     tokenizer.add_tokens([transformers.AddedToken(name, special=special, normalized=False) for name in names])
-    made = Model(FakeEngine(tokenizer), tokenizer, options())
+    made = ServedModel(FakeEngine(tokenizer), tokenizer, options())
     assert made.special.keys() >= set(names)
     family = find("<tool_call></tool_call>arguments</think>", None)
     assert family is not None
-    assert family.written is not None
+    assert family.call_syntax is not None
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    held = tools.grammar(tools.Tooling([tool], [tool], is_required=True), family.written, made.special)
-    before = preamble(family, is_begun=True, special=made.special)
+    held = tools.grammar(tools.ToolOptions([tool], [tool], is_required=True), family.call_syntax, made.special)
+    before = preamble(family, is_open=True, special=made.special)
     grammars = Grammars(tokenizer, ends={EOS}, vocab_size=len(tokenizer))
     matcher = grammars.matcher(replace(held, preamble=before))
     answer = 'Hm.</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -370,8 +373,8 @@ def test_marks_are_written_as_the_tokens_that_the_model_knows_them_by(special: b
         matcher.take(token)
     assert matcher.failure == ""
     either = tools.grammar(
-        tools.Tooling([tool], [tool]),
-        family.written,
+        tools.ToolOptions([tool], [tool]),
+        family.call_syntax,
         made.special,
         otherwise=Grammar("json_schema", '{"const": 1}', "f"),
     )
@@ -408,15 +411,15 @@ def test_a_mask_holds_for_its_rows_only(vocab: int) -> None:
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (Sampling(temperature=1.0, top_k=2), {4, 5}),  # the two likeliest of those allowed, not of all
-        (Sampling(temperature=1.0, top_p=0.6), {5}),
-        (Sampling(temperature=1.0, min_p=0.5), {5}),
-        (Sampling(temperature=1.0), {3, 4, 5}),
-        (Sampling(temperature=1.0, logit_bias={3: 8.0}, top_k=1), {3}),
-        (Sampling(temperature=1.0, logit_bias={9: 90.0}), {3, 4, 5}),  # no bias buys what is forbidden
+        (SamplingParams(temperature=1.0, top_k=2), {4, 5}),  # the two likeliest of those allowed, not of all
+        (SamplingParams(temperature=1.0, top_p=0.6), {5}),
+        (SamplingParams(temperature=1.0, min_p=0.5), {5}),
+        (SamplingParams(temperature=1.0), {3, 4, 5}),
+        (SamplingParams(temperature=1.0, logit_bias={3: 8.0}, top_k=1), {3}),
+        (SamplingParams(temperature=1.0, logit_bias={9: 90.0}), {3, 4, 5}),  # no bias buys what is forbidden
     ],
 )
-def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: Sampling, expected: set[int]) -> None:
+def test_what_narrows_a_choice_narrows_what_the_grammar_left(sampling: SamplingParams, expected: set[int]) -> None:
     logits = torch.arange(12.0)
     found = set()
     for step in range(100):

@@ -15,7 +15,7 @@ from worker.engines.transformers.sample import sampler
 from worker.engines.transformers.sample.sampler import Pick, Sampled, has_penalties, likelihoods, sample, uniform
 from worker.engines.transformers.schedule.sequence import Repeats
 from worker.engines.transformers.schedule.sequence import Sequence as TokenSequence
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 torch.set_num_threads(1)
 VOCAB = 24
@@ -30,7 +30,7 @@ def repeats(prompt: Sequence[int], answer: Sequence[int], window: int = -1) -> R
 
 
 def reference(
-    logits: Sequence[float], sampling: Sampling, prompt: Sequence[int] = (), answer: Sequence[int] = ()
+    logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int] = (), answer: Sequence[int] = ()
 ) -> Any:
     """Probabilities in float64, each rule written out as its definition says."""
     scores = np.array(logits, dtype=np.float64)
@@ -46,7 +46,7 @@ def reference(
         scores[token] += bias
     if sampling.temperature == 0.0:
         return (scores == scores.max()).astype(float)
-    late = sampling.temperature if sampling.tempers_last else 1.0
+    late = sampling.temperature if sampling.temperature_last else 1.0
     scores = scores / (sampling.temperature / late)
     order = np.argsort(-scores, kind="stable")
     kept = list(order[: sampling.top_k or len(order)])
@@ -61,7 +61,7 @@ def reference(
     return probabilities / probabilities.sum()
 
 
-def draw(sampling: Sampling, count: int, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
+def draw(sampling: SamplingParams, count: int, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
     """How often each token was drawn, of `count` draws with as many seeds."""
     penalties = repeats(prompt, answer, sampling.repeat_last_n) if has_penalties(sampling) else None
     rows = torch.tensor([LOGITS] * count)
@@ -76,24 +76,24 @@ def draw(sampling: Sampling, count: int, prompt: Sequence[int] = (), answer: Seq
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        Sampling(temperature=0.4),
-        Sampling(temperature=2.5),
-        Sampling(top_k=5),
-        Sampling(top_p=0.7),
-        Sampling(min_p=0.2),
-        Sampling(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05),
-        Sampling(repetition_penalty=1.6, presence_penalty=0.4, frequency_penalty=0.3),
-        Sampling(repetition_penalty=1.6, repeat_last_n=3),
-        Sampling(logit_bias={2: 4.0, 8: -50.0}, top_k=4),
-        Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, frequency_penalty=-0.4),
-        Sampling(temperature=2.0, min_p=0.3, presence_penalty=1.5, repeat_last_n=6),
-        Sampling(top_k=6, top_p=0.6),
-        Sampling(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05, tempers_last=True),
+        SamplingParams(),
+        SamplingParams(temperature=0.4),
+        SamplingParams(temperature=2.5),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05),
+        SamplingParams(repetition_penalty=1.6, presence_penalty=0.4, frequency_penalty=0.3),
+        SamplingParams(repetition_penalty=1.6, repeat_last_n=3),
+        SamplingParams(logit_bias={2: 4.0, 8: -50.0}, top_k=4),
+        SamplingParams(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, frequency_penalty=-0.4),
+        SamplingParams(temperature=2.0, min_p=0.3, presence_penalty=1.5, repeat_last_n=6),
+        SamplingParams(top_k=6, top_p=0.6),
+        SamplingParams(temperature=1.5, top_k=9, top_p=0.8, min_p=0.05, temperature_last=True),
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution_of_the_formulas(sampling: Sampling) -> None:
+def test_draws_follow_the_distribution_of_the_formulas(sampling: SamplingParams) -> None:
     prompt, answer, count = [1, 1, 8, 14], [8, 15, 15, 15, 1], 4000
     expected = reference(LOGITS, sampling, prompt, answer) * count
     counts = draw(sampling, count, prompt, answer)
@@ -106,11 +106,15 @@ def test_draws_follow_the_distribution_of_the_formulas(sampling: Sampling) -> No
 
 def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
     samplings = [
-        Sampling(temperature=0.0, logprobs=3, tells_odds=True),
-        Sampling(logprobs=3),
-        Sampling(temperature=1.5, top_k=9, top_p=0.8, logit_bias={2: 4.0}, logprobs=VOCAB, tells_odds=True),
-        Sampling(temperature=1.5, top_k=9, top_p=0.8, tempers_last=True, logprobs=VOCAB, tells_odds=True),
-        Sampling(),
+        SamplingParams(temperature=0.0, logprobs=3, post_sampling_logprobs=True),
+        SamplingParams(logprobs=3),
+        SamplingParams(
+            temperature=1.5, top_k=9, top_p=0.8, logit_bias={2: 4.0}, logprobs=VOCAB, post_sampling_logprobs=True
+        ),
+        SamplingParams(
+            temperature=1.5, top_k=9, top_p=0.8, temperature_last=True, logprobs=VOCAB, post_sampling_logprobs=True
+        ),
+        SamplingParams(),
     ]
     told = sample(torch.tensor([LOGITS] * len(samplings)), [Pick(each, 0.4) for each in samplings])
     for sampling, found in zip(samplings, told, strict=True):
@@ -119,7 +123,7 @@ def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
             assert found.likelihood is None
             continue
         assert found.likelihood is not None
-        odds = reference(LOGITS, sampling if sampling.tells_odds else Sampling())
+        odds = reference(LOGITS, sampling if sampling.post_sampling_logprobs else SamplingParams())
         assert math.exp(found.likelihood.logprob) == pytest.approx(odds[found.token], abs=1e-5)
         for token, logprob in found.likelihood.top:
             assert math.exp(logprob) == pytest.approx(odds[token], abs=1e-5)
@@ -137,7 +141,7 @@ def test_odds_are_those_of_the_draw_and_logprobs_those_of_the_model() -> None:
 def test_one_draw_is_the_inverse_of_the_cumulative_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, at: float
 ) -> None:
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     (found,) = sample(torch.tensor([logits]), [Pick(sampling, at)])
     probabilities = reference(logits, sampling)
     assert found is not None
@@ -160,7 +164,7 @@ def test_the_numbers_of_one_sequence_are_spread_evenly_and_follow_no_pattern() -
 
 TOKENS = st.integers(0, VOCAB - 1)
 SAMPLINGS = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
     top_k=st.sampled_from([0, 0, 1, 3, 10]),
     top_p=st.sampled_from([1.0, 1.0, 0.4, 0.9]),
@@ -179,7 +183,7 @@ ROWS = st.tuples(
     st.lists(TOKENS, max_size=8),
     st.floats(0, 0.999),
 )
-Row = tuple[list[float], Sampling, list[int], list[int], float]
+Row = tuple[list[float], SamplingParams, list[int], list[int], float]
 
 
 def pick_of(row: Row) -> Pick:
@@ -229,7 +233,7 @@ def test_no_row_is_changed_by_its_company(rows: list[Row], chance: Any) -> None:
     st.floats(0, 0.999),
 )
 def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
-    logits: list[float], sampling: Sampling, top: int, at: float
+    logits: list[float], sampling: SamplingParams, top: int, at: float
 ) -> None:
     logits[3] = 0.0  # one token is possible at least
     (found,) = sample(torch.tensor([logits]), [Pick(replace(sampling, logprobs=top), at)])
@@ -245,7 +249,7 @@ def test_logprobs_of_any_logits_are_the_raw_log_softmax_in_float64(
     assert len({token for token, _ in found.likelihood.top}) == top
 
 
-def support(probabilities: Sequence[float], sampling: Sampling, **further: Any) -> set[int]:
+def support(probabilities: Sequence[float], sampling: SamplingParams, **further: Any) -> set[int]:
     """All tokens that can come, where the logits are the logarithms of `probabilities` plus 3."""
     logits = [math.log(each) + 3.0 for each in probabilities]
     draws = [Pick(sampling, float(at), **further) for at in np.linspace(0, 0.9999, 200)]
@@ -256,46 +260,48 @@ FOUR = (0.4, 0.3, 0.2, 0.1)
 
 
 def test_penalties_come_before_every_cut() -> None:
-    assert support(FOUR, Sampling(top_k=1)) == {0}
-    assert support(FOUR, Sampling(top_k=1, presence_penalty=2.0), repeats=repeats([], [0])) == {1}
-    assert support(FOUR, Sampling(top_k=1, repetition_penalty=2.0), repeats=repeats([0, 1], [])) == {2}
+    assert support(FOUR, SamplingParams(top_k=1)) == {0}
+    assert support(FOUR, SamplingParams(top_k=1, presence_penalty=2.0), repeats=repeats([], [0])) == {1}
+    assert support(FOUR, SamplingParams(top_k=1, repetition_penalty=2.0), repeats=repeats([0, 1], [])) == {2}
 
 
 def test_a_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
-    pick = Pick(Sampling(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
+    pick = Pick(SamplingParams(temperature=0.0, repetition_penalty=2.0), 0.0, repeats([0], []))
     assert sample(torch.tensor([[1.5, 1.0], [-1.0, -1.5]]), [pick] * 2) == [Sampled(1)] * 2
 
 
 def test_a_repetition_is_scaled_before_anything_is_subtracted() -> None:
     # 4 / 2 - 1 = 1 is below 1.2; (4 - 1) / 2 = 1.5 would be above it
-    picks = [Pick(Sampling(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0]))]
+    picks = [Pick(SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0), 0.0, repeats([], [0]))]
     assert sample(torch.tensor([[4.0, 1.2]]), picks) == [Sampled(1)]
     # 4 / 2 + 3 = 5 is above 4; (4 + 3) / 2 = 3.5 would be below it
-    picks = [Pick(Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))]
+    picks = [Pick(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0}), 0.0, repeats([0], []))]
     assert sample(torch.tensor([[4.0, 4.0]]), picks) == [Sampled(0)]
 
 
 def test_biases_and_forbidden_tokens_come_before_every_cut() -> None:
-    assert support(FOUR, Sampling(top_k=1, logit_bias={3: 5.0})) == {3}
-    assert support(FOUR, Sampling(top_p=0.3, logit_bias={3: 5.0})) == {3}
-    assert support(FOUR, Sampling(top_k=2), forbidden=[0]) == {1, 2}
-    assert support(FOUR, Sampling(min_p=0.6), forbidden=[0]) == {1, 2}, "measured against the likeliest that may come"
+    assert support(FOUR, SamplingParams(top_k=1, logit_bias={3: 5.0})) == {3}
+    assert support(FOUR, SamplingParams(top_p=0.3, logit_bias={3: 5.0})) == {3}
+    assert support(FOUR, SamplingParams(top_k=2), forbidden=[0]) == {1, 2}
+    assert support(FOUR, SamplingParams(min_p=0.6), forbidden=[0]) == {1, 2}, (
+        "measured against the likeliest that may come"
+    )
 
 
 def test_temperature_comes_before_the_cuts_by_probability() -> None:
-    assert support(FOUR, Sampling(top_p=0.65)) == {0, 1}
-    assert support(FOUR, Sampling(top_p=0.65, temperature=10.0)) == {0, 1, 2}
-    assert support(FOUR, Sampling(min_p=0.4)) == {0, 1, 2}
-    assert support(FOUR, Sampling(min_p=0.4, temperature=2.0)) == {0, 1, 2, 3}
+    assert support(FOUR, SamplingParams(top_p=0.65)) == {0, 1}
+    assert support(FOUR, SamplingParams(top_p=0.65, temperature=10.0)) == {0, 1, 2}
+    assert support(FOUR, SamplingParams(min_p=0.4)) == {0, 1, 2}
+    assert support(FOUR, SamplingParams(min_p=0.4, temperature=2.0)) == {0, 1, 2, 3}
 
 
 def test_top_p_counts_the_probability_of_what_top_k_left() -> None:
-    assert support(FOUR, Sampling(top_p=0.5)) == {0, 1}
-    assert support(FOUR, Sampling(top_p=0.5, top_k=2)) == {0}, "0.4 of 0.7 reach one half"
+    assert support(FOUR, SamplingParams(top_p=0.5)) == {0, 1}
+    assert support(FOUR, SamplingParams(top_p=0.5, top_k=2)) == {0}, "0.4 of 0.7 reach one half"
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
-    sampling = Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
+    sampling = SamplingParams(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9, seed=5)
     for at in (0.0, 0.5, 0.99):
         (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, at)])
         assert found is not None
@@ -303,13 +309,13 @@ def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
 
 
 def test_a_tiny_temperature_is_no_division_by_zero() -> None:
-    (found,) = sample(torch.tensor([LOGITS]), [Pick(Sampling(temperature=1e-45), 0.999)])
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(SamplingParams(temperature=1e-45), 0.999)])
     assert found is not None
     assert found.token == int(np.argmax(LOGITS))
 
 
 def test_top_p_of_zero_keeps_the_likeliest_token() -> None:
-    (found,) = sample(torch.tensor([LOGITS]), [Pick(Sampling(top_p=0.0), 0.7)])
+    (found,) = sample(torch.tensor([LOGITS]), [Pick(SamplingParams(top_p=0.0), 0.7)])
     assert found is not None
     assert found.token == int(np.argmax(LOGITS))
 
@@ -320,7 +326,7 @@ def test_a_flat_nucleus_over_a_large_vocabulary_is_exact() -> None:
     logits[0, :1000] = 1.0
     tokens = []
     for at in np.linspace(0, 0.9999, 60):
-        (found,) = sample(logits.clone(), [Pick(Sampling(top_p=0.3), float(at))])
+        (found,) = sample(logits.clone(), [Pick(SamplingParams(top_p=0.3), float(at))])
         assert found is not None
         tokens.append(found.token)
     assert max(tokens) < 1000, "0.3 is reached among the 1000 likelier ones, which are equal and all stay"
@@ -348,11 +354,11 @@ def test_a_nucleus_is_the_one_that_sorting_the_whole_vocabulary_finds(spread: fl
 
 def test_every_row_has_rules_of_its_own() -> None:
     ways = [
-        Sampling(temperature=0.0),
-        Sampling(top_k=2),
-        Sampling(temperature=3.0, top_p=0.5, logprobs=2),
-        Sampling(repetition_penalty=2.0),
-        Sampling(min_p=0.3, logit_bias={5: 9.0}),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=2),
+        SamplingParams(temperature=3.0, top_p=0.5, logprobs=2),
+        SamplingParams(repetition_penalty=2.0),
+        SamplingParams(min_p=0.3, logit_bias={5: 9.0}),
     ]
     picks = [
         Pick(way, uniform(7, row), repeats([1, 2], [14, 14]) if has_penalties(way) else None)
@@ -370,7 +376,7 @@ def test_the_number_that_decides_depends_on_seed_and_position_alone() -> None:
 
 
 def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
-    sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.9, logit_bias={3: 50.0}, logprobs=4)
+    sampling = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=1.9, logit_bias={3: 50.0}, logprobs=4)
     (found,) = sample(torch.tensor([LOGITS]), [Pick(sampling, 0.5, repeats([1], [3]))])
     assert found is not None
     assert found.token == 3
@@ -383,7 +389,7 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
 
 
 def test_rows_may_ask_for_different_numbers_of_alternatives_or_none() -> None:
-    picks = [Pick(Sampling(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
+    picks = [Pick(SamplingParams(temperature=0.0, logprobs=count)) for count in (None, 0, 3)]
     found = sample(torch.tensor([LOGITS] * 3), picks)
     likelihood = [each.likelihood if each is not None else None for each in found]
     assert likelihood[0] is None
@@ -400,7 +406,10 @@ def test_logprobs_of_a_prompt_say_how_likely_its_own_tokens_were() -> None:
 
 def test_forbidden_tokens_never_come() -> None:
     best = int(np.argmax(LOGITS))
-    picks = [Pick(Sampling(temperature=0.0), forbidden=[best]), Pick(Sampling(), 0.3, forbidden=[best, VOCAB + 3])]
+    picks = [
+        Pick(SamplingParams(temperature=0.0), forbidden=[best]),
+        Pick(SamplingParams(), 0.3, forbidden=[best, VOCAB + 3]),
+    ]
     for found in sample(torch.tensor([LOGITS] * 2), picks):
         assert found is not None
         assert found.token != best
@@ -409,13 +418,13 @@ def test_forbidden_tokens_never_come() -> None:
 def test_a_row_without_finite_logits_fails_alone() -> None:
     logits = torch.tensor([LOGITS] * 5)
     logits[1, 3], logits[2, :], logits[3, 0] = math.nan, -math.inf, math.inf
-    found = sample(logits, [Pick(Sampling(temperature=0.0)), *[Pick(Sampling(top_p=0.5), 0.5)] * 4])
+    found = sample(logits, [Pick(SamplingParams(temperature=0.0)), *[Pick(SamplingParams(top_p=0.5), 0.5)] * 4])
     assert [each is None for each in found] == [False, True, True, True, False]
 
 
 def test_some_logits_of_minus_infinity_are_no_failure() -> None:
     logits = torch.tensor([LOGITS])
     logits[0, 4:] = -math.inf
-    (found,) = sample(logits, [Pick(Sampling(top_k=20, top_p=0.9, logprobs=5), 0.99)])
+    (found,) = sample(logits, [Pick(SamplingParams(top_k=20, top_p=0.9, logprobs=5), 0.99)])
     assert found is not None
     assert found.token < 4

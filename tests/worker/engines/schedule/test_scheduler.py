@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from worker.engines.transformers.schedule.kv_cache import Rows
 from worker.engines.transformers.schedule.scheduler import Batch, Scheduler
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.interface import Picture, Pictures
+from worker.interface import PromptImage, PromptImages
 from worker.protocol.memory import PROMPT_LOGITS
 
 
@@ -47,7 +47,7 @@ def test_an_image_that_must_be_whole_is_never_cut() -> None:
     for first in range(1, 14):
         scheduler = Scheduler(Rows(2), chunk=99)
         seeing = sequence(1, prompt=20)
-        seeing.pictures = Pictures(tuple(Picture(((begin, 5),), {}, is_whole=True) for begin in (3, 9)))
+        seeing.prompt_images = PromptImages(tuple(PromptImage(((begin, 5),), {}, is_whole=True) for begin in (3, 9)))
         scheduler.add(seeing)
         ends = set()
         budgets = iter((first, 1, 4, 7, 2, 3, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))

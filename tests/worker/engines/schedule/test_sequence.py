@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engines.transformers.schedule.sequence import Repeats, Sequence, answer_limit
-from worker.interface import Generation, Sampling
+from worker.interface import GenerationRequest, SamplingParams
 
 
 def sequence(prompt: int = 3, *, limit: int = 4, **sampling: object) -> Sequence:
-    request = Generation(id="r", prompt=tuple(range(10, 10 + prompt)), sampling=Sampling(**sampling))  # type: ignore[arg-type]
+    request = GenerationRequest(id="r", prompt=tuple(range(10, 10 + prompt)), sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
     return Sequence.of(request, id=1, limit=limit, ends={99}, seed=0)
 
 

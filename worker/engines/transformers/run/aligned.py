@@ -23,7 +23,7 @@ from worker.engines.transformers.run.forward import Forward, Seen, first_token
 from worker.engines.transformers.run.vision import Tower
 from worker.engines.transformers.schedule.aligned_layout import Alignment
 from worker.engines.transformers.schedule.scheduler import Batch, Segment
-from worker.interface import Pictures
+from worker.interface import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class AlignedRunner:
         self._alignment = Alignment(rows, ctx_size)
         self._tower = tower
         self.adapters: Adapters | None = None
-        self._seeing: dict[int, Pictures] = {}
+        self._seeing: dict[int, PromptImages] = {}
         """By row: the images of a prompt that is being computed."""
         self._lengths: dict[int, int] = {}
         """By row: columns that hold something, or will after this step."""
@@ -181,9 +181,9 @@ class AlignedRunner:
             self._cache.erase(self._alignment.slot(row), self._alignment.begin(row), self._lengths.get(row, 0))
         self._alignment.forget(row)
         self._lengths.pop(row, None)
-        pictures = self._seeing.pop(row, None)
-        if pictures is not None and self._tower is not None:
-            self._tower.forget(pictures)
+        prompt_images = self._seeing.pop(row, None)
+        if prompt_images is not None and self._tower is not None:
+            self._tower.forget(prompt_images)
 
     @torch.inference_mode()
     def plainly(self, tokens: Sequence[int], prompt_tokens: int) -> torch.Tensor:
@@ -329,12 +329,12 @@ class AlignedRunner:
 
     def _see(self, part: _Part, piece: list[int], start: int) -> Seen | None:
         """What the forward is given in place of tokens, where some of them stand for images."""
-        pictures = part.segment.sequence.pictures
-        if pictures is None or start >= part.segment.sequence.prompt_tokens:
+        prompt_images = part.segment.sequence.prompt_images
+        if prompt_images is None or start >= part.segment.sequence.prompt_tokens:
             return None
         assert self._tower is not None, "nobody else makes prompts with images"
-        self._seeing[part.row] = pictures
-        return self._tower.see(piece, start, pictures)
+        self._seeing[part.row] = prompt_images
+        return self._tower.see(piece, start, prompt_images)
 
     def _done(self, slots: slice, parts: Sequence[_Part]) -> None:
         self._cache.done(slots, [part.end for part in parts])

@@ -15,13 +15,13 @@ from torch import nn
 from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import safetensors, sentence_transformers_config
 from worker.errors import StartError
-from worker.interface import Text
+from worker.interface import EncoderInput
 
 
 class Encoder(Protocol):
     """What turns texts into tensors."""
 
-    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+    def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
         """One float32 tensor for each text, in main memory."""
 
 
@@ -33,7 +33,7 @@ class Embedder:
         self.head = head
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+    def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
         hidden, mask = self._inputs.forward(texts, "last_hidden_state")
         vectors: list[torch.Tensor] = self.head(hidden.float(), mask, [text.skipped for text in texts])
         return vectors
@@ -49,7 +49,7 @@ class CrossEncoder:
         self._rows = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) is None else None
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
+    def run(self, texts: Sequence[EncoderInput]) -> list[torch.Tensor]:
         rows = self._rows or len(texts)
         parts = [texts[first : first + rows] for first in range(0, len(texts), rows)]
         scores = torch.cat([self._inputs.forward(part, "logits")[0].float() for part in parts])
@@ -65,7 +65,7 @@ class _Inputs:
         self._takes_kinds = "token_type_ids" in taken
         self._extra = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
 
-    def forward(self, texts: Sequence[Text], output: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, texts: Sequence[EncoderInput], output: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's `output`, and which places hold tokens, `[texts, tokens]`."""
         lengths = torch.tensor([len(text.tokens) for text in texts], device=self._device)
         longest = max(len(text.tokens) for text in texts)

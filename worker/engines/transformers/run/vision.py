@@ -26,8 +26,8 @@ from worker.engines.transformers.device import memory
 from worker.engines.transformers.load import architectures
 from worker.engines.transformers.run.forward import Seen
 from worker.errors import InvalidValue, QueueFull, UnsupportedField
-from worker.images import Image
-from worker.interface import Picture, Pictures
+from worker.images import EncodedImage
+from worker.interface import PromptImage, PromptImages
 from worker.protocol.architectures import VISION, Sight
 from worker.protocol.argv import ModelOptions
 from worker.protocol.memory import HELD_BYTES
@@ -75,9 +75,9 @@ def counting(
     options: ModelOptions, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> tuple["Eyes | None", str]:
     """As `see`, for who counts what images are in a prompt and computes nothing of them."""
-    processor, blind = see(options, config, tokenizer)
+    processor, no_vision = see(options, config, tokenizer)
     eyes = Eyes(processor, torch.bfloat16, most=options.limit_images) if processor is not None else None
-    return eyes, blind
+    return eyes, no_vision
 
 
 class Processor:
@@ -123,12 +123,12 @@ class Processor:
         inputs = {name: each for name, each in made.items() if name not in _NOT_FOR_TOWERS}
         return Prepared(replaced["replacement"], {name: _cast(name, each, dtype) for name, each in inputs.items()})
 
-    def largest(self, dtype: torch.dtype, ctx_size: int) -> tuple[Picture, int] | None:
+    def largest(self, dtype: torch.dtype, ctx_size: int) -> tuple[PromptImage, int] | None:
         """The image that gives the tower most to do, of those that fit into the context, at the beginning of a prompt;
         and the bytes of all images that one request may have. None if none fits."""
         import PIL.Image  # late: only for models that see
 
-        found: list[tuple[int, Picture]] = []
+        found: list[tuple[int, PromptImage]] = []
         for side in _SIZES:
             prepared = self.prepare(PIL.Image.new("RGB", (side, side)), dtype)
             if found and found[-1][0] == prepared.bytes:
@@ -141,7 +141,7 @@ class Processor:
         most, picture = max(found, key=lambda each: each[0])
         return picture, most * min(self._most, max(ctx_size // picture.tokens, 1))
 
-    def lay_out(self, prompt: str, prepared: Sequence[Prepared]) -> tuple[list[int], tuple[Picture, ...]]:
+    def lay_out(self, prompt: str, prepared: Sequence[Prepared]) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Tokens of `prompt` with what stands for each image in place of its placeholder, and where they are.
 
         Raises InvalidValue if the prompt has other places for images than it should."""
@@ -155,7 +155,7 @@ class Processor:
         text = "".join(piece + image.text for piece, image in zip(pieces, prepared, strict=False)) + pieces[-1]
         tokens: list[int] = self._tokenizer([text], add_special_tokens=False, verbose=False)["input_ids"][0]
         runs = list(_runs(tokens, self.token))
-        pictures = []
+        prompt_images = []
         for image in prepared:
             mine = []
             left = image.text.count(self._text)
@@ -167,10 +167,10 @@ class Processor:
                 left -= mine[-1][1]
             if left:
                 break
-            pictures.append(Picture(tuple(mine), image.inputs, self.sight.is_whole))
-        if runs or len(pictures) != len(prepared) or not all(each.runs for each in pictures):
+            prompt_images.append(PromptImage(tuple(mine), image.inputs, self.sight.is_whole))
+        if runs or len(prompt_images) != len(prepared) or not all(each.runs for each in prompt_images):
             raise InvalidValue(f"messages must not hold {self._text}, which stands for images", param="messages")
-        return tokens, tuple(pictures)
+        return tokens, tuple(prompt_images)
 
 
 class Eyes:
@@ -195,7 +195,7 @@ class Eyes:
     def placeholder(self) -> str:
         return self._processor.placeholder
 
-    async def read(self, prompt: str, images: Sequence[Image]) -> tuple[list[int], Pictures]:
+    async def read(self, prompt: str, images: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
         """See `worker.interface.Vision`."""
         if len(images) > self._most:
             raise UnsupportedField(
@@ -209,11 +209,11 @@ class Eyes:
         """Whoever waits for an image is cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, prompt: str, stated: Sequence[Image]) -> tuple[list[int], Pictures]:
+    def _read(self, prompt: str, stated: Sequence[EncodedImage]) -> tuple[list[int], PromptImages]:
         prepared: list[Prepared] = []
         for image in stated:
             try:
-                prepared.append(self._processor.prepare(images.opened(image), self._dtype))
+                prepared.append(self._processor.prepare(images.open_image(image), self._dtype))
             except InvalidValue:
                 raise
             except Exception as error:  # noqa: BLE001 - an image of a stranger, and whatever a library makes of it
@@ -223,17 +223,17 @@ class Eyes:
                     param=image.where,
                 ) from None
         tokens, each = self._processor.lay_out(prompt, prepared)
-        pictures = Pictures(each)
-        self._hold(pictures, sum(image.bytes for image in prepared))
-        return tokens, pictures
+        prompt_images = PromptImages(each)
+        self._hold(prompt_images, sum(image.bytes for image in prepared))
+        return tokens, prompt_images
 
-    def _hold(self, pictures: Pictures, size: int) -> None:
+    def _hold(self, prompt_images: PromptImages, size: int) -> None:
         """Count `pictures` in for as long as anybody has them. Raises QueueFull."""
         with self._lock:
             if self._held and self._held + size > self._most_held:
                 raise QueueFull("requests with images wait for this model already; try again later")
             self._held += size
-        weakref.finalize(pictures, self._let_go, size)
+        weakref.finalize(prompt_images, self._let_go, size)
 
     def _let_go(self, size: int) -> None:
         with self._lock:
@@ -247,30 +247,30 @@ class Tower:
         """`token` stands for images in a prompt."""
         self._model, self._token, self._device = model, token, device
         self._words = model.get_input_embeddings()
-        self._seen: dict[Picture, torch.Tensor] = {}
+        self._seen: dict[PromptImage, torch.Tensor] = {}
         self.largest = 0, 0
         """As in `Pulse.seen`."""
 
-    def features(self, picture: Picture) -> torch.Tensor:
+    def features(self, picture: PromptImage) -> torch.Tensor:
         """`[tokens, hidden]`: what stands in the place of the picture's tokens."""
         inputs = {name: each.to(self._device) for name, each in picture.inputs.items()}
         found = self._model.get_image_features(**inputs, return_dict=True).pooler_output
         whole = torch.cat(list(found)) if isinstance(found, list | tuple) else found
         return whole.reshape(-1, whole.shape[-1])
 
-    def see(self, tokens: Sequence[int], start: int, pictures: Pictures) -> Seen:
+    def see(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> Seen:
         """The prompt's `tokens` from the one with number `start` on."""
         kinds = None
-        if any(picture.is_whole for picture in pictures.each):
+        if any(picture.is_whole for picture in prompt_images.each):
             kinds = torch.zeros(1, start + len(tokens), dtype=torch.int64, device=self._device)
-            for begin, length in (run for picture in pictures.each for run in picture.runs):
+            for begin, length in (run for picture in prompt_images.each for run in picture.runs):
                 kinds[0, begin : begin + length] = 1
-        return Seen(self._embed(tokens, start, pictures), kinds)
+        return Seen(self._embed(tokens, start, prompt_images), kinds)
 
-    def _embed(self, tokens: Sequence[int], start: int, pictures: Pictures) -> torch.Tensor | None:
+    def _embed(self, tokens: Sequence[int], start: int, prompt_images: PromptImages) -> torch.Tensor | None:
         """`[1, tokens, hidden]`; None: they are words only."""
         end = start + len(tokens)
-        due = [picture for picture in pictures.each if _overlaps(picture, start, end)]
+        due = [picture for picture in prompt_images.each if _overlaps(picture, start, end)]
         if not due:
             return None
         ids = memory.upload([0 if token == self._token else token for token in tokens], torch.int64, self._device)
@@ -294,9 +294,9 @@ class Tower:
                 del self._seen[picture]
         return embedded
 
-    def forget(self, pictures: Pictures) -> None:
+    def forget(self, prompt_images: PromptImages) -> None:
         """Nobody computes this prompt any more."""
-        for picture in pictures.each:
+        for picture in prompt_images.each:
             self._seen.pop(picture, None)
 
 
@@ -307,7 +307,7 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _overlaps(picture: Picture, start: int, end: int) -> bool:
+def _overlaps(picture: PromptImage, start: int, end: int) -> bool:
     return any(begin < end and start < begin + length for begin, length in picture.runs)
 
 

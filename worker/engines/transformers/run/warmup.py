@@ -10,7 +10,7 @@ from worker.engines.transformers.schedule.kv_cache import Capacity
 from worker.engines.transformers.schedule.prefill_budget import Pace
 from worker.engines.transformers.schedule.scheduler import Segment
 from worker.engines.transformers.schedule.sequence import Sequence
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 from worker.protocol.events import Progress
 
 
@@ -72,13 +72,13 @@ def _segment(capacity: Capacity, row: int, start: int, length: int) -> Segment:
 
 def _time_step(runner: Runner, pace: Pace, batch: tuple[Segment, ...]) -> float:
     begin = time.monotonic()
-    _compute(runner, batch, Sampling())
+    _compute(runner, batch, SamplingParams())
     seconds = time.monotonic() - begin
     pace.learn(batch, seconds)
     return seconds
 
 
-def _compute(runner: Runner, batch: tuple[Segment, ...], sampling: Sampling) -> None:
+def _compute(runner: Runner, batch: tuple[Segment, ...], sampling: SamplingParams) -> None:
     sample(runner.run(batch), [Pick(sampling, uniform=0.5)] * len(batch))
     for segment in batch:
         runner.forget(segment.row)

@@ -22,11 +22,11 @@ from worker.engines.transformers.device.memory import upload
 from worker.engines.transformers.sample import topk
 from worker.engines.transformers.sample.device_to_host import Readout
 from worker.engines.transformers.schedule.sequence import Repeats
-from worker.interface import Sampling
+from worker.interface import SamplingParams
 
 COLDEST = 1e-6
 """Temperatures above 0 are taken as at least this: colder is greedy, and float32 cannot divide by less."""
-COSTLIEST = Sampling(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
+COSTLIEST = SamplingParams(temperature=1e6, top_p=0.9, min_p=0.01, logprobs=20)
 """With this a request takes every step of the sampler, and the most memory: where all tokens are about as likely, all
 of them are sorted."""
 _NUCLEUS_TOKENS = 256
@@ -39,7 +39,7 @@ _BINS, _BINS_PER_NAT = 2048, 64
 class Pick:
     """How the next token of one row is to be chosen."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     uniform: float = 0.0
     """In [0, 1): decides, unless the choice is greedy."""
     repeats: Repeats | None = None
@@ -81,7 +81,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
-def has_penalties(sampling: Sampling) -> bool:
+def has_penalties(sampling: SamplingParams) -> bool:
     """Whether what was said before changes what comes next."""
     changes = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
     return bool(changes) and sampling.repeat_last_n != 0
@@ -250,9 +250,9 @@ def _draw(scores: torch.Tensor, picks: Sequence[Pick]) -> torch.Tensor:
     return topk.draw(scores, floor, _numbers([pick.uniform for pick in picks], scores.device))
 
 
-def _temper(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor | None:
+def _temper(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
     """Divide by the temperatures, in place. Returns the lowest score that stays then, `[rows]`; None if all stay."""
-    heats = [(max(each.temperature, COLDEST), each.tempers_last) for each in samplings]
+    heats = [(max(each.temperature, COLDEST), each.temperature_last) for each in samplings]
     scores /= _numbers([1.0 if is_last else heat for heat, is_last in heats], scores.device)[:, None]
     floor = _floor(scores, samplings)
     if not any(is_last for _, is_last in heats):
@@ -267,7 +267,7 @@ def _tell_odds(raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[Pick], a
     `[rows, vocab]` are all but tempered and cut. One by one: few ask, and nobody else's memory is taken."""
     for told, row in enumerate(asking):
         sampling = picks[row].sampling
-        if sampling.tells_odds:
+        if sampling.post_sampling_logprobs:
             scores = logits[row : row + 1] - logits[row].max()
             floor = _temper(scores, [sampling])
             if sampling.temperature == 0.0:
@@ -277,7 +277,7 @@ def _tell_odds(raw: torch.Tensor, logits: torch.Tensor, picks: Sequence[Pick], a
             raw[told] = torch.log_softmax(scores[0], dim=-1)
 
 
-def _floor(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor | None:
+def _floor(scores: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor | None:
     """The lowest score that stays, `[rows]`, by top-k, then top-p among those, then min-p; None if all stay."""
     vocab = scores.shape[-1]
     counts = [min(each.top_k, vocab) if each.top_k > 0 else vocab for each in samplings]

@@ -49,8 +49,10 @@ class Segment:
     @property
     def sees(self) -> bool:
         """Whether some of its tokens stand for images."""
-        pictures = self.sequence.pictures
-        return pictures is not None and any(each.begin < self.end and self.start < each.end for each in pictures.each)
+        prompt_images = self.sequence.prompt_images
+        return prompt_images is not None and any(
+            each.begin < self.end and self.start < each.end for each in prompt_images.each
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -329,9 +331,9 @@ class Scheduler:
 
 def _uncut(sequence: Sequence, share: int) -> int:
     """`share` tokens of a prompt, or as many fewer or more as it takes not to cut an image that must be whole."""
-    if sequence.pictures is None:
+    if sequence.prompt_images is None:
         return share
-    return sequence.pictures.cut(sequence.computed, sequence.computed + share) - sequence.computed
+    return sequence.prompt_images.cut(sequence.computed, sequence.computed + share) - sequence.computed
 
 
 def _age(running: tuple[Sequence, int]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from worker.engines.transformers.schedule.lora_slots import Use
-from worker.interface import Finish, Generation, Pictures, Sampling
+from worker.interface import FinishReason, GenerationRequest, PromptImages, SamplingParams
 
 
 def answer_limit(prompt_tokens: int, asked: int | None, default: int, ctx_size: int) -> int:
@@ -34,11 +34,11 @@ class Sequence:
     """Tokens that end the answer."""
     stated: frozenset[int] = frozenset()
     """Those of them that the request states itself."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     prompt_logprobs: bool = False
     """Logits are wanted at every position of the prompt, not only at its last."""
-    pictures: Pictures | None = None
+    prompt_images: PromptImages | None = None
     """The images that some tokens of its prompt stand for."""
     adapter: Use | None = None
     """None: the model as it is."""
@@ -57,7 +57,7 @@ class Sequence:
     @classmethod
     def of(
         cls,
-        request: Generation,
+        request: GenerationRequest,
         *,
         id: int,
         limit: int,
@@ -79,7 +79,7 @@ class Sequence:
             sampling=request.sampling,
             seed=seed,
             prompt_logprobs=request.prompt_logprobs,
-            pictures=request.pictures,
+            prompt_images=request.prompt_images,
             adapter=adapter,
             salt=request.salt.encode(),
         )
@@ -105,7 +105,7 @@ class Sequence:
             return self.ends
         return self.ends - self.stated if self.sampling.ignore_eos else frozenset()
 
-    def append(self, token: int) -> Finish | None:
+    def append(self, token: int) -> FinishReason | None:
         """Take the next token of the answer; says why the answer is over, if it is."""
         self.tokens.append(token)
         if token in self.ends:

@@ -1,4 +1,4 @@
-"""llama-server's `samplers`: which pick a token, in an order that the engine has."""
+"""llama-server's `samplers`: selection and order."""
 
 from typing import Any
 
@@ -6,26 +6,28 @@ import pytest
 
 from tests.worker.sampled import read
 from worker.errors import InvalidValue, UnsupportedField
-from worker.interface import Sampling
-from worker.prompt import llama_server_samplers
+from worker.interface import SamplingParams
+from worker.prompt import sampling_options
 
 WARM = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.1}
 USUAL = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 
 
 def test_llama_servers_own_order_has_temperature_last() -> None:
-    asked = Sampling(temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1, tempers_last=True)
+    asked = SamplingParams(
+        temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1, temperature_last=True
+    )
     assert read({**WARM, "samplers": USUAL}) == asked
     assert read({**WARM, "samplers": "edskypmxt"}) == asked
     assert read({**WARM, "samplers": ["penalties", "top-k", "nucleus", "min-p", "temp"]}) == asked
-    assert not read(WARM).tempers_last
-    assert not read({**WARM, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}).tempers_last
+    assert not read(WARM).temperature_last
+    assert not read({**WARM, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}).temperature_last
 
 
 def test_a_sampler_that_is_not_named_is_off() -> None:
-    assert read({**WARM, "samplers": ["top_k"]}) == Sampling(temperature=1.0, top_k=40)
-    assert read({**WARM, "samplers": "p"}) == Sampling(top_p=0.95)
-    assert read({**WARM, "samplers": ["temperature"]}) == Sampling(temperature=0.7)
+    assert read({**WARM, "samplers": ["top_k"]}) == SamplingParams(temperature=1.0, top_k=40)
+    assert read({**WARM, "samplers": "p"}) == SamplingParams(top_p=0.95)
+    assert read({**WARM, "samplers": ["temperature"]}) == SamplingParams(temperature=0.7)
     assert read({**WARM, "samplers": []}) == read(WARM)
 
 
@@ -69,6 +71,6 @@ def test_a_name_that_is_none_is_refused(stated: Any) -> None:
 
 
 def test_what_was_understood_is_an_order_again() -> None:
-    for tempers_last in (False, True):
-        told = llama_server_samplers.told({"tempers_last": tempers_last})
-        assert read({**WARM, "samplers": told}).tempers_last is tempers_last
+    for temperature_last in (False, True):
+        told = sampling_options.sampler_names({"temperature_last": temperature_last})
+        assert read({**WARM, "samplers": told}).temperature_last is temperature_last

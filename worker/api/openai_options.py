@@ -1,0 +1,178 @@
+"""Options that OpenAI's chat and text completions share, and the GenerationRequests made from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.api.call import read_ping_interval
+from worker.api.served_model import ServedModel
+from worker.api.usage import ChunkOptions
+from worker.errors import InvalidValue
+from worker.interface import GenerationRequest, Grammar, PromptImages, SamplingParams
+from worker.prompt import adapter_choice, guided_decoding, logprob_options, sampling_options
+from worker.prompt.body_reader import BodyFields, to_integer
+from worker.protocol.dialects.openai import MAX_ENDS, STREAM_OPTIONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """Options that chat and text completions share."""
+
+    model: str
+    max_tokens: int | None
+    sampling: SamplingParams
+    grammar: Grammar | None
+    stop: tuple[str, ...]
+    n: int
+    stream: bool
+    chunk_options: ChunkOptions
+    logprob_settings: logprob_options.LogprobOptions
+    ends: frozenset[int]
+    include_stop: bool
+    visible_special_tokens: frozenset[int]  # special tokens to show in addition to those of the chat format
+    max_prompt_tokens: int | None  # truncate longer prompts to this many tokens; None: reject them
+    keep_first: bool  # truncation keeps the beginning instead of the end
+    salt: str
+    ping_interval: float | None
+
+    def check_max_tokens(self) -> None:
+        if self.max_tokens == 0:
+            raise InvalidValue("max_tokens must be at least 1, or -1 for no limit", param="max_tokens")
+        if self.max_tokens is not None and self.sampling.min_tokens > self.max_tokens:
+            raise InvalidValue("min_tokens must not exceed max_tokens", param="min_tokens")
+
+    def cut(self, prompt: list[int]) -> list[int]:
+        """Return `prompt` after truncation."""
+        if self.max_prompt_tokens is None:
+            return prompt
+        return prompt[: self.max_prompt_tokens] if self.keep_first else prompt[-self.max_prompt_tokens :]
+
+    def generations(
+        self,
+        id: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        prompt_logprobs: bool = False,
+        visible_special_tokens: frozenset[int] = frozenset(),
+        prompt_images: PromptImages | None = None,
+        adapters: adapter_choice.AdapterChoices = (),
+    ) -> tuple[GenerationRequest, ...]:
+        """Return one request per prompt. `adapters` has one entry per prompt or is empty; `prompt_images` belong to the
+        only prompt.
+        """
+        return tuple(
+            GenerationRequest(
+                id=f"{id}.{number}",
+                prompt=tuple(prompt),
+                prompt_images=prompt_images,
+                adapter=adapters[number] if adapters else None,
+                max_tokens=self.max_tokens,
+                stop=self.stop,
+                n=self.n,
+                sampling=self.sampling,
+                grammar=self.grammar,
+                ends=self.ends,
+                include_stop=self.include_stop,
+                visible_special_tokens=visible_special_tokens | self.visible_special_tokens,
+                salt=self.salt,
+                prompt_logprobs=prompt_logprobs or self.logprob_settings.prompt_logprobs is not None,
+                progress=self.stream,  # also needed without progress chunks: it is sent in comments
+                timings=self.chunk_options.has_timings or self.chunk_options.counts,
+            )
+            for number, prompt in enumerate(prompts)
+        )
+
+
+def read_common_options(fields: BodyFields, model: ServedModel, *, logprobs: int | None) -> CommonOptions:
+    options = model.options
+    stream = fields.flag("stream") or False
+    logprob_settings = logprob_options.read(fields, logprobs=logprobs, most=options.max_logprobs, stream=stream)
+    sampling, stop = sampling_options.read(
+        fields,
+        model.defaults,
+        vocab_size=model.vocab_size,
+        logprobs=logprob_settings.engine_logprobs,
+        seed=options.seed if options.seed >= 0 else None,
+        encode=model.encode_piece,
+    )
+    shows_special = fields.flag("skip_special_tokens") is False
+    max_prompt_tokens = _max_prompt_tokens(fields, model)
+    return CommonOptions(
+        model=fields.text("model") or options.name,
+        max_tokens=_max_tokens(fields, options.n_predict),
+        sampling=sampling,
+        grammar=guided_decoding.read(fields),
+        stop=stop,
+        n=fields.integer("n") or 1,
+        stream=stream,
+        chunk_options=_chunk_options(fields, stream),
+        logprob_settings=logprob_settings,
+        ends=_stop_token_ids(fields, model),
+        include_stop=fields.flag("include_stop_str_in_output") or False,
+        visible_special_tokens=model.special_ids | frozenset(model.special.values()) if shows_special else frozenset(),
+        max_prompt_tokens=max_prompt_tokens,
+        keep_first=_keeps_first(fields, max_prompt_tokens),
+        salt=fields.text("cache_salt") or "",
+        ping_interval=read_ping_interval(fields),
+    )
+
+
+def _chunk_options(fields: BodyFields, stream: bool) -> ChunkOptions:
+    if fields.mapping("stream_options") and not stream:
+        raise InvalidValue("stream_options needs stream: true", param="stream_options")
+    options = fields.within("stream_options", STREAM_OPTIONS)
+    if options.flag("include_obfuscation"):
+        fields.mark_unused(f"{options.path}include_obfuscation")
+    has_usage, counts = options.flag("include_usage") or False, options.flag("continuous_usage_stats") or False
+    if counts and not has_usage:
+        fields.mark_unused(f"{options.path}continuous_usage_stats")
+    return ChunkOptions(
+        has_usage=has_usage,
+        counts=counts and has_usage,
+        has_progress=_stream_flag(fields, "return_progress", stream),
+        has_timings=_stream_flag(fields, "timings_per_token", stream),
+    )
+
+
+def _stop_token_ids(fields: BodyFields, model: ServedModel) -> frozenset[int]:
+    given = fields.sequence("stop_token_ids") or []
+    tokens = [to_integer(each) for each in given]
+    if len(tokens) > MAX_ENDS or not all(token is not None and 0 <= token < model.vocab_size for token in tokens):
+        raise InvalidValue(
+            f"stop_token_ids must be at most {MAX_ENDS} token ids between 0 and {model.vocab_size - 1}",
+            param="stop_token_ids",
+        )
+    return frozenset(token for token in tokens if token is not None)
+
+
+def _max_prompt_tokens(fields: BodyFields, model: ServedModel) -> int | None:
+    tokens = fields.integer("truncate_prompt_tokens")
+    if tokens == 0:
+        raise InvalidValue("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+    return model.max_prompt if tokens == -1 else tokens
+
+
+def _keeps_first(fields: BodyFields, max_prompt_tokens: int | None) -> bool:
+    side = fields.choice("truncation_side")
+    if side is not None and max_prompt_tokens is None:
+        fields.mark_unused("truncation_side")
+    return side == "right"
+
+
+def _stream_flag(fields: BodyFields, name: str, stream: bool) -> bool:
+    """Read a flag about chunks. It is reported as ignored if the answer is not streamed."""
+    is_set = fields.flag(name) or False
+    if is_set and not stream:
+        fields.mark_unused(name)
+    return is_set and stream
+
+
+def _max_tokens(fields: BodyFields, default: int) -> int | None:
+    """Return the maximum number of new tokens; None for -1, llama-server's value for no limit."""
+    names = ("max_tokens", "max_completion_tokens", "n_predict")
+    given = {name: tokens for name in names if (tokens := fields.integer(name)) is not None}
+    if len(set(given.values())) > 1:
+        raise InvalidValue(f"{' and '.join(given)} mean the same but differ; send one of them", param=list(given)[-1])
+    if not given:
+        return default if default > 0 else None
+    tokens = next(iter(given.values()))
+    return None if tokens == -1 else tokens
